@@ -1,0 +1,98 @@
+"""The model contract: a model is a list of layers and a loss.
+
+A pipeline cuts the list into stages, so it must know what flows between layers. A plain ``nn.Module`` takes what the previous one
+returned, as in ``nn.Sequential``. A model with skip connections or masks names what each layer reads and writes:
+
+    layers = [
+        Layer(Embedding(...), reads=("tokens",), writes=("x",)),
+        Layer(Encoder(...), reads=("x", "mask"), writes=("x",)),
+        Layer(Decoder(...), reads=("x", "mask", "memory"), writes=("x",)),
+    ]
+
+Names that are read before any layer writes them are the model's inputs. What the last layer writes is the model's output.
+A layer may be given as a factory; then only the rank that owns it builds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+FLOW = "x"
+"""The name of what a plain module reads and writes."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module, or a factory of one, with the names of the values it reads and writes.
+
+    ``module`` is called with the values of ``reads`` in order; it returns the value of ``writes``, or a tuple of them if there are
+    several. A value is a tensor, or any tuple, list or dict of tensors, numbers, strings and ``None``.
+    """
+
+    module: nn.Module | Callable[[], nn.Module]
+    reads: tuple[str, ...] = (FLOW,)
+    writes: tuple[str, ...] = (FLOW,)
+    name: str = ""
+    """What errors and tables call the layer; the class name if empty."""
+    cost_key: str = ""
+    """Layers with the same non-empty key cost the same: a profile measures one of them."""
+
+    def build(self) -> nn.Module:
+        return self.module if isinstance(self.module, nn.Module) else self.module()
+
+
+@dataclass(frozen=True)
+class TiedWeight:
+    """Parameters that are one: ``(layer index, parameter name)`` each. Their gradients are summed before the update."""
+
+    owners: tuple[tuple[int, str], ...]
+
+
+def as_layers(layers: Sequence[Layer | nn.Module | Callable[[], nn.Module]]) -> list[Layer]:
+    """The list with every plain module or factory wrapped."""
+    return [layer if isinstance(layer, Layer) else Layer(layer) for layer in layers]
+
+
+def input_names(layers: Sequence[Layer]) -> tuple[str, ...]:
+    """The values that the model takes from outside: read before any layer writes them."""
+    written: set[str] = set()
+    needed: dict[str, None] = {}
+    for layer in layers:
+        needed.update(dict.fromkeys(name for name in layer.reads if name not in written))
+        written.update(layer.writes)
+    return tuple(needed)
+
+
+_auxiliary: ContextVar[list[Tensor] | None] = ContextVar("vpipe_auxiliary_losses", default=None)
+
+
+def add_loss(value: Tensor) -> None:
+    """Called inside a layer's forward: adds a scalar to the unit's loss, from any stage (load balancing, regularisers).
+
+    Outside a pipeline's training step it does nothing.
+    """
+    collected = _auxiliary.get()
+    if collected is not None:
+        collected.append(value)
+
+
+@contextmanager
+def collecting_losses() -> Iterator[list[Tensor]]:
+    """The scalars that layers add while the context is open."""
+    collected: list[Tensor] = []
+    token = _auxiliary.set(collected)
+    try:
+        yield collected
+    finally:
+        _auxiliary.reset(token)
+
+
+def describe(value: Any) -> str:
+    """A short name of a value's kind for errors."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

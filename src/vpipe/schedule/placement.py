@@ -1,0 +1,83 @@
+"""Where stages live.
+
+A placement says, for each stage, which ranks hold it. A rank may hold several stages (loop, V or zig-zag placement); a stage may be
+held by several ranks (its replicas), which then take the units in turn: unit ``k`` goes to replica ``k mod r``.
+
+    loop(2, 2)    rank 0: 0 2     V: vee(2)   rank 0: 0 3     zig-zag: zigzag(2, 2)   rank 0: 0 3 4 7
+                  rank 1: 1 3                 rank 1: 1 2                             rank 1: 1 2 5 6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``ranks_of[stage]`` lists the ranks that hold the stage, replica 0 first."""
+
+    ranks_of: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        held = {rank for ranks in self.ranks_of for rank in ranks}
+        if not self.ranks_of or held != set(range(len(held))):
+            raise ValueError(f"the ranks of a placement must be 0..P-1 without a gap, not {sorted(held)}")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ranks_of)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return 1 + max(max(ranks) for ranks in self.ranks_of)
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """``stages_of[rank]`` lists the stages that the rank holds, in order."""
+        held: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage, ranks in enumerate(self.ranks_of):
+            for rank in ranks:
+                held[rank].append(stage)
+        return tuple(tuple(stages) for stages in held)
+
+    @property
+    def has_replicas(self) -> bool:
+        return any(len(ranks) > 1 for ranks in self.ranks_of)
+
+    def num_replicas(self, stage: int) -> int:
+        return len(self.ranks_of[stage])
+
+    def rank(self, stage: int, microbatch: int) -> int:
+        """The rank that runs this unit at this stage."""
+        ranks = self.ranks_of[stage]
+        return ranks[microbatch % len(ranks)]
+
+    def units(self, stage: int, rank: int, num_microbatches: int) -> range:
+        """The units that ``rank`` runs at ``stage``."""
+        ranks = self.ranks_of[stage]
+        return range(ranks.index(rank), num_microbatches, len(ranks))
+
+
+def loop(num_ranks: int, stages_per_rank: int = 1) -> Placement:
+    """Stage ``s`` on rank ``s mod p``: one stage a rank, or Megatron's interleaving."""
+    return Placement(tuple((stage % num_ranks,) for stage in range(num_ranks * stages_per_rank)))
+
+
+def zigzag(num_ranks: int, num_waves: int) -> Placement:
+    """Down the ranks and up again, ``num_waves`` times: neighbours at each turn are on one rank."""
+    wave = [*range(num_ranks), *reversed(range(num_ranks))]
+    return Placement(tuple((rank,) for rank in wave * num_waves))
+
+
+def vee(num_ranks: int) -> Placement:
+    """One wave: the first and the last stage are on rank 0."""
+    return zigzag(num_ranks, 1)
+
+
+def replicated(num_replicas: Sequence[int]) -> Placement:
+    """One stage after the other, stage ``s`` on the next ``num_replicas[s]`` ranks."""
+    ends = list(accumulate(num_replicas))
+    return Placement(tuple(tuple(range(end - r, end)) for r, end in zip(num_replicas, ends, strict=True)))
