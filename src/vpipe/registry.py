@@ -1,0 +1,124 @@
+"""The plug-in points: a new model, data set, stage or schedule is one class and one decorator.
+
+    @MODEL_REGISTRY.register("my_model")
+    class MyModel(ModelInterface): ...
+
+Another package offers its own without being imported first, through a Python entry point of the same name:
+
+    [project.entry-points."vpipe.models"]
+    my_model = "my_package.models:MyModel"
+
+Entry points are listed by name and loaded only when that name is asked for: listing what exists runs nobody's code,
+and a broken plug-in cannot hurt a run that does not use it. No torch here, so that ``vpipe --help`` stays quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from vpipe.errors import UserError, nearest
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+
+class Registry(Generic[T]):
+    """Names of one kind of thing, and what they stand for.
+
+    ``kind`` is what errors call an entry ("model"); ``group`` is the entry-point group that other packages use.
+    """
+
+    def __init__(self, kind: str, group: str | None = None) -> None:
+        self.kind = kind
+        self.group = group
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str, force: bool = False) -> Callable[[Item], Item]:
+        """A decorator that enters a class or function under ``name``; ``force`` replaces a taken name."""
+        if not isinstance(name, str) or not name.strip():
+            raise UserError(
+                f'a {self.kind} is registered under a name, not under {name!r}: write @register("my_{self.kind}")'
+            )
+
+        def enter(item: Item) -> Item:
+            if name in self._entries and not force:
+                raise UserError(
+                    f"the {self.kind} {name!r} is already registered as {_address(self._entries[name])}, "
+                    f"so {_address(item)} needs another name, or register(..., force=True) to replace it"
+                )
+            self._entries[name] = item  # type: ignore[assignment]  # the decorator returns what it got, with its own type
+            return item
+
+        return enter
+
+    def get(self, name: str) -> T:
+        """What ``name`` stands for, be it an entry point of another package. An unknown name lists the known ones."""
+        if name not in self._entries:
+            self._entries[name] = self._load(name)
+        return self._entries[name]
+
+    def create(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """``get(name)(*args, **kwargs)``."""
+        made = self.get(name)
+        if not callable(made):
+            raise UserError(
+                f"the {self.kind} {name!r} is {made!r}, which cannot be called: register a class or a function"
+            )
+        return made(*args, **kwargs)
+
+    def list_registered(self) -> list[str]:
+        """All names, those of other packages' entry points included, sorted."""
+        return sorted({*self._entries, *(point.name for point in self._entry_points())})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries or any(point.name == name for point in self._entry_points())
+
+    def __len__(self) -> int:
+        return len(self.list_registered())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.list_registered())
+
+    def __repr__(self) -> str:
+        return f"Registry({self.kind!r}: {', '.join(self.list_registered()) or 'empty'})"
+
+    def _entry_points(self) -> list[EntryPoint]:
+        return [] if self.group is None else list(entry_points(group=self.group))
+
+    def _load(self, name: str) -> T:
+        """The entry point ``name``. Two packages with the same name, or one that does not import, are told by name."""
+        points = {point.value: point for point in self._entry_points() if point.name == name}
+        if not points:
+            known = self.list_registered()
+            hint = nearest(str(name), known)
+            names = ", ".join(known) or "none"
+            end = f"{hint} Registered: {names}" if hint else f"; registered: {names}"
+            raise UserError(f"there is no {self.kind} {name!r}{end}")
+        if len(points) > 1:
+            places = " and ".join(f"{point.value} ({_package(point)})" for point in points.values())
+            raise UserError(f"two packages offer the {self.kind} {name!r}: {places}; uninstall one of them")
+        (point,) = points.values()
+        try:
+            loaded: T = point.load()
+        except Exception as error:
+            raise UserError(
+                f"the {self.kind} {name!r} of the package {_package(point)} cannot be loaded from {point.value}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return loaded
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "unknown package"
+
+
+def _address(item: object) -> str:
+    return f"{getattr(item, '__module__', '?')}.{getattr(item, '__qualname__', repr(item))}"
+
+
+MODEL_REGISTRY: Registry[Any] = Registry("model", group="vpipe.models")
+DATASET_REGISTRY: Registry[Any] = Registry("dataset", group="vpipe.datasets")
+STAGE_REGISTRY: Registry[Any] = Registry("stage", group="vpipe.stages")
+SCHEDULE_REGISTRY: Registry[Any] = Registry("schedule", group="vpipe.schedules")
