@@ -1,0 +1,218 @@
+"""What each layer costs, and what the machine between the layers can do.
+
+A profile is the only thing the planner knows of a model. ``plan.profile`` measures one; PipeDream's graph text gives one
+(``graph_text``); a person may write one by hand. Times are seconds of one microbatch, sizes are bytes of one microbatch.
+
+    input ─▶ [layer 0] ─▶ [layer 1] ─▶ … ─▶ [layer L-1] ─▶ loss
+    cut 0            cut 1         cut 2
+
+``cut_bytes[i]`` is what crosses a boundary placed before layer ``i``. In a model with skips it is the sum of all tensors that some
+later layer still reads, so a partition pays for every edge that it cuts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vpipe.errors import UserError, nearest
+from vpipe.plan.units import format_bytes, format_seconds
+
+FORMAT = "vpipe-profile"
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer and one microbatch. The backward is ``input_grad + weight_grad``."""
+
+    name: str
+    forward: float
+    input_grad: float
+    weight_grad: float
+    saved_bytes: int
+    """What the forward keeps for the backward, its input included where the layer saves it."""
+    boundary_bytes: int
+    """What crosses a boundary placed after this layer."""
+    parameter_bytes: int = 0
+    optimizer_bytes: int = 0
+    spread: float = 0.0
+    """Spread of the measured times, as a share of their median. Information only."""
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The layers in order, and the machine: links between ranks, the swap lane, the runtime's own time per action."""
+
+    layers: tuple[LayerCost, ...]
+    input_bytes: int = 0
+    """The model's input of one microbatch: what a segment that starts at layer 0 keeps."""
+    microbatch_rows: int = 1
+    link_latency: float = 0.0
+    link_bandwidth: float | None = None
+    """Bytes per second in each direction; ``None``: transfers take no time."""
+    swap_bandwidth: float | None = None
+    """Bytes per second of the swap lane, out and in together; ``None``: there is none."""
+    action_overhead: float = 0.0
+    model: str = ""
+    """What was profiled, for telling one model's profile from another's."""
+    device: Mapping[str, str | float] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def cut_bytes(self) -> tuple[int, ...]:
+        """``cut_bytes[i]`` crosses a boundary before layer ``i``; index 0 is the model's input, the last its output."""
+        return (self.input_bytes, *(layer.boundary_bytes for layer in self.layers))
+
+    def link_time(self, cut: int) -> float:
+        """How long one direction of the link at a cut is busy with one unit."""
+        return 0.0 if self.link_bandwidth is None else self.cut_bytes[cut] / self.link_bandwidth
+
+    def fill_time(self, cut: int) -> float:
+        """What a unit waits at a cut on its way there and its gradient on the way back."""
+        return 2.0 * (self.link_latency + self.link_time(cut))
+
+    def scaled(self, rows: int) -> Profile:
+        """The same model with microbatches of ``rows`` rows: times, activations and boundaries in proportion."""
+        share = rows / self.microbatch_rows
+        layers = tuple(
+            replace(
+                layer,
+                forward=layer.forward * share,
+                input_grad=layer.input_grad * share,
+                weight_grad=layer.weight_grad * share,
+                saved_bytes=math.ceil(layer.saved_bytes * share),
+                boundary_bytes=math.ceil(layer.boundary_bytes * share),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=layers, input_bytes=math.ceil(self.input_bytes * share), microbatch_rows=rows)
+
+    def to_json(self) -> dict[str, Any]:
+        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("layers", "device")}
+        layers = [{f.name: getattr(layer, f.name) for f in fields(layer)} for layer in self.layers]
+        return {"format": FORMAT, "version": 1, **head, "device": dict(self.device), "layers": layers}
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    def table(self) -> str:
+        """The layers as a person reads them, and one line on the machine."""
+        head = ("layer", "name", "forward", "input-grad", "weight-grad", "saved", "boundary", "parameters", "optimizer")
+        rows = [
+            (
+                str(index),
+                layer.name,
+                *(format_seconds(t) for t in (layer.forward, layer.input_grad, layer.weight_grad)),
+                *(format_bytes(b) for b in (layer.saved_bytes, layer.boundary_bytes)),
+                *(format_bytes(b) for b in (layer.parameter_bytes, layer.optimizer_bytes)),
+            )
+            for index, layer in enumerate(self.layers)
+        ]
+        return align([head, *rows], left={1}) + "\n" + self._machine()
+
+    def _machine(self) -> str:
+        link = "unlimited" if self.link_bandwidth is None else f"{format_bytes(self.link_bandwidth)}/s"
+        swap = "none" if self.swap_bandwidth is None else f"{format_bytes(self.swap_bandwidth)}/s"
+        return (
+            f"microbatch of {self.microbatch_rows} rows; link {link} after {format_seconds(self.link_latency)}; "
+            f"swap {swap}; {format_seconds(self.action_overhead)} per action"
+        )
+
+
+def align(rows: list[tuple[str, ...]], left: set[int]) -> str:
+    """Columns, right-aligned except those in ``left``."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = (
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Reads ``profile.json``; every fault names the file and the key."""
+    where = str(path)
+    try:
+        data = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise UserError(f"{where}: there is no such profile; make one with `vpipe profile CONFIG -o {where}`") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{where}: not a profile, since it is not JSON ({error})") from None
+    return profile_from_json(data, where)
+
+
+def profile_from_json(data: object, where: str = "profile") -> Profile:
+    """The profile that a JSON value describes; ``where`` is what errors call it."""
+    if not isinstance(data, dict) or data.get("format", FORMAT) != FORMAT:
+        raise UserError(f"{where}: not a profile; expected a JSON object with format {FORMAT!r}")
+    rest = {key: value for key, value in data.items() if key not in ("format", "version")}
+    reader = _Reader(where)
+    layers = rest.pop("layers", None)
+    if not isinstance(layers, list) or not layers:
+        raise UserError(f"{where}: layers must be a list of at least one layer")
+    device = rest.pop("device", {})
+    if not isinstance(device, dict):
+        raise UserError(f"{where}: device must be an object of facts, not {device!r}")
+    costs = tuple(LayerCost(**reader.fields(LayerCost, layer, f"layers[{i}].")) for i, layer in enumerate(layers))
+    values = reader.fields(Profile, rest, "", without={"layers", "device"})
+    return Profile(layers=costs, device=device, **values)
+
+
+class _Reader:
+    """Checks the members of a JSON object against a dataclass, naming file and key in every complaint."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def fields(self, kind: type, data: object, prefix: str, without: set[str] | None = None) -> dict[str, Any]:
+        if not isinstance(data, dict):
+            raise UserError(f"{self.where}: {prefix.rstrip('.')} must be an object, not {data!r}")
+        known = {f.name: f for f in fields(kind) if f.name not in (without or set())}
+        for key in data:
+            if key not in known:
+                raise UserError(f"{self.where}: {prefix}{key} is not a key of a profile{nearest(key, known)}")
+        found: dict[str, Any] = {}
+        for name, f in known.items():
+            if name in data:
+                found[name] = self._value(prefix + name, str(f.type), data[name])
+            elif "name" in known and name in (
+                "name",
+                "forward",
+                "input_grad",
+                "weight_grad",
+                "saved_bytes",
+                "boundary_bytes",
+            ):
+                raise UserError(f"{self.where}: {prefix}{name} is missing")
+        return found
+
+    def _value(self, key: str, kind: str, value: object) -> object:
+        if kind == "str":
+            if isinstance(value, str):
+                return value
+            raise UserError(f"{self.where}: {key} is {value!r}; it must be text")
+        if value is None and "None" in kind:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{self.where}: {key} is {value!r}; it must be a number")
+        positive = "None" in kind or key.endswith("rows")
+        if not math.isfinite(value) or value < 0 or (positive and value == 0):
+            wants = "positive" if positive else "zero or more"
+            raise UserError(
+                f"{self.where}: {key} is {value}; it must be finite and {wants}: measure again or correct the file"
+            )
+        return int(value) if kind == "int" else float(value)

@@ -1,0 +1,127 @@
+"""How many bytes a stage needs, stated once.
+
+The knapsack, the planner, the table shown to the user and the tests all count by this module. For a stage of layers ``a .. b-1``
+with ``N`` units in flight and ``V`` weight versions:
+
+| term           | bytes                                                                                         |
+| -------------- | --------------------------------------------------------------------------------------------- |
+| weights        | V × parameters                                                                                |
+| gradients      | parameters                                                                                    |
+| optimizer      | optimizer state (never versioned)                                                             |
+| kept           | N × saved, over the layers that keep                                                          |
+| segment_inputs | N × cut bytes before each run of recomputed layers                                            |
+| recomputed     | saved, over the recomputed layers: the one unit whose segments are materialised before its B  |
+| swapped        | min(N, 2) × saved, over the swapped layers: one unit in use, one on its way                   |
+| buffers        | 2 × (cut before a + cut before b), without the ends of the pipe: an activation and a gradient |
+
+A run of consecutive recomputed layers is one segment: it keeps its input and nothing else. Lowering puts one ``R`` before a unit's
+backward, which materialises all segments of the stage; a runtime that recomputes them one by one needs less, never more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+
+from vpipe.plan.costs import Profile
+
+SWAP_RESIDENT = 2
+"""Units of a swapped layer that are on the device at once."""
+
+
+class Choice(StrEnum):
+    """What becomes of a layer's saved tensors between its forward and its backward."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What the schedule and the rank say about a stage; the profile says the rest."""
+
+    units: int
+    """Units in flight at the peak: the schedule's doing."""
+    versions: int = 1
+    """Live weight versions: one in synchronous modes."""
+    memory: float = float("inf")
+    """Cap of the rank, in bytes."""
+    speed: float = 1.0
+    """Speed of the rank: a layer takes its profiled time divided by this."""
+
+
+@dataclass(frozen=True)
+class MemoryTerms:
+    """Bytes of a stage, term by term, in the order of the table above."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    kept: int = 0
+    segment_inputs: int = 0
+    recomputed: int = 0
+    swapped: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    def to_json(self) -> dict[str, int]:
+        return {**asdict(self), "total": self.total}
+
+
+def stage_memory(
+    profile: Profile, start: int, stop: int, choices: Sequence[Choice], facts: StageFacts, *, first: bool, last: bool
+) -> MemoryTerms:
+    """The bytes of a stage of layers ``start .. stop-1``; ``choices[i]`` belongs to layer ``start + i``."""
+    layers = profile.layers[start:stop]
+    if len(choices) != len(layers):
+        raise ValueError(f"{len(choices)} choices for {len(layers)} layers")
+    cut = profile.cut_bytes
+    saved = dict.fromkeys(Choice, 0)
+    segment_inputs = 0
+    for index, (layer, choice) in enumerate(zip(layers, choices, strict=True)):
+        saved[choice] += layer.saved_bytes
+        if choice is Choice.RECOMPUTE and (index == 0 or choices[index - 1] is not Choice.RECOMPUTE):
+            segment_inputs += cut[start + index]
+    parameters = sum(layer.parameter_bytes for layer in layers)
+    return MemoryTerms(
+        weights=facts.versions * parameters,
+        gradients=parameters,
+        optimizer=sum(layer.optimizer_bytes for layer in layers),
+        kept=facts.units * saved[Choice.KEEP],
+        segment_inputs=facts.units * segment_inputs,
+        recomputed=saved[Choice.RECOMPUTE],
+        swapped=min(facts.units, SWAP_RESIDENT) * saved[Choice.SWAP],
+        buffers=2 * ((0 if first else cut[start]) + (0 if last else cut[stop])),
+    )
+
+
+def stage_time(
+    profile: Profile, start: int, stop: int, choices: Sequence[Choice], facts: StageFacts, *, first: bool, last: bool
+) -> float:
+    """Seconds of one unit: the longer of the compute lane and the swap lane, which run side by side.
+
+    Compute is forward, backward, the recomputed forwards, and the runtime's overhead of ``F``, ``B`` and two transfers per neighbour.
+    Swapped tensors cross the swap lane twice.
+    """
+    layers = profile.layers[start:stop]
+    compute = sum(
+        layer.total + (layer.forward if c is Choice.RECOMPUTE else 0.0)
+        for layer, c in zip(layers, choices, strict=True)
+    )
+    compute = compute / facts.speed + profile.action_overhead * num_actions(first=first, last=last)
+    swapped = sum(layer.saved_bytes for layer, c in zip(layers, choices, strict=True) if c is Choice.SWAP)
+    if not swapped:
+        return compute
+    if profile.swap_bandwidth is None:
+        raise ValueError("a layer is swapped, but the profile has no swap bandwidth")
+    return max(compute, 2.0 * swapped / profile.swap_bandwidth)
+
+
+def num_actions(*, first: bool, last: bool) -> int:
+    """Actions of one unit at a stage: ``F``, ``B``, and a send and a receive on each side that has a neighbour."""
+    return 2 + 2 * (not first) + 2 * (not last)
