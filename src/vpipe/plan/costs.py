@@ -1,13 +1,14 @@
 """What each layer costs, and what the machine between the layers can do.
 
-A profile is the only thing the planner knows of a model. ``plan.profile`` measures one; PipeDream's graph text gives one
-(``graph_text``); a person may write one by hand. Times are seconds of one microbatch, sizes are bytes of one microbatch.
+A profile is the only thing the planner knows of a model. ``plan.profile`` measures one; PipeDream's graph text gives
+one (``graph_text``); a person may write one by hand. Times are seconds of one microbatch, sizes are bytes of one
+microbatch.
 
     input ─▶ [layer 0] ─▶ [layer 1] ─▶ … ─▶ [layer L-1] ─▶ loss
     cut 0            cut 1         cut 2
 
-``cut_bytes[i]`` is what crosses a boundary placed before layer ``i``. In a model with skips it is the sum of all tensors that some
-later layer still reads, so a partition pays for every edge that it cuts.
+``cut_bytes[i]`` is what crosses a boundary placed before layer ``i``. In a model with skips it is the sum of all
+tensors that some later layer still reads, so a partition pays for every edge that it cuts.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """PipeDream's profile text: read and written.
 
-    node4 -- Embedding(32320, 1024) -- forward_compute_time=0.073, backward_compute_time=6.949, activation_size=6291456.0, \
-parameter_size=132382720.000
+    node4 -- Embedding(32320, 1024) -- forward_compute_time=0.073, backward_compute_time=6.949,
+    activation_size=6291456.0, \
+activation_size=6291456.0, parameter_size=132382720.000
     \tnode1 -- node4
 
-Times are milliseconds of one unit, sizes bytes. The text is a graph, a pipeline is a chain: the nodes are taken in a topological
-order, and a boundary after a node carries every tensor that a later node still reads, once.
+Times are milliseconds of one unit, sizes bytes. The text is a graph, a pipeline is a chain: the nodes are taken in a
+topological order, and a boundary after a node carries every tensor that a later node still reads, once.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -91,9 +93,9 @@ class Graph:
     def to_profile(self, *, optimizer_copies: float = 1.0, model: str = "") -> Profile:
         """The graph as a chain.
 
-        The text does not split the backward: a node with parameters is given half of it as weight gradient, one without none. It does
-        not say what is saved either: a node is taken to save as much as it yields. ``optimizer_copies`` is the optimizer's state as a
-        multiple of the parameters (SGD with momentum 1, Adam 2).
+        The text does not split the backward: a node with parameters is given half of it as weight gradient, one
+        without none. It does not say what is saved either: a node is taken to save as much as it yields.
+        ``optimizer_copies`` is the optimizer's state as a multiple of the parameters (SGD with momentum 1, Adam 2).
         """
         order = self.order()
         place = {node.id: index for index, node in enumerate(order)}
@@ -171,7 +173,7 @@ def export_graph(profile: Profile, stage_of: Sequence[int] | None = None) -> Gra
         )
         for index, layer in enumerate(profile.layers)
     )
-    edges = tuple((a.id, b.id) for a, b in zip(nodes, nodes[1:], strict=False))
+    edges = tuple((a.id, b.id) for a, b in itertools.pairwise(nodes))
     return Graph(nodes, edges, profile.model or "profile")
 
 

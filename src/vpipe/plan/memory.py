@@ -1,7 +1,7 @@
 """How many bytes a stage needs, stated once.
 
-The knapsack, the planner, the table shown to the user and the tests all count by this module. For a stage of layers ``a .. b-1``
-with ``N`` units in flight and ``V`` weight versions:
+The knapsack, the planner, the table shown to the user and the tests all count by this module. For a stage of layers
+``a .. b-1`` with ``N`` units in flight and ``V`` weight versions:
 
 | term           | bytes                                                                                         |
 | -------------- | --------------------------------------------------------------------------------------------- |
@@ -14,8 +14,9 @@ with ``N`` units in flight and ``V`` weight versions:
 | swapped        | min(N, 2) × saved, over the swapped layers: one unit in use, one on its way                   |
 | buffers        | 2 × (cut before a + cut before b), without the ends of the pipe: an activation and a gradient |
 
-A run of consecutive recomputed layers is one segment: it keeps its input and nothing else. Lowering puts one ``R`` before a unit's
-backward, which materialises all segments of the stage; a runtime that recomputes them one by one needs less, never more.
+A run of consecutive recomputed layers is one segment: it keeps its input and nothing else. Lowering puts one ``R``
+before a unit's backward, which materialises all segments of the stage; a runtime that recomputes them one by one
+needs less, never more.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def stage_time(
 ) -> float:
     """Seconds of one unit: the longer of the compute lane and the swap lane, which run side by side.
 
-    Compute is forward, backward, the recomputed forwards, and the runtime's overhead of ``F``, ``B`` and two transfers per neighbour.
-    Swapped tensors cross the swap lane twice.
+    Compute is forward, backward, the recomputed forwards, and the runtime's overhead of ``F``, ``B`` and two
+    transfers per neighbour. Swapped tensors cross the swap lane twice.
     """
     layers = profile.layers[start:stop]
     compute = sum(

@@ -1,7 +1,7 @@
 """Bytes and seconds as people write them.
 
-A memory limit comes from a person (``4GiB``) and goes back to a person (``short by 1.25 GiB``); both directions live here so that
-every message and table writes them alike.
+A memory limit comes from a person (``4GiB``) and goes back to a person (``short by 1.25 GiB``); both directions live
+here so that every message and table writes them alike.
 """
 
 from __future__ import annotations
