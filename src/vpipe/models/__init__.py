@@ -1,0 +1,1 @@
+"""Models as lists of layers; ``catalog.build`` makes one by name."""

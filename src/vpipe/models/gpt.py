@@ -1,0 +1,207 @@
+"""GPT as a list of layers: OurGPipe's (free head size, low-rank feed-forward, untied head) and GPT-2's (tied head, its
+initialisation).
+
+Each block is one layer, or two with ``split``, so that a partition can cut between attention and feed-forward. The
+final norm and the head are the last layer: logits are the largest tensor of a language model and never leave the last
+stage.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vpipe.layer import Layer, TiedWeight
+from vpipe.models.losses import TokenCount, TokenLoss
+from vpipe.models.model import Model, seed_layers, tie
+from vpipe.models.sizes import fits, head_size_of, positive
+
+
+class Embedding(nn.Module):
+    """Tokens and learned positions."""
+
+    def __init__(
+        self, vocab_size: int, sequence_length: int, hidden_size: int, dropout: float, std: float = 0.02
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, hidden_size)
+        self.positions = nn.Embedding(sequence_length, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+        nn.init.normal_(self.tokens.weight, std=std)
+        nn.init.normal_(self.positions.weight, std=std)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        fits(length, self.positions.num_embeddings)
+        positions = torch.arange(length, device=tokens.device)
+        embedded: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
+        return embedded
+
+
+class Attention(nn.Module):
+    """Pre-norm causal self-attention with its residual: ``x + out(attend(norm(x)))``."""
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, head_size: int, dropout: float, std: float, residual_std: float
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.head_size, self.rate = num_heads, head_size, dropout
+        self.norm = nn.LayerNorm(hidden_size)
+        self.qkv = initialised(nn.Linear(hidden_size, 3 * num_heads * head_size), std)
+        self.out = initialised(nn.Linear(num_heads * head_size, hidden_size), residual_std)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.norm(x)).view(batch, length, 3, self.num_heads, self.head_size)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        rate = self.rate if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=rate, is_causal=True)
+        mixed = mixed.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_size)
+        return x + self.dropout(self.out(mixed))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """Pre-norm feed-forward with its residual: ``x + down(gelu(up(norm(x))))``.
+
+    With ``low_rank`` each of the two matrices is a product of two thin ones.
+    """
+
+    def __init__(
+        self, hidden_size: int, inner_size: int, low_rank: int, dropout: float, std: float, residual_std: float
+    ) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size)
+        self.up = projection(hidden_size, inner_size, low_rank, std, std)
+        self.activation = nn.GELU(approximate="tanh")
+        self.down = projection(inner_size, hidden_size, low_rank, std, residual_std)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(self.activation(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward."""
+
+    def __init__(self, attention: nn.Module, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = attention, feed_forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.feed_forward(self.attention(x))
+        return y
+
+
+class Head(nn.Module):
+    """The final norm and the projection onto the vocabulary."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, std: float = 0.02) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size)
+        self.projection = initialised(nn.Linear(hidden_size, vocab_size, bias=False), std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.projection(self.norm(x))
+        return logits
+
+
+def initialised(linear: nn.Linear, std: float) -> nn.Linear:
+    """``linear`` with normal weights and no bias."""
+    nn.init.normal_(linear.weight, std=std)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+    return linear
+
+
+def projection(size_in: int, size_out: int, low_rank: int, std: float, last_std: float) -> nn.Module:
+    """A linear map, through a space of ``low_rank`` dimensions if that is not 0."""
+    if not low_rank:
+        return initialised(nn.Linear(size_in, size_out), last_std)
+    thin = initialised(nn.Linear(size_in, low_rank, bias=False), std)
+    return nn.Sequential(thin, initialised(nn.Linear(low_rank, size_out), last_std))
+
+
+def gpt(
+    *,
+    vocab_size: int,
+    hidden_size: int = 512,
+    num_layers: int = 16,
+    num_heads: int = 16,
+    sequence_length: int = 128,
+    head_size: int = 0,
+    ff_low_rank: int = 0,
+    dropout: float = 0.0,
+    tied: bool = False,
+    split: bool = False,
+    scaled_residuals: bool = False,
+    seed: int = 0,
+) -> Model:
+    """OurGPipe's GPT. ``head_size`` 0 is hidden_size / num_heads; ``ff_low_rank`` 0 is a full feed-forward.
+
+    ``tied``: the head is the token embedding. ``split``: two layers per block. ``scaled_residuals``: GPT-2's smaller
+    start of what is added to the residual stream.
+    """
+    positive(vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, sequence_length=sequence_length)
+    head_size = head_size or head_size_of(hidden_size, num_heads)
+    std = 0.02
+    residual_std = std / (2 * num_layers) ** 0.5 if scaled_residuals else std
+    attention = partial(Attention, hidden_size, num_heads, head_size, dropout, std, residual_std)
+    feed_forward = partial(FeedForward, hidden_size, 4 * hidden_size, ff_low_rank, dropout, std, residual_std)
+    layers = [
+        Layer(
+            partial(Embedding, vocab_size, sequence_length, hidden_size, dropout), reads=("tokens",), name="embedding"
+        )
+    ]
+    for block in range(num_layers):
+        if split:
+            layers.append(Layer(attention, name=f"attention {block}", cost_key="attention"))
+            layers.append(Layer(feed_forward, name=f"feed-forward {block}", cost_key="feed-forward"))
+        else:
+            layers.append(Layer(partial(_block, attention, feed_forward), name=f"block {block}", cost_key="block"))
+    layers.append(Layer(partial(Head, hidden_size, vocab_size), name="head"))
+    weights = (TiedWeight(((0, "tokens.weight"), (len(layers) - 1, "projection.weight"))),) if tied else ()
+    return Model(
+        layers=tie(seed_layers(layers, seed), weights),
+        loss=TokenLoss(),
+        count=TokenCount(),
+        tied=weights,
+        sequence_length=sequence_length,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        attention_flops=12.0 * num_layers * num_heads * head_size * sequence_length,
+    )
+
+
+def _block(attention: partial[Attention], feed_forward: partial[FeedForward]) -> Block:
+    return Block(attention(), feed_forward())
+
+
+def gpt2(
+    *,
+    vocab_size: int = 50257,
+    hidden_size: int = 768,
+    num_layers: int = 12,
+    num_heads: int = 12,
+    sequence_length: int = 1024,
+    dropout: float = 0.1,
+    tied: bool = True,
+    split: bool = False,
+    seed: int = 0,
+) -> Model:
+    """GPT-2; the defaults are its smallest size."""
+    return gpt(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        sequence_length=sequence_length,
+        dropout=dropout,
+        tied=tied,
+        split=split,
+        scaled_residuals=True,
+        seed=seed,
+    )

@@ -1,0 +1,102 @@
+"""The losses of the models, each a mean over valid targets that is zero, not NaN, where no target is valid.
+
+They are small frozen objects, not closures, so that a model can travel to another process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+IGNORED = -100
+"""The target of a position that does not count, in language models."""
+
+
+def masked_cross_entropy(logits: Tensor, targets: Tensor, ignored: int, smoothing: float = 0.0) -> Tensor:
+    """The mean cross entropy, in fp32, over the targets that are not ``ignored``."""
+    total = F.cross_entropy(
+        logits.flatten(0, -2).float(),
+        targets.flatten().long(),
+        ignore_index=ignored,
+        reduction="sum",
+        label_smoothing=smoothing,
+    )
+    return total / (targets != ignored).sum().clamp(min=1)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Cross entropy of logits ``(..., vocab)`` with targets ``(...)``."""
+
+    ignored: int = IGNORED
+    smoothing: float = 0.0
+    """Label smoothing as in torch: this share of the probability is spread evenly over the vocabulary."""
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return masked_cross_entropy(logits, targets, self.ignored, self.smoothing)
+
+
+@dataclass(frozen=True)
+class TokenCount:
+    """How many targets are not ``ignored``."""
+
+    ignored: int = IGNORED
+
+    def __call__(self, targets: Tensor) -> int:
+        return int((targets != self.ignored).sum())
+
+
+@dataclass(frozen=True)
+class PretrainingLoss:
+    """BERT's: cross entropy over the masked tokens plus cross entropy of the next-sentence question.
+
+    The output is ``(token logits, sentence logits)``; the targets are ``labels (B, L)``, ``ignored`` where nothing is
+    masked, and ``next_sentence (B,)``. Each part is a mean over its own count, as in the original.
+    """
+
+    ignored: int = -1
+
+    def __call__(self, output: tuple[Tensor, Tensor], targets: Any) -> Tensor:
+        tokens, sentences = output
+        labels, next_sentence = split_targets(targets)
+        token_loss = masked_cross_entropy(tokens, labels, self.ignored)
+        return token_loss + masked_cross_entropy(sentences, next_sentence, self.ignored)
+
+
+@dataclass(frozen=True)
+class PretrainingCount:
+    """How many tokens are masked."""
+
+    ignored: int = -1
+
+    def __call__(self, targets: Any) -> int:
+        return int((split_targets(targets)[0] != self.ignored).sum())
+
+
+def split_targets(targets: Any) -> tuple[Tensor, Tensor]:
+    """(labels, next sentence) of a mapping with these names, or of a pair."""
+    if isinstance(targets, tuple | list):
+        labels, next_sentence = targets
+    else:
+        labels, next_sentence = targets["labels"], targets["next_sentence"]
+    return labels, next_sentence
+
+
+@dataclass(frozen=True)
+class SquaredError:
+    """The mean squared difference; targets of any number type."""
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        return (output - targets.to(output.dtype)).square().mean()
+
+
+@dataclass(frozen=True)
+class ElementCount:
+    """The number of targets, where all are valid."""
+
+    def __call__(self, targets: Tensor) -> int:
+        return int(torch.as_tensor(targets).numel())

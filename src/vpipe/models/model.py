@@ -1,0 +1,178 @@
+"""What every model hands over: a list of layer factories, a loss, and the few numbers that planning and metrics need.
+
+Three promises keep a model independent of how it is cut. A layer is a *factory*, so that only the rank that owns it
+pays for it. A layer's initial weights depend on ``(seed, layer index)`` alone, so that the partition does not change
+them. Weights that are tied start equal on every rank without a message, because each owner can build the first owner's
+value by itself.
+
+Targets are already shifted: the target of a position is what the model should say there. A unit's loss is the mean over
+its valid targets; ``count`` says how many there are, so that units of unequal length weigh what they should.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.errors import UserError
+from vpipe.layer import Layer, TiedWeight, input_names
+
+Factory = Callable[[], nn.Module]
+
+_random_state = Lock()
+"""The CPU generator is one per process; ranks that are threads build one after the other."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as the rest of vpipe sees it."""
+
+    layers: list[Layer]
+    loss: Callable[[Any, Any], Tensor]
+    """``loss(output, targets)``: a scalar, the mean over the valid targets; zero where none is valid."""
+    count: Callable[[Any], int]
+    """``count(targets)``: how many targets are valid."""
+    tied: tuple[TiedWeight, ...] = ()
+    sequence_length: int = 0
+    vocab_size: int = 0
+    hidden_size: int = 0
+    attention_flops: float = 0.0
+    """FLOPs per token, forward and backward, of the products that have no weight (scores and weighted sums)."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the values that the model takes from outside."""
+        return input_names(self.layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, tied ones once; nothing is allocated to know it."""
+        return self._sizes[0]
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward of one token: 6 per weight of a matrix product (2 forward, 4 backward) and the
+        attention's own.
+
+        Attention is counted in full, as the usual definition of MFU does, although a causal mask needs only half of it.
+        """
+        return 6.0 * self._sizes[1] + self.attention_flops
+
+    @cached_property
+    def _sizes(self) -> tuple[int, int]:
+        """(parameters, weights of matrix products)."""
+        with torch.device("meta"):
+            modules = self.build()
+        parameters = sum(p.numel() for module in modules for p in module.parameters())
+        for tied in self.tied:
+            parameters -= sum(modules[layer].get_parameter(name).numel() for layer, name in tied.owners[1:])
+        products = sum(
+            parameter.numel()
+            for module in modules
+            for part in module.modules()
+            if not isinstance(part, nn.Embedding)
+            for parameter in part.parameters(recurse=False)
+            if parameter.ndim == 2
+        )
+        return parameters, products
+
+    def build(self) -> list[nn.Module]:
+        """All layers, built here: for one process, tests and counting."""
+        return [layer.build() for layer in self.layers]
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """A factory whose random numbers come from ``(seed, index)`` and leave no trace in the process' own generator."""
+
+    factory: Factory
+    seed: int
+    index: int
+
+    def __call__(self) -> nn.Module:
+        if building_on_meta():
+            return self.factory()
+        generator = torch.default_generator
+        with _random_state, torch.device("cpu"):  # an accelerator's generator would give other weights
+            before = generator.get_state()
+            generator.manual_seed(derived_seed(self.seed, self.index))
+            try:
+                return self.factory()
+            finally:
+                generator.set_state(before)
+
+
+def seeded(factory: Factory, seed: int, index: int) -> Factory:
+    """``factory`` with the random numbers of layer ``index`` of a model with this ``seed``."""
+    return Seeded(factory, seed, index)
+
+
+def seed_layers(layers: Sequence[Layer], seed: int) -> list[Layer]:
+    """The layers, each with the random numbers of its place in the list."""
+    return [replace(layer, module=seeded(layer.build, seed, index)) for index, layer in enumerate(layers)]
+
+
+def derived_seed(*numbers: int) -> int:
+    """A seed of 63 bits that depends on all ``numbers``; neighbours give unrelated streams."""
+    digest = hashlib.sha256(":".join(str(number) for number in numbers).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def building_on_meta() -> bool:
+    """Whether modules are being built without storage, only to be counted."""
+    return torch.get_default_device().type == "meta"
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A factory whose parameters start with the values of the parameters they are tied to."""
+
+    factory: Factory
+    sources: tuple[tuple[str, Factory, str], ...]
+    """(own parameter, factory of the first owner, its parameter) each."""
+
+    def __call__(self) -> nn.Module:
+        module = self.factory()
+        if not building_on_meta():
+            for name, source, source_name in self.sources:
+                with torch.no_grad():
+                    module.get_parameter(name).copy_(source().get_parameter(source_name))
+        return module
+
+
+def tie(layers: Sequence[Layer], tied: Sequence[TiedWeight]) -> list[Layer]:
+    """The layers, with every tied parameter starting at the value of its first owner, whoever builds it."""
+    sources: dict[int, list[tuple[str, Factory, str]]] = {}
+    for weight in tied:
+        first, first_name = weight.owners[0]
+        for layer, name in weight.owners[1:]:
+            sources.setdefault(layer, []).append((name, layers[first].build, first_name))
+    return [
+        replace(layer, module=Tied(layer.build, tuple(sources[index]))) if index in sources else layer
+        for index, layer in enumerate(layers)
+    ]
+
+
+def run(layers: Sequence[Layer], modules: Sequence[nn.Module], inputs: Any) -> Any:
+    """The model in one process: the meaning that every pipeline must reproduce.
+
+    ``inputs`` is a mapping from input names to values, or the value itself where the model has one input.
+    """
+    names = input_names(layers)
+    if not (isinstance(inputs, Mapping) and set(names) <= set(inputs)):
+        if len(names) != 1:
+            raise UserError(f"the model reads {', '.join(names)}; give a mapping with these names as input")
+        inputs = {names[0]: inputs}
+    values = dict(inputs)
+    output: Any = None
+    for layer, module in zip(layers, modules, strict=True):
+        output = module(*(values[name] for name in layer.reads))
+        values.update({layer.writes[0]: output} if len(layer.writes) == 1 else zip(layer.writes, output, strict=True))
+    return output
