@@ -1,0 +1,43 @@
+"""What every author of a schedule needs: four letters, one check, one way to close a batch.
+
+An author writes, for each rank, the order of ``F B I W``; ``batch`` adds the update of every stage the rank holds and
+makes the program. ``one_forward_one_backward`` is the order that half of the catalogue is a variation of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from vpipe.errors import UserError
+from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.placement import Placement
+from vpipe.schedule.program import Program
+
+F, B, I, W, STEP = Kind.F, Kind.B, Kind.I, Kind.W, Kind.STEP
+
+
+def batch(placement: Placement, num_microbatches: int, rows: Iterable[Iterable[Action]]) -> Program:
+    """The program of one batch: each rank's actions, then one update of every stage it holds."""
+    closed = (
+        (*row, *(Action(stage, STEP) for stage in stages))
+        for row, stages in zip(rows, placement.stages_of, strict=True)
+    )
+    return Program(tuple(closed), placement, num_microbatches)
+
+
+def one_forward_one_backward(forwards: Sequence[Action], backwards: Sequence[Action], num_ahead: int) -> list[Action]:
+    """``num_ahead`` forwards, then a forward and a backward in turn, then the backwards that are left.
+
+    num_ahead = 2, four forwards:   F F F B F B B B
+    """
+    num_pairs = max(0, len(forwards) - num_ahead)
+    pairs = zip(forwards[num_ahead:], backwards, strict=False)
+    return [*forwards[:num_ahead], *chain.from_iterable(pairs), *backwards[num_pairs:]]
+
+
+def check_counts(**counts: int) -> None:
+    """Refuse anything but whole numbers of at least 1, by name."""
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise UserError(f"{name} must be a whole number of at least 1, not {count!r}")

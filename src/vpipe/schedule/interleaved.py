@@ -1,0 +1,51 @@
+"""Several stages on a rank, in a loop: a smaller bubble, paid with more transfers.
+
+p ranks, m microbatches, v stages per rank; rank r holds stages r, p+r, 2p+r, … A stage is 1/v of a rank's share, so the
+pipe fills v times faster.
+
+    p = 2, m = 4, v = 2: the order of forwards on a rank (stage of rank 0 / microbatch)
+
+        interleaved   0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3   groups of p microbatches go through all stages of the rank
+        looped-bfs    0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3   all microbatches go through one stage after the other
+
+Backwards run in the same pattern with the stages reversed. ``interleaved`` alternates the two as 1F1B does (Megatron);
+``looped-bfs`` runs all forwards first (breadth-first).
+"""
+
+from __future__ import annotations
+
+from vpipe.schedule.action import Action
+from vpipe.schedule.authoring import B, F, batch, one_forward_one_backward
+from vpipe.schedule.placement import loop
+from vpipe.schedule.program import Program
+
+
+def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Program:
+    """1F1B over groups of p microbatches; a last group may be smaller, at the price of a bubble."""
+    placement = loop(num_ranks, stages_per_rank)
+    starts = range(0, num_microbatches, num_ranks)
+    groups = [range(start, min(start + num_ranks, num_microbatches)) for start in starts]
+    deepest = (stages_per_rank - 1) * len(groups[0])
+
+    def row(rank: int) -> list[Action]:
+        stages = placement.stages_of[rank]
+        forwards = [Action(stage, F, k) for group in groups for stage in stages for k in group]
+        backwards = [Action(stage, B, k) for group in groups for stage in reversed(stages) for k in group]
+        # With one stage per rank there is nobody to wait for on the way round, and this is plain 1F1B.
+        behind = (num_ranks - 1 - rank) * (2 if stages_per_rank > 1 else 1)
+        return one_forward_one_backward(forwards, backwards, deepest + behind)
+
+    return batch(placement, num_microbatches, map(row, range(num_ranks)))
+
+
+def looped_bfs(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Program:
+    """All microbatches through each stage of the rank in turn; then the backwards, last stage first."""
+    placement = loop(num_ranks, stages_per_rank)
+    microbatches = range(num_microbatches)
+
+    def row(stages: tuple[int, ...]) -> list[Action]:
+        forwards = [Action(stage, F, k) for stage in stages for k in microbatches]
+        backwards = [Action(stage, B, k) for stage in reversed(stages) for k in microbatches]
+        return forwards + backwards
+
+    return batch(placement, num_microbatches, map(row, placement.stages_of))
