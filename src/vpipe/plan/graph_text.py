@@ -1,9 +1,8 @@
 """PipeDream's profile text: read and written.
 
     node4 -- Embedding(32320, 1024) -- forward_compute_time=0.073, backward_compute_time=6.949,
-    activation_size=6291456.0, \
-activation_size=6291456.0, parameter_size=132382720.000
-    \tnode1 -- node4
+             activation_size=6291456.0, parameter_size=132382720.000          (one line in the file)
+    <tab>node1 -- node4
 
 Times are milliseconds of one unit, sizes bytes. The text is a graph, a pipeline is a chain: the nodes are taken in a
 topological order, and a boundary after a node carries every tensor that a later node still reads, once.

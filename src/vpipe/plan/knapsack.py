@@ -1,0 +1,292 @@
+"""Keep, recompute or swap: the best choice for every layer of one stage.
+
+Recomputing a layer costs its forward time, swapping it costs time on the swap lane, and each frees memory. That is a
+knapsack, with one twist: a run of recomputed layers keeps only the run's input, so a choice depends on the choice
+before it. The knapsack is therefore a shortest path along the layers with two states ("the layer before is
+recomputed", "it is not") and a memory limit.
+
+The bound comes from prices. With a price on bytes and a weight between the two lanes the limit disappears, the path is
+found by one pass from the last layer to the first, and its cost is a lower bound for every choice that fits. The
+exact answer extends partial choices layer by layer and drops those that another dominates, or that the priced
+remainder shows cannot win.
+
+    lane = max(base + Σ forward of recomputed, Σ 2·saved of swapped / bandwidth)  →  least
+    Σ bytes (see ``memory``)                                                      ≤  capacity
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vpipe.plan.memory import SWAP_RESIDENT, Choice
+
+_RELATIVE = 1e-12
+_LANE_STEPS = 10
+
+Path = tuple[Choice, ...]
+Label = tuple[float, float, float, "tuple[Choice, object] | None"]
+"""Bytes so far, recomputed seconds, swap seconds, and the choices as a linked list, last first."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The choices of a stage. ``bound`` equals ``time`` where the answer is proven."""
+
+    time: float
+    bound: float
+    choices: Path
+
+    @property
+    def exact(self) -> bool:
+        return self.bound >= self.time * (1 - 1e-9)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One pass at given prices: the priced cost, and the priced path's own figures."""
+
+    cost: float
+    bytes: float
+    seconds: float
+    swap: float
+    path: Path
+
+
+class Knapsack:
+    """The layers of one stage: ``saved`` and ``inputs`` bytes and ``forward`` seconds of each, ``units`` in flight."""
+
+    def __init__(
+        self,
+        saved: Sequence[float],
+        inputs: Sequence[float],
+        forward: Sequence[float],
+        *,
+        units: int,
+        capacity: float,
+        base: float,
+        swap_bandwidth: float | None = None,
+        recompute: bool = True,
+    ) -> None:
+        self.num_layers = len(saved)
+        self.capacity, self.base = capacity, base
+        swappable = swap_bandwidth is not None and units > SWAP_RESIDENT
+        self.swappable, self.recompute = swappable, recompute and units > 1
+        self.saved = saved
+        self.keep = [units * s for s in saved]
+        self.resident = [SWAP_RESIDENT * s for s in saved]
+        self.starts = [units * i for i in inputs]
+        self.forward = forward
+        self.lane = [2.0 * s / swap_bandwidth for s in saved] if swappable and swap_bandwidth else [0.0] * len(saved)
+
+    def solve(self, label_limit: int = 20_000) -> Packing | None:
+        """The best packing, or ``None`` where not even the smallest one fits."""
+        n = self.num_layers
+        if sum(self.keep) <= self.capacity:
+            return Packing(self.base, self.base, (Choice.KEEP,) * n)
+        smallest = self._priced(1.0, 0.0, 0.0)[0]
+        if smallest.bytes > self.capacity:
+            return None
+        bound, price, weight, found = self._prices(smallest)
+        best = min((self._improved(option.path) for option in found), key=lambda pair: pair[0])
+        if bound >= best[0] * (1 - _RELATIVE):
+            return Packing(best[0], best[0], best[1])
+        return self._extend(price, weight, bound, best, label_limit)
+
+    def smallest(self) -> float:
+        """The fewest bytes that any choice needs."""
+        return self._priced(1.0, 0.0, 0.0)[0].bytes
+
+    def _priced(self, price: float, on_compute: float, on_swap: float) -> tuple[_Option, list[float], list[float]]:
+        """The best path at a price per byte and a weight on each lane, and the priced remainders by state."""
+        n = self.num_layers
+        after_recompute, after_other = [0.0] * (n + 1), [0.0] * (n + 1)
+        r = o = 0.0
+        for i in range(n - 1, -1, -1):
+            other = price * self.keep[i]
+            if self.swappable:
+                other = min(other, price * self.resident[i] + on_swap * self.lane[i])
+            other += o
+            if self.recompute:
+                again = price * self.saved[i] + on_compute * self.forward[i] + r
+                r, o = min(again, other), min(again + price * self.starts[i], other)
+            else:
+                r = o = other
+            after_recompute[i], after_other[i] = r, o
+        path: list[Choice] = []
+        before = False
+        for i in range(n):
+            swapped = price * self.resident[i] + on_swap * self.lane[i]
+            kept = price * self.keep[i]
+            swap = self.swappable and swapped < kept
+            other = (swapped if swap else kept) + after_other[i + 1]
+            again = price * self.saved[i] + on_compute * self.forward[i] + after_recompute[i + 1]
+            before = self.recompute and again + (0.0 if before else price * self.starts[i]) < other
+            path.append(Choice.RECOMPUTE if before else Choice.SWAP if swap else Choice.KEEP)
+        size, seconds, lane = self._figures(path)
+        return _Option(after_other[0], size, seconds, lane, tuple(path)), after_recompute, after_other
+
+    def _figures(self, path: Sequence[Choice]) -> tuple[float, float, float]:
+        size = seconds = lane = 0.0
+        before = Choice.KEEP
+        for i, choice in enumerate(path):
+            if choice is Choice.KEEP:
+                size += self.keep[i]
+            elif choice is Choice.SWAP:
+                size += self.resident[i]
+                lane += self.lane[i]
+            else:
+                size += self.saved[i] + (0.0 if before is Choice.RECOMPUTE else self.starts[i])
+                seconds += self.forward[i]
+            before = choice
+        return size, seconds, lane
+
+    def _prices(self, smallest: _Option) -> tuple[float, float, float, list[_Option]]:
+        """The prices with the best bound: (bound, price per byte, weight of the swap lane, fitting paths met)."""
+        found = [smallest]
+        if not self.swappable:
+            bound, price, _ = self._byte_price(0.0, smallest, found)
+            return bound, price, 0.0, found
+        best = (-1.0, 0.0, 0.0)
+        low, high = 0.0, 1.0
+        for _ in range(_LANE_STEPS):
+            weight = (low + high) / 2
+            bound, price, lean = self._byte_price(weight, smallest, found)
+            best = max(best, (bound, price, weight))
+            low, high = (weight, high) if lean > 0 else (low, weight)
+        return (*best, found)
+
+    def _byte_price(self, weight: float, smallest: _Option, found: list[_Option]) -> tuple[float, float, float]:
+        """The best price per byte at a weight of the swap lane, and by how much the swap lane then leads."""
+        on_compute = 1.0 - weight
+
+        def cost(option: _Option) -> float:
+            return on_compute * (self.base + option.seconds) + weight * option.swap
+
+        loose = self._priced(0.0, on_compute, weight)[0]
+        if loose.bytes <= self.capacity:
+            found.append(loose)
+            return cost(loose), 0.0, loose.swap - loose.seconds - self.base
+        fits = smallest
+        bound, price = 0.0, 0.0
+        for _ in range(60):
+            price = (cost(fits) - cost(loose)) / (loose.bytes - fits.bytes)
+            at_line = cost(fits) + price * (fits.bytes - self.capacity)
+            option = self._priced(price, on_compute, weight)[0]
+            bound = option.cost + on_compute * self.base - price * self.capacity
+            if bound >= at_line - _RELATIVE * abs(at_line) or option.bytes in (fits.bytes, loose.bytes):
+                break
+            if option.bytes <= self.capacity:
+                fits = option
+                found.append(option)
+            else:
+                loose = option
+        share = (self.capacity - fits.bytes) / (loose.bytes - fits.bytes)
+        lean = (1 - share) * (fits.swap - fits.seconds) + share * (loose.swap - loose.seconds) - self.base
+        return bound, price, lean
+
+    def _improved(self, path: Path) -> tuple[float, Path]:
+        """The path with recomputed layers kept again where the memory left over allows it, dearest first."""
+        choices = list(path)
+        size, seconds, lane = self._figures(choices)
+        n = len(choices)
+        for i in sorted(range(n), key=lambda i: -self.forward[i]):
+            if choices[i] is not Choice.RECOMPUTE:
+                continue
+            joined = i > 0 and choices[i - 1] is Choice.RECOMPUTE
+            follows = i + 1 < n and choices[i + 1] is Choice.RECOMPUTE
+            change = (
+                self.keep[i]
+                - self.saved[i]
+                - (0 if joined else self.starts[i])
+                + (self.starts[i + 1] if follows else 0)
+            )
+            if size + change <= self.capacity:
+                choices[i] = Choice.KEEP
+                size += change
+                seconds -= self.forward[i]
+        seconds = self._figures(choices)[1]
+        return max(self.base + seconds, lane), tuple(choices)
+
+    def _extend(self, price: float, weight: float, bound: float, best: tuple[float, Path], label_limit: int) -> Packing:
+        """Extends partial choices layer by layer; ``best`` is the packing to beat."""
+        on_compute = 1.0 - weight
+        _, rest_recompute, rest_other = self._priced(price, on_compute, weight)
+        _, least_recompute, least_other = self._priced(1.0, 0.0, 0.0)
+        beat = best[0] * (1 - _RELATIVE)
+        constant = on_compute * self.base - price * self.capacity
+        recomputed: list[Label] = []
+        others: list[Label] = [(0.0, 0.0, 0.0, None)]
+        work = 0
+        for i in range(self.num_layers):
+            saved, start, keep, forward = self.saved[i], self.starts[i], self.keep[i], self.forward[i]
+            again: list[Label] = []
+            if self.recompute:
+                again = [(m + saved, t + forward, x, (Choice.RECOMPUTE, p)) for m, t, x, p in recomputed]
+                again += [(m + saved + start, t + forward, x, (Choice.RECOMPUTE, p)) for m, t, x, p in others]
+            before = recomputed + others
+            other: list[Label] = [(m + keep, t, x, (Choice.KEEP, p)) for m, t, x, p in before]
+            if self.swappable and saved:
+                resident, lane = self.resident[i], self.lane[i]
+                other += [(m + resident, t, x + lane, (Choice.SWAP, p)) for m, t, x, p in before]
+            work += len(again) + len(other)
+            if work > label_limit:
+                return Packing(best[0], min(bound, best[0]), best[1])
+            room = self.capacity
+            recomputed, others = (
+                [
+                    label
+                    for label in labels
+                    if label[0] + least[i + 1] <= room
+                    and label[1] + self.base < beat
+                    and label[2] < beat
+                    and on_compute * label[1] + weight * label[2] + price * label[0] + rest[i + 1] + constant < beat
+                ]
+                for labels, least, rest in ((again, least_recompute, rest_recompute), (other, least_other, rest_other))
+            )
+            recomputed = _undominated(recomputed, [])
+            others = _undominated(others, recomputed)
+        for label in recomputed + others:
+            value = max(self.base + label[1], label[2])
+            if value < best[0]:
+                best = (value, _unlink(label))
+        return Packing(best[0], best[0], best[1])
+
+
+def _undominated(labels: list[Label], stronger: list[Label]) -> list[Label]:
+    """Those of ``labels`` that no other, and none of ``stronger``, beats in bytes, seconds and swap alike."""
+    marked = sorted(
+        [(m, t, x, 0, None) for m, t, x, _ in stronger] + [(m, t, x, 1, p) for m, t, x, p in labels], key=_order
+    )
+    times: list[float] = []
+    lanes: list[float] = []
+    left: list[Label] = []
+    for m, t, x, own, path in marked:
+        # A staircase over all labels of at most m bytes: times rise, lanes fall.
+        at = bisect_right(times, t)
+        if at and lanes[at - 1] <= x:
+            continue
+        end = at
+        while end < len(times) and lanes[end] >= x:
+            end += 1
+        if at and times[at - 1] == t:
+            at -= 1
+        times[at:end] = [t]
+        lanes[at:end] = [x]
+        if own:
+            left.append((m, t, x, path))
+    return left
+
+
+def _order(label: tuple[float, float, float, int, object]) -> tuple[float, float, float, int]:
+    return label[:4]
+
+
+def _unlink(label: Label) -> Path:
+    found: list[Choice] = []
+    link: object = label[3]
+    while isinstance(link, tuple):
+        found.append(link[0])
+        link = link[1]
+    return tuple(reversed(found))
