@@ -1,0 +1,139 @@
+"""Lower bounds for every possible stage at once.
+
+A partition of 1,000 layers has half a million possible stages; solving a knapsack for each would take minutes. Prices
+turn the knapsack of a stage into a sum over its layers, so one prefix sum per price bounds all of them:
+
+    time(a, b) ≥ (1-w)·base(a, b) + G[b] - G[a] - price·room(a, b)      for any price ≥ 0 and lane weight 0 ≤ w < 1
+
+The prices tried are those at which some layer is indifferent between keeping and recomputing. Without the buffers at
+the two ends these bounds only grow with the stage, so how far a stage can reach is a binary search.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vpipe.plan.costs import Profile
+from vpipe.plan.knapsack import Knapsack
+from vpipe.plan.memory import SWAP_RESIDENT, StageFacts, num_actions
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_NUM_PRICES = 16
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan may use besides keeping."""
+
+    recompute: bool = True
+    swap: bool = True
+
+
+class StageBounds:
+    """The costs of one stage as functions of where it starts and stops."""
+
+    def __init__(self, profile: Profile, facts: StageFacts, options: Options, *, first: bool, last: bool) -> None:
+        layers = profile.layers
+        self.facts, self.units = facts, facts.units
+        self.overhead = profile.action_overhead * num_actions(first=first, last=last)
+        self.swap_bandwidth = profile.swap_bandwidth if options.swap else None
+        self.recompute = options.recompute
+        self.saved = [float(layer.saved_bytes) for layer in layers]
+        self.cut = [float(size) for size in profile.cut_bytes]
+        self.forward = [layer.forward / facts.speed for layer in layers]
+        cut = np.array(self.cut)
+        self.before = np.zeros_like(cut) if first else 2.0 * cut
+        self.after = np.zeros_like(cut) if last else 2.0 * cut
+        self.base = _prefix([layer.total / facts.speed for layer in layers])
+        weights = [(facts.versions + 1) * layer.parameter_bytes + layer.optimizer_bytes for layer in layers]
+        self.fixed = _prefix([float(size) for size in weights])
+        saved = np.array(self.saved)
+        self.kept = _prefix(facts.units * saved)
+        self.least = _prefix(saved * min(self._least_units(), facts.units))
+        self.prices = [] if facts.memory == float("inf") else self._make_prices(saved)
+        # Each row may only grow along the layers; a stage a..b fits if row[b] - row[a] <= limit.
+        self._rows: list[tuple[list[float], float, float]] = [
+            (self.base.tolist(), 1.0, -self.overhead),
+            ((self.least + self.fixed).tolist(), 0.0, facts.memory),
+        ]
+        for price, weight, sums in self.prices:
+            row = ((1 - weight) * self.base + sums + price * self.fixed).tolist()
+            self._rows.append((row, 1.0, price * facts.memory - (1 - weight) * self.overhead))
+
+    def _least_units(self) -> int:
+        if self.recompute:
+            return 1
+        return self.units if self.swap_bandwidth is None else SWAP_RESIDENT
+
+    def _make_prices(self, saved: Floats) -> list[tuple[float, float, Floats]]:
+        """(price per byte, weight of the swap lane, prefix sums of the priced layers)."""
+        forward = np.array(self.forward)
+        frees = (self.units - 1) * saved
+        if not self.recompute or not (frees > 0).any():
+            return []
+        slopes = np.unique(np.quantile(forward[frees > 0] / frees[frees > 0], np.linspace(0, 1, _NUM_PRICES)))
+        swaps = self.swap_bandwidth is not None and self.units > SWAP_RESIDENT
+        found = []
+        for slope in slopes[slopes > 0]:
+            weights = [0.0]
+            if swaps and self.swap_bandwidth is not None:
+                lever = float(slope) * self.swap_bandwidth * (self.units - SWAP_RESIDENT) / 2
+                weights = [lever / (1 + lever)]
+            for weight in weights:
+                price = float(slope) * (1 - weight)
+                layer = np.minimum(price * self.units * saved, (1 - weight) * forward + price * saved)
+                if swaps and self.swap_bandwidth is not None:
+                    lane = 2.0 * saved / self.swap_bandwidth
+                    layer = np.minimum(layer, weight * lane + price * SWAP_RESIDENT * saved)
+                found.append((price, weight, _prefix(layer)))
+        return found
+
+    def times(self, start: Ints, stop: Ints) -> tuple[Floats, NDArray[np.bool_]]:
+        """A lower bound of the time of each stage (infinite where it cannot fit), and whether it is the time itself."""
+        room = self.facts.memory - (self.fixed[stop] - self.fixed[start] + self.before[start] + self.after[stop])
+        base = self.base[stop] - self.base[start] + self.overhead
+        bound = base.copy()
+        for price, weight, sums in self.prices:
+            np.maximum(bound, (1 - weight) * base + (sums[stop] - sums[start]) - price * room, out=bound)
+        bound[self.least[stop] - self.least[start] > room * (1 + _SLACK)] = np.inf
+        whole = self.kept[stop] - self.kept[start] <= room * (1 - _SLACK)
+        return np.where(whole, base, bound * (1 - 1e-12)), whole
+
+    def furthest(self, start: int, time: float) -> int:
+        """No stage that starts here and takes at most ``time`` stops after this."""
+        return min(
+            bisect_right(row, (row[start] + factor * time + limit) * (1 + _SLACK)) - 1
+            for row, factor, limit in self._rows
+        )
+
+    def earliest(self, stop: int, time: float) -> int:
+        """No stage that stops here and takes at most ``time`` starts before this."""
+        return max(
+            bisect_left(row, (row[stop] - factor * time - limit) * (1 - _SLACK) - 1e-300)
+            for row, factor, limit in self._rows
+        )
+
+    def knapsack(self, start: int, stop: int) -> Knapsack:
+        """The stage itself."""
+        room = self.facts.memory - float(self.fixed[stop] - self.fixed[start] + self.before[start] + self.after[stop])
+        return Knapsack(
+            self.saved[start:stop],
+            self.cut[start:stop],
+            self.forward[start:stop],
+            units=self.units,
+            capacity=room,
+            base=float(self.base[stop] - self.base[start]) + self.overhead,
+            swap_bandwidth=self.swap_bandwidth,
+            recompute=self.recompute,
+        )
+
+
+def _prefix(values: list[float] | Floats) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])

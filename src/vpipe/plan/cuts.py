@@ -1,0 +1,210 @@
+"""The cuts of a partition, as a shortest path over stages that are solved only when needed.
+
+At a cycle time T, bounds that only grow with a stage say how far s stages can reach from the left, and how far the
+remaining ones reach back from the right. Cut s lies between the two: a narrow window where T is close to the best.
+
+    layers   0 ─────────────────────────────── L
+    cut 1        [────]                             reached by one stage … needed by the other three
+    cut 2               [─────]
+    cut 3                       [───]
+
+Inside the windows a shortest path runs over *lower bounds* of stages (``bounds``). Only the stages on the path are
+solved exactly (``knapsack``); then the path is asked again, until all of its stages are solved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vpipe.plan.bounds import Floats, Ints, Options, StageBounds
+from vpipe.plan.costs import Profile
+from vpipe.plan.knapsack import Packing
+from vpipe.plan.memory import StageFacts
+from vpipe.plan.shortfall import shortfall
+
+_INFINITE = float("inf")
+_SLACK = 1e-9
+
+
+@dataclass
+class Cells:
+    """The candidate stages of one position: row = where it stops, column = how many layers it has."""
+
+    first_start: int
+    first_stop: int
+    fewest: int
+    start: Ints
+    times: Floats
+    solved: NDArray[np.bool_]
+    links: Floats
+    fills: Floats
+
+
+class Cutter:
+    """The partitions of a profile into stages with given facts."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        stages: Sequence[StageFacts],
+        options: Options,
+    ) -> None:
+        if len(stages) > profile.num_layers:
+            raise ValueError(f"{len(stages)} stages for {profile.num_layers} layers")
+        self.profile, self.options = profile, options
+        self.num_layers, self.num_stages = profile.num_layers, len(stages)
+        self.num_solved = 0
+        shared: dict[tuple[StageFacts, bool, bool], StageBounds] = {}
+        self.stages: list[StageBounds] = []
+        for index, facts in enumerate(stages):
+            ends = index == 0, index == len(stages) - 1
+            if (facts, *ends) not in shared:
+                shared[facts, *ends] = StageBounds(profile, facts, options, first=ends[0], last=ends[1])
+            self.stages.append(shared[facts, *ends])
+        inner = range(1, self.num_layers)
+        self.links = np.array([0.0, *(profile.link_time(cut) for cut in inner), 0.0])
+        self.fills = np.array([0.0, *(profile.fill_time(cut) for cut in inner), 0.0])
+        self._packings: dict[tuple[int, int, int], Packing | None] = {}
+
+    # ── stages ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def packing(self, stage: int, start: int, stop: int) -> Packing | None:
+        """The stage solved exactly, once."""
+        key = id(self.stages[stage]), start, stop
+        if key not in self._packings:
+            self._packings[key] = self.stages[stage].knapsack(start, stop).solve()
+            self.num_solved += 1
+        return self._packings[key]
+
+    def windows(self, time: float) -> list[tuple[int, int]] | None:
+        """Where each cut may lie if no stage takes longer than ``time``; ``None`` where there is no partition."""
+        layers, count = self.num_layers, self.num_stages
+        high = [0]
+        for index, stage in enumerate(self.stages):
+            reach = min(stage.furthest(high[-1], time), layers - (count - 1 - index))
+            if reach <= high[-1]:
+                return None
+            high.append(reach)
+        if high[-1] < layers:
+            return None
+        low = [layers]
+        for index in reversed(range(count)):
+            low.append(max(self.stages[index].earliest(low[-1], time), index))
+        low.reverse()
+        low[0] = 0
+        windows = list(zip(low, high, strict=True))
+        return windows if all(a <= b for a, b in windows) else None
+
+    def least_cycle(self) -> float:
+        """A lower bound of the cycle time: the least at which the windows leave room."""
+        total = max(float(stage.base[-1]) for stage in self.stages)
+        low, high = 0.0, max(total * 2 + max(stage.overhead for stage in self.stages), 1e-12)
+        if self.windows(high) is None:
+            return high
+        while high - low > 1e-4 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.windows(middle) is not None else (middle, high)
+        return low
+
+    def longest(self) -> float:
+        """No stage takes longer than this, whatever it recomputes and swaps."""
+        stages = self.stages
+        forward = sum(stages[0].forward) * stages[0].facts.speed / min(stage.facts.speed for stage in stages)
+        compute = max(float(stage.base[-1]) + stage.overhead for stage in stages) + forward
+        bandwidth = stages[0].swap_bandwidth
+        lane = 2.0 * sum(stages[0].saved) / bandwidth if bandwidth else 0.0
+        return max(compute, lane, float(self.links.max())) * (1 + _SLACK)
+
+    def least_sum(self) -> float:
+        """No partition's Σ (t_s + transfers) is less than this."""
+        transfers = (
+            float(self.fills[1:-1].min(initial=_INFINITE)) * (self.num_stages - 1) if self.num_stages > 1 else 0.0
+        )
+        return min(float(stage.base[-1]) for stage in self.stages) + sum(s.overhead for s in self.stages) + transfers
+
+    def fits(self) -> bool:
+        """Whether some partition fits into memory, however slow."""
+        facts = [stage.facts for stage in self.stages]
+        return shortfall(self.profile, facts, self.options).missing <= 0
+
+    def cells(self, time: float) -> list[Cells] | None:
+        """The candidate stages at a cycle time, or ``None`` where there is no partition."""
+        windows = self.windows(time)
+        if windows is None:
+            return None
+        found = []
+        for index, stage in enumerate(self.stages):
+            (start_low, start_high), (stop_low, stop_high) = windows[index], windows[index + 1]
+            stops = np.arange(stop_low, stop_high + 1)
+            earliest = np.searchsorted(stage.base, (stage.base[stops] - time + stage.overhead) * (1 - _SLACK))
+            most = int((stops - np.maximum(earliest, start_low)).max())
+            fewest = max(1, stop_low - start_high)
+            lengths = np.arange(fewest, max(most, fewest) + 1)
+            start = stops[:, None] - lengths[None, :]
+            inside = (start >= start_low) & (start <= start_high)
+            start = np.where(inside, start, start_low)
+            times, solved = stage.times(start, np.broadcast_to(stops[:, None], start.shape))
+            times[~inside] = _INFINITE
+            solved |= ~inside
+            found.append(
+                Cells(
+                    start_low, stop_low, fewest, start - start_low, times, solved, self.links[stops], self.fills[stops]
+                )
+            )
+            for (known, a, b), packing in self._packings.items():
+                if known == id(stage):
+                    self._write(found[-1], a, b, packing)
+        return found
+
+    def num_cells(self, time: float) -> int:
+        windows = self.windows(time) or []
+        mean = time / max(float(self.stages[0].base[-1]) / self.num_layers, 1e-300)
+        return sum(int((high - low + 1) * min(mean, high - low + 1, self.num_layers)) for low, high in windows)
+
+    @staticmethod
+    def _write(cells: Cells, start: int, stop: int, packing: Packing | None) -> bool:
+        """Puts a solved stage into the cells; says whether the cell was new."""
+        row, column = stop - cells.first_stop, stop - start - cells.fewest
+        if not (0 <= row < cells.times.shape[0] and 0 <= column < cells.times.shape[1]) or cells.solved[row, column]:
+            return False
+        cells.times[row, column] = _INFINITE if packing is None else max(packing.bound, float(cells.times[row, column]))
+        cells.solved[row, column] = True
+        return True
+
+    # ── paths ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def path(self, cells: list[Cells], time: float) -> tuple[float, list[int]] | None:
+        """The least Σ (t_s + transfers) over partitions whose stages and links take at most ``time``, and its cuts."""
+        sums = np.zeros(1)
+        columns: list[Ints] = []
+        for cell in cells:
+            through = sums[cell.start] + cell.times
+            through[cell.times > time] = _INFINITE
+            column = through.argmin(axis=1)
+            columns.append(column)
+            sums = through[np.arange(len(column)), column] + cell.fills
+            sums[cell.links > time] = _INFINITE
+        if not np.isfinite(sums[-1]):
+            return None
+        cuts = [self.num_layers]
+        for cell, column in zip(reversed(cells), reversed(columns), strict=True):
+            cuts.append(cuts[-1] - cell.fewest - int(column[cuts[-1] - cell.first_stop]))
+        return float(sums[-1]), cuts[::-1]
+
+    def refine(self, cells: list[Cells], cuts: list[int]) -> tuple[bool, float]:
+        """Solves the stages of a path; whether a cell was new, and the largest bound among stages and links."""
+        new, slowest = False, 0.0
+        for index, cell in enumerate(cells):
+            start, stop = cuts[index], cuts[index + 1]
+            row, column = stop - cell.first_stop, stop - start - cell.fewest
+            if not cell.solved[row, column]:
+                packing = self.packing(index, start, stop)
+                for other, stage in zip(cells, self.stages, strict=True):
+                    if stage is self.stages[index]:
+                        new |= self._write(other, start, stop, packing)
+            slowest = max(slowest, float(cell.times[row, column]), float(cell.links[row]))
+        return new, slowest
