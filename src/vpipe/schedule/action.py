@@ -14,6 +14,8 @@ from typing import NamedTuple
 class Kind(StrEnum):
     """What an action does. Authors of schedules write only ``F B I W STEP``; lowering adds the rest."""
 
+    __hash__ = str.__hash__  # Enum's own is a Python function; programs have millions of actions
+
     F = "F"
     """Roughly: ``y = stage(x)``."""
     B = "B"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import lcm
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Placement:
             for rank in ranks:
                 held[rank].append(stage)
         return tuple(tuple(stages) for stages in held)
+
+    @cached_property
+    def period(self) -> int:
+        """After how many units the placement repeats: 1 without replicas."""
+        return lcm(*map(len, self.ranks_of))
 
     @property
     def has_replicas(self) -> bool:

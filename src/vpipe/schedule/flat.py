@@ -1,0 +1,97 @@
+"""A program as arrays: what the readers of large programs work on.
+
+Half a million actions are too many to look at one by one in Python for every question. ``Flat`` holds stage, kind, microbatch and rank
+of every action, rank by rank, and finds actions by value in one look-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.program import Program
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+KINDS = tuple(Kind)
+CODE = {kind: code for code, kind in enumerate(KINDS)}
+NONE = -1
+
+
+class Flat:
+    """The actions of ``program``, numbered rank by rank in the order of their rows."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        stages: list[int] = []
+        kinds: list[int] = []
+        microbatches: list[int] = []
+        for row in program.rows:
+            if row:
+                row_stages, row_kinds, row_microbatches = zip(*row, strict=True)
+                stages.extend(row_stages)
+                kinds.extend(map(CODE.__getitem__, row_kinds))
+                microbatches.extend(row_microbatches)
+        self.stage: Ints = np.array(stages, np.int64)
+        self.kind: Ints = np.array(kinds, np.int64)
+        self.microbatch: Ints = np.array(microbatches, np.int64)
+        lengths = np.array([len(row) for row in program.rows], np.int64)
+        self.row_start: Ints = np.concatenate(([0], np.cumsum(lengths)))
+        self.rank: Ints = np.repeat(np.arange(program.num_ranks), lengths)
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    def action(self, number: int) -> Action:
+        rank = int(self.rank[number])
+        return self.program.rows[rank][number - int(self.row_start[rank])]
+
+    def of(self, kinds: Iterable[Kind]) -> Bools:
+        """Which actions are of these kinds."""
+        wanted = np.zeros(len(KINDS), np.bool_)
+        wanted[[CODE[kind] for kind in kinds]] = True
+        found: Bools = wanted[self.kind]
+        return found
+
+    @cached_property
+    def _table(self) -> Ints:
+        placement, units = self.program.placement, max(self.program.num_microbatches, 1)
+        table = np.full((len(KINDS), placement.num_stages, units), NONE, np.int64)
+        known = (self.microbatch >= 0) & (self.microbatch < units) & (self.stage < placement.num_stages)
+        table[self.kind[known], self.stage[known], self.microbatch[known]] = np.flatnonzero(known)
+        return table
+
+    def find(self, kind: Kind, stage: Ints, microbatch: Ints) -> Ints:
+        """The numbers of these actions, ``NONE`` where the program has no such action."""
+        known = (stage >= 0) & (stage < self._table.shape[1]) & (microbatch >= 0) & (microbatch < self._table.shape[2])
+        found = self._table[CODE[kind], np.where(known, stage, 0), np.where(known, microbatch, 0)]
+        return np.where(known, found, NONE)
+
+    def find_any(self, kinds: Iterable[Kind], stage: Ints, microbatch: Ints) -> Ints:
+        """The first of ``kinds`` that the program has, for each place."""
+        found = np.full(len(stage), NONE, np.int64)
+        for kind in kinds:
+            found = np.where(found == NONE, self.find(kind, stage, microbatch), found)
+        return found
+
+    @cached_property
+    def _rank_of(self) -> Ints:
+        placement = self.program.placement
+        return np.array([[placement.rank(s, k) for k in range(placement.period)] for s in range(placement.num_stages)])
+
+    def rank_of(self, stage: Ints, microbatch: Ints) -> Ints:
+        """The rank that runs each place; ``NONE`` where the stage is ``NONE`` or beyond the placement."""
+        known = (stage >= 0) & (stage < len(self._rank_of))
+        ranks = self._rank_of[np.where(known, stage, 0), microbatch % self.program.placement.period]
+        return np.where(known, ranks, NONE)
+
+
+def padded(lists: Sequence[Sequence[int]]) -> Ints:
+    """A matrix with one row a list, filled up with ``NONE``."""
+    width = max(map(len, lists), default=0)
+    return np.array([[*values, *[NONE] * (width - len(values))] for values in lists], np.int64).reshape(len(lists), width)

@@ -1,0 +1,193 @@
+"""What every action means: the only place where the rules of a pipeline are stated.
+
+``verify``, ``simulate``, ``lower`` and the runtime all ask here what an action waits for, which lane it occupies, what it allocates
+and frees, and which weights it reads. A rule that is stated twice is a rule that will one day disagree with itself.
+
+    F(s,k)       needs  the forwards of the stages it reads
+    B(s,k)       needs  F(s,k) and the backwards of the stages that read it; by law B = I, then W
+    R, OUT, IN   stand between F and its backward and are needed by it where the program has them
+    SEND, RECV   carry a result to another rank; on one rank stages hand results over directly
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
+
+from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.program import Program, Versions
+
+
+class Lane(Enum):
+    """What an action occupies while it runs. A rank has one compute lane; transfers and swaps pass beside it."""
+
+    COMPUTE = "compute"
+    LINK = "link"
+    SWAP = "swap"
+
+
+LANE = {kind: Lane.COMPUTE for kind in Kind} | {
+    Kind.SEND_F: Lane.LINK,
+    Kind.RECV_F: Lane.LINK,
+    Kind.SEND_B: Lane.LINK,
+    Kind.RECV_B: Lane.LINK,
+    Kind.OUT: Lane.SWAP,
+    Kind.IN: Lane.SWAP,
+}
+
+COMMUNICATION = frozenset(kind for kind, lane in LANE.items() if lane is Lane.LINK)
+INPUT_GRADIENT = (Kind.B, Kind.I)
+"""Kinds that yield the gradient of a stage's input."""
+WEIGHT_GRADIENT = (Kind.B, Kind.W)
+"""Kinds that complete the gradient of a stage's weights, and free what the unit's forward saved."""
+SEND_OF = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
+
+
+class Where(Enum):
+    """The stage of a needed action, seen from the action that needs it."""
+
+    HERE = "here"
+    WRITERS = "writers"
+    """The stages whose tensors this stage reads."""
+    READERS = "readers"
+    """The stages that read this stage's tensors."""
+
+
+class Need(NamedTuple):
+    """One requirement: any of ``kinds`` at ``where``, for the same microbatch.
+
+    A need at ``WRITERS`` or ``READERS`` is met directly on the same rank, and by ``received_by`` at this stage where the other stage
+    lives elsewhere. An ``optional`` need counts only where the program has such an action.
+    """
+
+    kinds: tuple[Kind, ...]
+    where: Where = Where.HERE
+    received_by: Kind | None = None
+    optional: bool = False
+
+
+_BACKWARD = (
+    Need((Kind.F,)),
+    Need(INPUT_GRADIENT, Where.READERS, Kind.RECV_B),
+    Need((Kind.R,), optional=True),
+    Need((Kind.IN,), optional=True),
+)
+
+NEEDS: dict[Kind, tuple[Need, ...]] = {
+    Kind.F: (Need((Kind.F,), Where.WRITERS, Kind.RECV_F),),
+    Kind.B: _BACKWARD,
+    Kind.I: _BACKWARD,
+    Kind.W: (Need((Kind.I,)),),
+    Kind.R: (Need((Kind.F,)), Need((Kind.IN,), optional=True)),
+    Kind.OUT: (Need((Kind.F,)),),
+    Kind.IN: (Need((Kind.OUT,)),),
+    Kind.SEND_F: (Need((Kind.F,)),),
+    Kind.SEND_B: (Need(INPUT_GRADIENT),),
+    Kind.RECV_F: (),
+    Kind.RECV_B: (),
+    Kind.REDUCE: (),
+    Kind.STEP: (),
+}
+"""``REDUCE`` and ``STEP`` act on whatever gradients the stage has gathered: their place in the row is their meaning."""
+
+
+class Message(NamedTuple):
+    """A transfer between two ranks: what ``writer``'s SEND gives to ``reader``'s RECV."""
+
+    send: Action
+    receive: Action
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.send} (rank {self.source}) → {self.receive} (rank {self.target})"
+
+
+def peers(program: Program, action: Action) -> tuple[int, ...]:
+    """The stages that a SEND or RECV exchanges with: only those that live on another rank."""
+    forward = action.kind in (Kind.SEND_F, Kind.RECV_B)
+    stages = (program.readers if forward else program.writers)[action.stage]
+    here = program.placement.rank(action.stage, action.microbatch)
+    return tuple(stage for stage in stages if program.placement.rank(stage, action.microbatch) != here)
+
+
+def messages_of(program: Program, receive: Action) -> Iterator[Message]:
+    """The messages that a RECV takes, in the order of their senders' stages."""
+    target = program.placement.rank(receive.stage, receive.microbatch)
+    for stage in peers(program, receive):
+        source = program.placement.rank(stage, receive.microbatch)
+        yield Message(Action(stage, SEND_OF[receive.kind], receive.microbatch), receive, source, target)
+
+
+VersionTable = dict[tuple[int, int], int]
+"""(stage, microbatch) → how many updates the stage had made when it wrote the weights that the unit reads."""
+
+
+def update_groups(program: Program) -> list[list[list[int]]]:
+    """``groups[stage][n]``: the units whose gradients the stage's update ``n`` consumes, in order.
+
+    With replicas, update ``n`` of a stage is the round of all its replicas' updates ``n``. Gradients after the last ``STEP`` form a
+    last, open group; a program without ``STEP`` has one such group.
+    """
+    groups: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(program.num_stages)]
+    for row in program.rows:
+        update: dict[int, int] = defaultdict(int)
+        for stage, kind, microbatch in row:
+            if kind is Kind.STEP:
+                update[stage] += 1
+            elif kind in WEIGHT_GRADIENT:
+                groups[stage][update[stage]].append(microbatch)
+    return [[sorted(found[n]) for n in sorted(found)] for found in groups]
+
+
+def version_table(program: Program) -> VersionTable:
+    """Which weights every unit reads at every stage, counted from the last drain."""
+    if program.versions is Versions.DELAYED:
+        return {
+            (stage, microbatch): max(0, update - 1)
+            for stage, groups in enumerate(update_groups(program))
+            for update, units in enumerate(groups)
+            for microbatch in units
+        }
+    table: VersionTable = {}
+    for row in program.rows:
+        made: dict[int, int] = defaultdict(int)
+        for stage, kind, microbatch in row:
+            if kind is Kind.STEP:
+                made[stage] += 1
+            elif kind is Kind.F:
+                table[stage, microbatch] = made[stage]
+    if program.versions is Versions.VERTICAL:
+        return {(stage, microbatch): table[0, microbatch] for stage, microbatch in table}
+    return table
+
+
+def staleness(program: Program, table: VersionTable | None = None) -> list[int]:
+    """Per stage, the most updates that lie between the weights a unit read and the weights its gradient is applied to."""
+    table = version_table(program) if table is None else table
+    worst = [0] * program.num_stages
+    for stage, groups in enumerate(update_groups(program)):
+        for update, units in enumerate(groups):
+            for microbatch in units:
+                worst[stage] = max(worst[stage], update - table.get((stage, microbatch), update))
+    return worst
+
+
+def live_versions(program: Program, table: VersionTable | None = None) -> list[int]:
+    """Per stage, the most weight versions that must be held at once on one of its ranks: W_s + 1 for PipeDream, never more."""
+    table = version_table(program) if table is None else table
+    worst = [1] * program.num_stages
+    for row in program.rows:
+        last_use: dict[tuple[int, int], int] = {}
+        for index, (stage, kind, microbatch) in enumerate(row):
+            if kind in WEIGHT_GRADIENT and (stage, microbatch) in table:
+                last_use[stage, table[stage, microbatch]] = index
+        held: dict[int, set[int]] = defaultdict(lambda: {0})
+        for index, (stage, kind, _) in enumerate(row):
+            if kind is Kind.STEP:
+                newest = max(held[stage]) + 1
+                held[stage] = {v for v in held[stage] if last_use.get((stage, v), -1) > index} | {newest}
+                worst[stage] = max(worst[stage], len(held[stage]))
+    return worst

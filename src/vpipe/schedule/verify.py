@@ -1,0 +1,276 @@
+"""Whether a program is right, before anything runs.
+
+``verify`` returns every violation, not the first: what is missing, what comes twice, what stands on the wrong rank or in the wrong order,
+sends and receives that do not match, a deadlock under the chosen transport, memory beyond a bound, and updates that lose or mix
+gradients. It knows no rules of its own: it asks ``semantics`` and runs the event loop of ``timeline``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vpipe.schedule.action import OF_A_STAGE, Action, Kind
+from vpipe.schedule.lower import communicate, is_lowered, reduce
+from vpipe.schedule.program import Program
+from vpipe.schedule.semantics import COMMUNICATION, NEEDS, SEND_OF, WEIGHT_GRADIENT, Where, messages_of, peers, version_table
+from vpipe.schedule.simulate import simulate
+from vpipe.schedule.timeline import Transport, run
+
+
+@dataclass(frozen=True, order=True)
+class Violation:
+    """Something wrong at ``rows[rank][index]``; index -1 is the row as a whole."""
+
+    rank: int
+    index: int
+    action: str
+    reason: str
+
+    def __str__(self) -> str:
+        place = f"rank {self.rank}" + (f", action {self.index} ({self.action})" if self.index >= 0 else "")
+        return f"{place}: {self.reason}"
+
+
+def verify(
+    program: Program,
+    *,
+    transport: Transport = Transport.RENDEZVOUS,
+    max_activations: float | None = None,
+) -> list[Violation]:
+    """Every violation, in the order of ranks and actions; an empty list means that the program runs and computes the right thing.
+
+    A program that says nothing of communication is completed by lowering first. The index of a violation counts the actions of the
+    program as it was given.
+    """
+    executable = program if is_lowered(program) else communicate(reduce(program))
+    place = _places(program)
+    found = [*_strangers(program)]
+    if not found:
+        found += [*_duplicates(program), *_incomplete(program), *_disorder(program), *_updates(program)]
+        found += [*_unmet_needs(executable, place), *_unmatched(executable, place), *_crossed(executable, place)]
+        found += [*_unborn_versions(program), *_lost_swaps(program)]
+    if not found:
+        found += _deadlock(executable, transport, place)
+    if not found and max_activations is not None:
+        found += _too_much(executable, max_activations)
+    return sorted(set(found))
+
+
+Places = dict[Action, tuple[int, int]]
+"""Where the program as given has each action: (rank, index)."""
+
+
+def _places(program: Program) -> Places:
+    return {action: (rank, index) for rank, row in enumerate(program.rows) for index, action in enumerate(row)}
+
+
+def _at(place: Places, action: Action, rank: int, reason: str) -> Violation:
+    """A violation at an action, or at its rank where lowering added the action."""
+    known_rank, index = place.get(action, (rank, -1))
+    return Violation(known_rank, index, str(action), reason)
+
+
+def _strangers(program: Program) -> Iterator[Violation]:
+    """Actions of stages or units that do not exist, or on a rank that does not run them."""
+    placement = program.placement
+    for rank, row in enumerate(program.rows):
+        for index, action in enumerate(row):
+            stage, kind, microbatch = action
+            if stage >= placement.num_stages:
+                reason = f"there is no stage {stage}: the program has stages 0..{placement.num_stages - 1}"
+            elif microbatch >= program.num_microbatches:
+                reason = f"there is no microbatch {microbatch}: the program has 0..{program.num_microbatches - 1}"
+            elif kind in OF_A_STAGE and rank not in placement.ranks_of[stage]:
+                reason = f"stage {stage} lives on rank {_words(placement.ranks_of[stage])}, not on rank {rank}"
+            elif kind not in OF_A_STAGE and placement.rank(stage, microbatch) != rank:
+                reason = f"{action} belongs on rank {placement.rank(stage, microbatch)}"
+            else:
+                continue
+            yield Violation(rank, index, str(action), reason)
+
+
+def _duplicates(program: Program) -> Iterator[Violation]:
+    for rank, row in enumerate(program.rows):
+        first: dict[Action, int] = {}
+        for index, action in enumerate(row):
+            if action.kind not in OF_A_STAGE and first.setdefault(action, index) != index:
+                yield Violation(rank, index, str(action), f"{action} runs twice, first at {first[action]}")
+
+
+def _incomplete(program: Program) -> Iterator[Violation]:
+    """Every unit goes forward at every stage; in a training program it also comes back: B, or I and W."""
+    present = {action for _, action in program.actions()}
+    kinds = {action.kind for action in present}
+    trains = bool(kinds & {Kind.B, Kind.I, Kind.W})
+    for stage in range(program.num_stages):
+        for microbatch in range(program.num_microbatches):
+            rank = program.placement.rank(stage, microbatch)
+            has = {kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if Action(stage, kind, microbatch) in present}
+            unit = f"of microbatch {microbatch} at stage {stage}"
+            if Kind.F not in has:
+                yield Violation(rank, -1, "", f"the forward {unit} ({stage}F{microbatch}) is missing")
+            back = has - {Kind.F}
+            if trains and back not in ({Kind.B}, {Kind.I, Kind.W}):
+                written = ", ".join(f"{stage}{kind}{microbatch}" for kind in sorted(back)) or "nothing"
+                yield Violation(rank, -1, "", f"the backward {unit} must be one B, or I and W; the program has {written}")
+
+
+def _disorder(program: Program) -> Iterator[Violation]:
+    """Per stage, F, the input gradients and the weight gradients each run in increasing microbatch."""
+    for rank, row in enumerate(program.rows):
+        last: dict[tuple[int, str], Action] = {}
+        for index, action in enumerate(row):
+            stage, kind, microbatch = action
+            streams = {Kind.F: ["forward"], Kind.B: ["input", "weight"], Kind.I: ["input"], Kind.W: ["weight"]}.get(kind, [])
+            for stream in streams:
+                before = last.get((stage, stream))
+                if before is not None and before.microbatch > microbatch:
+                    yield Violation(rank, index, str(action), f"runs after {before}, but microbatches go in increasing order")
+                last[stage, stream] = action
+
+
+def _updates(program: Program) -> Iterator[Violation]:
+    """Where a program updates weights, no update is empty, no gradient is left over, and the replicas of a stage update equally often."""
+    if not any(action.kind is Kind.STEP for _, action in program.actions()):
+        return
+    steps: dict[tuple[int, int], int] = Counter()
+    for rank, row in enumerate(program.rows):
+        gathered: dict[int, list[Action]] = defaultdict(list)
+        reduced: dict[int, int] = {}
+        for index, action in enumerate(row):
+            stage, kind, _ = action
+            if kind in WEIGHT_GRADIENT:
+                gathered[stage].append(action)
+                reduced.pop(stage, None)
+            elif kind is Kind.REDUCE:
+                if stage in reduced:
+                    yield Violation(rank, index, str(action), f"reduces again what was reduced at {reduced[stage]}")
+                reduced[stage] = index
+            elif kind is Kind.STEP:
+                steps[stage, rank] += 1
+                if not gathered.pop(stage, None):
+                    yield Violation(rank, index, str(action), f"stage {stage} has no new gradient to apply")
+                reduced.pop(stage, None)
+        for stage, left in gathered.items():
+            yield Violation(rank, -1, "", f"no {stage}STEP follows {left[-1]}: its gradient is never applied")
+    for stage, ranks in enumerate(program.placement.ranks_of):
+        counts = {rank: steps[stage, rank] for rank in ranks}
+        if len(set(counts.values())) > 1:
+            yield Violation(ranks[0], -1, "", f"the replicas of stage {stage} update {_words(counts.values())} times: they would differ")
+
+
+def _unborn_versions(program: Program) -> Iterator[Violation]:
+    """No unit reads weights that its stage has not made yet."""
+    table = version_table(program)
+    for rank, row in enumerate(program.rows):
+        made: dict[int, int] = Counter()
+        for index, action in enumerate(row):
+            stage, kind, microbatch = action
+            made[stage] += kind is Kind.STEP
+            wanted = table.get((stage, microbatch), 0)
+            if kind is Kind.F and wanted > made[stage]:
+                yield Violation(
+                    rank, index, str(action), f"reads weight version {wanted}, but stage {stage} has made {made[stage]} updates"
+                )
+
+
+def _lost_swaps(program: Program) -> Iterator[Violation]:
+    """What goes out comes in again."""
+    present = {action for _, action in program.actions()}
+    for rank, row in enumerate(program.rows):
+        for index, action in enumerate(row):
+            fetch = Action(action.stage, Kind.IN, action.microbatch)
+            if action.kind is Kind.OUT and fetch not in present:
+                yield Violation(rank, index, str(action), f"is swapped out and never fetched: {fetch} is missing")
+
+
+def _unmet_needs(program: Program, place: Places) -> Iterator[Violation]:
+    """Every need of ``semantics`` is somewhere in the program; on the same rank it comes earlier."""
+    index_of = _places(program)
+    rank_of = program.placement.rank
+    for action, (rank, index) in index_of.items():
+        stage, kind, microbatch = action
+        for need in NEEDS[kind]:
+            others = {Where.HERE: (stage,), Where.WRITERS: program.writers[stage], Where.READERS: program.readers[stage]}
+            for other in others[need.where]:
+                if rank_of(other, microbatch) == rank:
+                    wanted = [Action(other, needed, microbatch) for needed in need.kinds]
+                else:
+                    assert need.received_by is not None, f"{kind} needs {need.kinds} of another rank"
+                    wanted = [Action(stage, need.received_by, microbatch)]
+                known = [index_of[candidate] for candidate in wanted if candidate in index_of]
+                if not known and not need.optional:
+                    yield _at(place, action, rank, f"needs {' or '.join(map(str, wanted))}, which no rank runs")
+                elif known and known[0][1] > index:
+                    yield _at(place, action, rank, f"needs {program.rows[rank][known[0][1]]}, which comes later in the row")
+
+
+def _unmatched(program: Program, place: Places) -> Iterator[Violation]:
+    """Every SEND has its RECV and every RECV its SEND; none goes nowhere."""
+    present = set(_places(program))
+    receive_of = {send: receive for receive, send in SEND_OF.items()}
+    for rank, action in program.actions():
+        if action.kind not in COMMUNICATION:
+            continue
+        others = peers(program, action)
+        partner = SEND_OF.get(action.kind) or receive_of[action.kind]
+        if not others:
+            yield _at(place, action, rank, "exchanges with no other rank")
+        for stage in others:
+            wanted = Action(stage, partner, action.microbatch)
+            if wanted not in present:
+                yield _at(place, action, rank, f"has no counterpart: {wanted} is missing")
+
+
+def _crossed(program: Program, place: Places) -> Iterator[Violation]:
+    """For each ordered pair of ranks, the order of the sends is the order of the receives."""
+    sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(list)
+    for rank, action in program.actions():
+        if action.kind in SEND_OF:
+            for message in messages_of(program, action):
+                receives[message.source, rank].append((message.send, action))
+        elif action.kind in COMMUNICATION:
+            for target in {program.placement.rank(stage, action.microbatch): None for stage in peers(program, action)}:
+                sends[rank, target].append(action)
+    for (source, target), expected in receives.items():
+        sent = list(dict.fromkeys(sends[source, target]))
+        taken = list(dict.fromkeys(send for send, _ in expected))
+        if sent == taken or set(sent) != set(taken):
+            continue  # equal, or reported as unmatched
+        number = next(i for i, (a, b) in enumerate(zip(sent, taken, strict=True)) if a != b)
+        receive = next(receive for send, receive in expected if send == taken[number])
+        reason = f"takes message {number} from rank {source}, which is {sent[number]}: sends and receives are in different order"
+        yield _at(place, receive, target, reason)
+
+
+def _deadlock(program: Program, transport: Transport, place: Places) -> Iterator[Violation]:
+    """What every rank waits for when none can go on. Sends block, as the strictest transport's do."""
+    timeline = run(program, transport=transport, blocking_sends=True)
+    for event in timeline.stuck:
+        action, rank = timeline.flat.action(event), int(timeline.flat.rank[event])
+        if action.kind in COMMUNICATION:
+            waits = f"{Action(peers(program, action)[0], _RECEIVE_OF[action.kind], action.microbatch)} to be posted"
+        else:
+            waits = f"what {_waits_for(action)} to arrive"
+        yield _at(place, action, rank, f"deadlock under {transport}: waits for ever for {waits}")
+
+
+_RECEIVE_OF = {send: receive for receive, send in SEND_OF.items()}
+
+
+def _waits_for(action: Action) -> str:
+    kinds = [need.received_by for need in NEEDS[action.kind] if need.received_by]
+    return " and ".join(f"{action.stage}{kind}{action.microbatch} brings" for kind in kinds) or "its rank is waiting for"
+
+
+def _too_much(program: Program, bound: float) -> Iterator[Violation]:
+    for rank, peak in enumerate(simulate(program).peak_activations):
+        if peak > bound + 1e-9:
+            yield Violation(rank, -1, "", f"holds the activations of {peak:g} microbatches, more than the bound of {bound:g}")
+
+
+def _words(numbers: object) -> str:
+    return " and ".join(map(str, numbers))  # type: ignore[call-overload]
