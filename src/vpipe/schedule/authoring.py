@@ -6,6 +6,7 @@ makes the program. ``one_forward_one_backward`` is the order that half of the ca
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -34,6 +35,33 @@ def one_forward_one_backward(forwards: Sequence[Action], backwards: Sequence[Act
     num_pairs = max(0, len(forwards) - num_ahead)
     pairs = zip(forwards[num_ahead:], backwards, strict=False)
     return [*forwards[:num_ahead], *chain.from_iterable(pairs), *backwards[num_pairs:]]
+
+
+def unroll(down: int, up: int, num_microbatches: int, phases: Iterable[tuple[int, str]]) -> list[Action]:
+    """A rank's row on a V, from phases such as ``(3, "f I W")``: three times these letters.
+
+    Upper case is the stage on the way down the ranks, lower case the one on the way up. F takes the stage's next
+    microbatch, B and I its next backward, W the oldest weight gradient that the stage owes, x the oldest that either
+    owes. Microbatches from ``num_microbatches`` on are left out: phases of a full pipe also serve a shorter batch.
+    """
+    count: Counter[tuple[int, bool]] = Counter()
+    owed: list[Action] = []
+    actions = []
+    for times, letters in phases:
+        for letter in letters.split() * times:
+            stage = down if letter.isupper() else up
+            if letter in "xWw":
+                action = next(each for each in owed if letter == "x" or each.stage == stage)
+                owed.remove(action)
+            else:
+                kind = Kind(letter.upper())
+                action = Action(stage, kind, count[stage, kind is F])
+                count[stage, kind is F] += 1
+                if kind is I:
+                    owed.append(Action(stage, W, action.microbatch))
+            if action.microbatch < num_microbatches:
+                actions.append(action)
+    return actions
 
 
 def check_counts(**counts: int) -> None:
