@@ -1,0 +1,40 @@
+"""What all sections share: closed (an unknown key is an error), frozen, strict (``"3"`` is not 3), documented."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,127}$")]
+"""A word that may become a file name or a word of a command line: it never begins with a dash and holds no space."""
+
+Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""A path or another line of text: no control characters, so that one value cannot pose as two lines of a script."""
+
+Count = Annotated[int, Field(ge=1, le=2**31)]
+Interval = Annotated[int, Field(ge=-1, le=2**31)]
+Numbers = tuple[float, ...]
+
+
+class Section(BaseModel):
+    """A group of keys. Every field has a description, and a default wherever one makes sense."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+def listed(default: Any, expects: str, **limits: Any) -> Any:
+    """A field that is a list in the file and a tuple here."""
+    return Field(default, strict=False, json_schema_extra={"expects": expects}, **limits)
+
+
+def worded(default: Any, expects: str, **limits: Any) -> Any:
+    """A field whose type needs words: what it accepts is said by ``expects``."""
+    return Field(default, json_schema_extra={"expects": expects}, **limits)

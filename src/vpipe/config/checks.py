@@ -1,0 +1,247 @@
+"""The rules between fields: what no single field can know.
+
+A rule says which keys it reads, so that it stays silent about a config whose keys are already known to be wrong, and
+names both values and a remedy. Rules that need the model or the schedule itself (block counts of other models, what a
+schedule accepts) are checked by those, when they are built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+from vpipe.config.pipeline import PipelineConfig
+from vpipe.config.problems import Key, Problem, short
+
+MAX_NESTING = 32
+
+
+def check(config: PipelineConfig) -> list[Problem]:
+    """Every broken rule."""
+    rules = (_model, _plain_values, _batches, _learning_rate, _stages, _replicas, _schedule_options, _launch)
+    return [problem for rule in rules for problem in rule(config)]
+
+
+def _broken(text: str, key: str, *also: str) -> Problem:
+    return Problem(text, tuple(key.split(".")), also=tuple(tuple(other.split(".")) for other in also))
+
+
+def _model(config: PipelineConfig) -> Iterator[Problem]:
+    model = config.model
+    if model.vocab_size == 0:
+        yield _broken("is 0 but must be -1 (ask the data set) or at least 1", "model.vocab_size")
+    if model.name == "huggingface" and model.config is None and model.weights is None:
+        yield _broken(
+            "is null, but name: huggingface needs it; give a directory, a JSON file or {model_type: ...}",
+            "model.config",
+            "model.name",
+            "model.weights",
+        )
+    if model.name != "huggingface" and model.config is not None:
+        yield _broken(
+            f"is only read with name: huggingface, not with {model.name!r}; remove it", "model.config", "model.name"
+        )
+    partition = config.parallel.partition
+    if model.name == "bert" and isinstance(partition, tuple) and sum(partition) != 2 * model.num_layers + 1:
+        yield _broken(
+            f"adds up to {sum(partition)} blocks, but a BERT of {model.num_layers} layers has "
+            f"2 x {model.num_layers} + 1 = {2 * model.num_layers + 1}; change one of the two",
+            "parallel.partition",
+            "model.num_layers",
+            "model.name",
+        )
+
+
+def _plain_values(config: PipelineConfig) -> Iterator[Problem]:
+    """Free mappings hold what YAML and JSON can hold, so that the resolved config can be written and read back."""
+    free = {
+        "model.extra": config.model.extra,
+        "model.config": config.model.config,
+        "dataset.extra": config.dataset.extra,
+    }
+    for key, value in free.items():
+        odd = _not_plain(value, 0)
+        if odd:
+            yield _broken(f"holds {odd}; use words, finite numbers, true, false, null, lists and mappings", key)
+
+
+def _not_plain(value: Any, depth: int) -> str:
+    """What in ``value`` is not plain; empty where all is."""
+    if depth > MAX_NESTING:
+        return f"more than {MAX_NESTING} levels"
+    if isinstance(value, dict):
+        odd = next((short(key) for key in value if not isinstance(key, str)), "")
+        return (
+            f"the key {odd}"
+            if odd
+            else next(filter(None, (_not_plain(item, depth + 1) for item in value.values())), "")
+        )
+    if isinstance(value, list):
+        return next(filter(None, (_not_plain(item, depth + 1) for item in value)), "")
+    if value is None or isinstance(value, bool | str) or (isinstance(value, int) and abs(value) < 2**63):
+        return ""
+    return "" if isinstance(value, float) and isfinite(value) else short(value)
+
+
+def _batches(config: PipelineConfig) -> Iterator[Problem]:
+    training, dataset = config.training, config.dataset
+    if dataset.max_tokens is None and dataset.batch_size < training.num_microbatches:
+        yield _broken(
+            f"is {dataset.batch_size}, which cannot be cut into training.num_microbatches = "
+            f"{training.num_microbatches} units; raise it, or lower num_microbatches",
+            "dataset.batch_size",
+            "training.num_microbatches",
+        )
+    if training.max_iterations == 0:
+        yield _broken("is 0 but must be -1 (no limit) or at least 1", "training.max_iterations")
+    if training.evaluation_batches == 0:
+        yield _broken(
+            "is 0 but must be -1 (all) or at least 1; evaluation_interval: -1 turns evaluation off",
+            "training.evaluation_batches",
+        )
+    if 0 < training.max_iterations <= training.profile_iteration:
+        yield _broken(
+            f"is {training.profile_iteration}, but the run ends after max_iterations = {training.max_iterations}; "
+            f"the last iteration is {training.max_iterations - 1}",
+            "training.profile_iteration",
+            "training.max_iterations",
+        )
+
+
+def _learning_rate(config: PipelineConfig) -> Iterator[Problem]:
+    training = config.training
+    steps = training.learning_rate_steps
+    if training.learning_rate_policy == "step" and not steps:
+        yield _broken(
+            "is empty, but learning_rate_policy: step needs it, such as [0.5, 0.8]",
+            "training.learning_rate_steps",
+            "training.learning_rate_policy",
+        )
+    if any(step <= 0 for step in steps) or any(later <= step for step, later in pairwise(steps)):
+        yield _broken(f"is {short(list(steps))} but must rise and begin above 0", "training.learning_rate_steps")
+    if training.minimum_learning_rate > training.learning_rate:
+        yield _broken(
+            f"is {training.minimum_learning_rate}, above learning_rate = {training.learning_rate}; lower it",
+            "training.minimum_learning_rate",
+            "training.learning_rate",
+        )
+
+
+def _stages(config: PipelineConfig) -> Iterator[Problem]:
+    """Lists with one entry per stage have one length, and it fits the ranks."""
+    parallel = config.parallel
+    lists: dict[str, Sequence[float]] = {}
+    for name in ("partition", "recompute", "swap", "replicas", "depths"):
+        value = getattr(parallel, name)
+        if isinstance(value, tuple):
+            lists[name] = value
+    size, stages = parallel.model_parallel_size, config.num_stages
+    for name, values in lists.items():
+        key = f"parallel.{name}"
+        others = ("parallel.model_parallel_size", "parallel.stages_per_rank", "parallel.waves", "parallel.scheduler")
+        if stages is not None and len(values) != stages:
+            yield _broken(f"has {len(values)} entries, but there are {stages} stages; give one per stage", key, *others)
+        elif len(values) % size:
+            yield _broken(
+                f"has {len(values)} entries, but model_parallel_size is {size}; give one per stage", key, *others
+            )
+    lengths = {len(values) for values in lists.values() if len(values) % size == 0}
+    if stages is None and len(lengths) > 1:
+        told = ", ".join(f"{name} has {len(values)}" for name, values in lists.items())
+        yield _broken(f"disagree on the number of stages: {told}", "parallel", *(f"parallel.{name}" for name in lists))
+    yield from _recompute_and_swap(config)
+
+
+def _recompute_and_swap(config: PipelineConfig) -> Iterator[Problem]:
+    recompute, swap = config.parallel.recompute, config.parallel.swap
+    count = max((len(value) for value in (recompute, swap) if isinstance(value, tuple)), default=1)
+    ratios = [value if isinstance(value, tuple) else (value,) * count for value in (recompute, swap)]
+    for stage, (again, out) in enumerate(zip(*ratios, strict=False)):
+        if again + out > 1:
+            yield _broken(
+                f"is {out} and recompute is {again} at stage {stage}: together they are more than all of its blocks",
+                "parallel.swap",
+                "parallel.recompute",
+            )
+            return
+
+
+def _replicas(config: PipelineConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.replicas is not None and parallel.data_parallel_size not in (1, *_only(parallel.replicas)):
+        yield _broken(
+            f"is {short(list(parallel.replicas))}, but data_parallel_size is {parallel.data_parallel_size}; give one",
+            "parallel.replicas",
+            "parallel.data_parallel_size",
+        )
+    machines = config.launch.machines
+    if machines and len(machines) != config.num_ranks:
+        yield _broken(
+            f"lists {len(machines)} machines, but the pipeline has {config.num_ranks} ranks; one host:gpu per rank",
+            "launch.machines",
+            "parallel.model_parallel_size",
+            "parallel.data_parallel_size",
+            "parallel.replicas",
+        )
+
+
+def _only(values: Sequence[int]) -> set[int]:
+    """The one value that all have, if they have one."""
+    return set(values) if len(set(values)) == 1 else set()
+
+
+def _schedule_options(config: PipelineConfig) -> Iterator[Problem]:
+    """Options of one schedule, given with another, would be read by nobody."""
+    parallel, training = config.parallel, config.training
+    scheduler = parallel.scheduler.lower()
+    owned = {
+        "hanayo": {"parallel.waves": parallel.waves != 1},
+        "pipedream": {
+            "parallel.vertical_sync": parallel.vertical_sync,
+            "parallel.depths": parallel.depths is not None,
+            "training.update_interval": training.update_interval != 1,
+        },
+    }
+    for owner, options in owned.items():
+        for key in (key for key, is_set in options.items() if is_set and scheduler != owner):
+            yield _broken(
+                f"is an option of scheduler {owner}, but parallel.scheduler is {parallel.scheduler!r}; remove it",
+                key,
+                "parallel.scheduler",
+            )
+    if scheduler == "pipedream" and training.gradient_accumulation != 1:
+        yield _broken(
+            f"is {training.gradient_accumulation}, but scheduler pipedream counts units: use update_interval instead",
+            "training.gradient_accumulation",
+            "parallel.scheduler",
+        )
+    if scheduler == "hanayo" and parallel.stages_per_rank not in (None, 2 * parallel.waves):
+        yield _broken(
+            f"is {parallel.stages_per_rank}, but hanayo with {parallel.waves} waves holds {2 * parallel.waves} stages "
+            "per rank; give waves alone",
+            "parallel.stages_per_rank",
+            "parallel.waves",
+            "parallel.scheduler",
+        )
+
+
+def _launch(config: PipelineConfig) -> Iterator[Problem]:
+    container = config.launch.container
+    if container.kind != "none" and container.image is None:
+        yield _broken(
+            f"is null, but kind is {container.kind}; name the image", "launch.container.image", "launch.container.kind"
+        )
+    if container.kind == "none" and (container.image or container.binds):
+        yield _broken(
+            "is none, but an image or binds are given; choose apptainer, singularity, docker or charliecloud",
+            "launch.container.kind",
+            "launch.container.image",
+            "launch.container.binds",
+        )
+
+
+def touches(problem: Problem, wrong: Sequence[Key]) -> bool:
+    """Whether a rule read one of the keys that are wrong by themselves."""
+    return any(key[: len(bad)] == bad for key in (problem.key, *problem.also) for bad in wrong)

@@ -1,0 +1,195 @@
+"""From a file and a command line to a checked config, or to one error that names everything to mend.
+
+    text ─▶ Document ─▶ (VPipe's flat form? translate) ─▶ overrides ─▶ paths ─▶ typed sections ─▶ rules between fields
+
+Every step adds its problems to one list. A mistake in one field does not hide a mistake between two others: the rules
+run on what is left when the wrong keys are taken out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from vpipe.config.checks import check, touches
+from vpipe.config.document import Document, parse, read_yaml
+from vpipe.config.idle import idle_keys
+from vpipe.config.paths import absolute_paths
+from vpipe.config.pipeline import PipelineConfig
+from vpipe.config.problems import ConfigError, Key, Problem, dotted, from_pydantic, short
+from vpipe.config.vpipe_yaml import is_vpipe, translate
+from vpipe.errors import nearest
+
+ORION = "USE_ORION_SCHEDULER"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked config, what to tell the user about it, and the file it came from."""
+
+    config: PipelineConfig
+    warnings: tuple[str, ...]
+    source: Path
+
+
+@dataclass
+class Draft:
+    """A config on its way: plain values, where each came from, and what is wrong so far."""
+
+    values: dict[str, Any]
+    document: Document
+    overridden: dict[Key, str] = field(default_factory=dict)
+    """Key → the override that set it."""
+    problems: list[Problem] = field(default_factory=list)
+
+    def complain(self, key: Key, text: str) -> None:
+        self.problems.append(self.located(Problem(text, key)))
+
+    def located(self, problem: Problem) -> Problem:
+        """The problem with its file and line, or with the override that caused it; old files keep their old key."""
+        for key, origin in self.overridden.items():
+            shared = min(len(key), len(problem.key))
+            if shared and key[:shared] == problem.key[:shared]:
+                return Problem(problem.text, problem.key, origin, None, problem.also)
+        key = self.document.old_keys.get(problem.key, problem.key)
+        return Problem(problem.text, key, self.document.file, self.document.line(key), problem.also)
+
+    def put(self, key: Key, value: Any, origin: str) -> None:
+        """Set a value in nested mappings that are made where they are missing."""
+        place = self.values
+        for depth, part in enumerate(key[:-1]):
+            inner = place.setdefault(str(part), {})
+            if inner is None:
+                inner = place[str(part)] = {}
+            if not isinstance(inner, dict):
+                self.problems.append(
+                    Problem(f"cannot be set, because {dotted(key[: depth + 1])} is {short(inner)}", key, origin)
+                )
+                return
+            place = inner
+        place[str(key[-1])] = value
+        self.overridden[key] = origin
+
+
+def load(
+    path: str | PathLike[str],
+    overrides: Sequence[str] = (),
+    scheduler: str | None = None,
+    *,
+    names: Mapping[str, Collection[str]] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Loaded:
+    """The config of a YAML file, ours, OurGPipe's or VPipe's.
+
+    ``overrides`` are words such as ``training.learning_rate=1e-3``; ``scheduler`` is ``--scheduler``. ``names`` gives
+    the names that a key may have, such as ``{"parallel.scheduler": [...]}``. Raises :class:`ConfigError`, a
+    ``UserError``, with every problem.
+    """
+    source = Path(path)
+    document = read_yaml(source)
+    warnings: list[str] = []
+    if document.value is not None and not isinstance(document.value, dict):
+        document.complain((), f"the file holds {short(document.value)} instead of sections: model, dataset, ...")
+    elif is_vpipe(document.value or {}):
+        document, warnings = translate(document, source)
+    values = document.value if isinstance(document.value, dict) else {}
+    draft = Draft(deepcopy(values), document, problems=list(document.problems))
+    unreadable = bool(document.problems) and not values
+    if unreadable:
+        raise ConfigError(draft.problems)
+    _override(draft, overrides, scheduler, os.environ if environment is None else environment)
+    absolute_paths(draft, source.parent)
+    config = _finish(draft, names or {})
+    return Loaded(config, (*warnings, *idle_keys(config)), source)
+
+
+def from_values(values: Mapping[str, Any]) -> PipelineConfig:
+    """The config of nested mappings. Raises :class:`ConfigError` with every problem."""
+    if not isinstance(values, Mapping):
+        raise ConfigError([Problem(f"a config is a mapping of sections, not {short(values)}")])
+    return _finish(Draft(dict(values), Document()), {})
+
+
+def _override(draft: Draft, overrides: Sequence[str], scheduler: str | None, environment: Mapping[str, str]) -> None:
+    if environment.get(ORION, "").strip().lower() in ("1", "true", "yes", "on"):
+        draft.put(("parallel", "use_orion_scheduler"), True, ORION)
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        origin = f"--set {short(override)[1:-1]}"
+        key: Key = tuple(part.strip() for part in name.split("."))
+        if not equals or len(key) < 2 or not all(key):
+            draft.problems.append(Problem("is not section.key=value, such as training.epochs=1", (), origin))
+            continue
+        value = parse(text, origin)
+        for problem in value.problems:
+            draft.problems.append(Problem(problem.text, key, origin))
+        if not value.problems:
+            draft.put(key, value.value, origin)
+    if scheduler is not None:
+        draft.put(("parallel", "scheduler"), scheduler, "--scheduler")
+
+
+def _finish(draft: Draft, names: Mapping[str, Collection[str]]) -> PipelineConfig:
+    """Sections, then the rules between them on whatever is right so far; raises with all that is wrong."""
+    known_bad = [problem.key for problem in draft.problems if problem.key]
+    config, wrong = _typed(draft.values)
+    for key, text in wrong:
+        if not any(key[: len(bad)] == bad or bad[: len(key)] == key for bad in known_bad):
+            draft.complain(key, text)
+    if config is None:
+        config, _ = _typed(_without(draft.values, [key for key, _ in wrong]))
+    if config is not None:
+        bad = [*known_bad, *(key for key, _ in wrong)]
+        problems = [*check(config), *_unknown_names(config, names)]
+        draft.problems += [draft.located(problem) for problem in problems if not touches(problem, bad)]
+    if draft.problems:
+        raise ConfigError(draft.problems)
+    assert config is not None, "a config without problems has all its sections"
+    return config
+
+
+def _typed(values: Mapping[str, Any]) -> tuple[PipelineConfig | None, list[tuple[Key, str]]]:
+    try:
+        return PipelineConfig.model_validate(dict(values)), []
+    except ValidationError as error:
+        return None, from_pydantic(error.errors(include_url=False), PipelineConfig)
+    except (OverflowError, RecursionError) as error:
+        return None, [((), f"holds a value that cannot be used: {error}")]
+
+
+def _without(values: Mapping[str, Any], wrong: Sequence[Key]) -> dict[str, Any]:
+    """The values with every wrong key left at its default, and stand-ins for the two names that have none."""
+    kept: dict[str, Any] = {
+        name: dict(section) if isinstance(section, Mapping) else section for name, section in values.items()
+    }
+    for key in wrong:
+        section = kept.get(str(key[0])) if key else None
+        if len(key) > 1 and isinstance(section, dict):
+            section.pop(str(key[1]), None)
+        elif key:
+            kept.pop(str(key[0]), None)
+    for section_name in ("model", "dataset"):
+        section = kept.setdefault(section_name, {})
+        if isinstance(section, dict):
+            section.setdefault("name", "unknown")
+    return kept
+
+
+def _unknown_names(config: PipelineConfig, names: Mapping[str, Collection[str]]) -> list[Problem]:
+    problems = []
+    for dotted_key, known in names.items():
+        section, name = dotted_key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value not in known and str(value).lower() not in {other.lower() for other in known}:
+            hint = nearest(str(value), known)
+            listed = ", ".join(sorted(known))
+            text = f"is {value!r}, which is not known{hint}{' Known' if hint else '; known'}: {listed}"
+            problems.append(Problem(text, (section, name)))
+    return problems

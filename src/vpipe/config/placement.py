@@ -1,0 +1,63 @@
+"""How the model is spread over ranks: the section ``parallel``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vpipe.config.base import Name, Section, Text, worded
+
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Small = Annotated[int, Field(ge=1, le=65536)]
+
+
+class ParallelConfig(Section):
+    """How it is spread over ranks, and in which order the ranks work."""
+
+    scheduler: Name = "async_threaded"
+    """The schedule: gpipe, naive, async_threaded, 1f1b, eager-1f1b, interleaved, looped-bfs, zb-h1 (zerobubble), zb-h2,
+    zb-v, zb-auto, v-half, v-min, hanayo, dualpipe-v, pipedream, pipedream-2bw, or a registered one; `vpipe schedules`
+    lists them. --scheduler overrides it."""
+    model_parallel_size: Small = 4
+    """Ranks of one pipeline; also the number of stages where a rank holds one stage."""
+    data_parallel_size: Small = 1
+    """Copies of every stage; each works on its own batch and the gradients are averaged."""
+    replicas: Annotated[tuple[Small, ...], Field(strict=False, min_length=1, max_length=65536)] | None = worded(
+        None, "a list with one whole number per stage, or null"
+    )
+    """Copies per stage where they differ, one number per stage; null takes data_parallel_size for each."""
+    stages_per_rank: Annotated[int, Field(ge=1, le=1024)] | None = worded(None, "a whole number, at least 1, or null")
+    """Stages that each rank holds (interleaved, looped-bfs); null takes what the schedule needs."""
+    waves: Annotated[int, Field(ge=1, le=512)] = 1
+    """For scheduler hanayo: number of waves; a rank holds twice as many stages."""
+    partition: Literal["auto"] | Annotated[tuple[Small, ...], Field(strict=False, min_length=1)] | Text = worded(
+        "auto", "auto, a list with the number of blocks of each stage, or the path of a plan"
+    )
+    """Blocks of each stage: auto balances them, a list gives them, a path reads the plan of `vpipe plan` or VPipe's."""
+    recompute: Ratio | Annotated[tuple[Ratio, ...], Field(strict=False, min_length=1)] = worded(
+        0.0, "a number from 0 to 1, or a list with one per stage"
+    )
+    """Share of a stage's blocks (the last ones) whose activations are computed again in the backward, not kept."""
+    swap: Ratio | Annotated[tuple[Ratio, ...], Field(strict=False, min_length=1)] = worded(
+        0.0, "a number from 0 to 1, or a list with one per stage"
+    )
+    """Share of a stage's blocks (the first ones) whose saved activations wait outside device memory."""
+    depths: Annotated[tuple[Annotated[int, Field(ge=0, le=65536)], ...], Field(strict=False, min_length=1)] | None = (
+        worded(None, "a list with one whole number per stage, falling from the first to the last, or null")
+    )
+    """For scheduler pipedream: forwards of each stage before its first backward; null keeps all stages busy."""
+    vertical_sync: bool = False
+    """For scheduler pipedream: a unit meets the same weight version on all stages, which stores more versions."""
+    transport: Literal["auto", "inprocess", "shm", "distributed"] = "auto"
+    """How ranks exchange tensors: threads of one process, shared memory of one machine, or torch.distributed."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Backend of torch.distributed; auto takes nccl where every rank has a GPU, else gloo."""
+    timeout: Annotated[float, Field(gt=0, le=86400)] = 300.0
+    """Seconds without a message after which a rank ends the run and says what it waited for."""
+    exact_reduction: bool = True
+    """Sum the gradients of replicas in a fixed order, so that results do not change by a bit; false may be faster."""
+    priority: Literal["none", "first-hp", "fifo", "critical-path"] = "none"
+    """Which work goes first on a shared device: microbatch 0, lower microbatches, or what others wait for."""
+    use_orion_scheduler: bool = False
+    """Let the Orion library (preloaded) order GPU work; USE_ORION_SCHEDULER=1 in the environment does the same."""

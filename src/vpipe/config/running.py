@@ -1,0 +1,113 @@
+"""What happens around the training: the sections ``checkpoint``, ``observe`` and ``launch``.
+
+The words of ``launch`` reach command lines of ssh, srun and container programs. They are checked here, before anything
+else sees them: no spaces, no control characters, nothing that begins with a dash.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vpipe.config.base import Count, Interval, Name, Section, Text, worded
+
+Machine = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}(:[0-9]{1,5})?$")]
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:=@%+/\[\]-]{0,255}$")]
+Bind = Annotated[str, Field(max_length=4096, pattern=r"^[/~.A-Za-z0-9][^\x00-\x1f\x7f,]*$")]
+WORD = "a word without spaces that does not begin with a dash, or null"
+
+
+class CheckpointConfig(Section):
+    """What is kept of a run, to go on from it."""
+
+    directory: Text | None = worded(None, "a path or null")
+    """Where checkpoints go, relative to the working directory; null takes checkpoints/ in the run directory."""
+    interval: Interval = worded(0, "-1 (never), 0 (after each epoch) or a whole number of iterations")
+    """Iterations between two checkpoints; 0 writes one after each epoch, -1 none."""
+    keep: Count = 2
+    """How many of the latest checkpoints are kept."""
+    resume: Text | None = worded(None, "latest, a directory, or null")
+    """Go on from this checkpoint directory, or from the latest of checkpoint.directory; null starts anew."""
+
+
+class ObserveConfig(Section):
+    """What a run shows and writes down."""
+
+    directory: Text = worded("runs", "a path")
+    """Parent of the run directories, relative to the working directory."""
+    log_interval: Annotated[int, Field(ge=0, le=2**31)] = 10
+    """Iterations between two lines with loss and throughput; 0 prints none."""
+    verbose_interval: Annotated[int, Field(ge=0, le=2**31)] = 0
+    """Iterations between two detailed lines of every rank (time per kind of action, waiting, bytes); 0 prints none."""
+    line_format: Literal["vpipe", "vpipe-line"] = "vpipe"
+    """How the lines look: ours, or VPipe's tab-separated `Stage: [3] Epoch: [0][100/2000] ...`."""
+    warmup_iterations: Annotated[int, Field(ge=0, le=2**31)] = 2
+    """First iterations that are left out of throughput and MFU."""
+    trace: bool = True
+    """Record every action of the pipeline; the report, the bubble table and trace.json.gz need it."""
+    tensorboard: bool = False
+    """Also write loss and metrics for TensorBoard into the run directory."""
+    dashboard: bool = False
+    """Serve the live page on this machine while the run lasts."""
+
+
+class ContainerConfig(Section):
+    """The container in which each rank runs."""
+
+    kind: Literal["none", "apptainer", "singularity", "docker", "charliecloud"] = "none"
+    """Which program starts it; none runs without a container."""
+    image: Annotated[str, Field(max_length=4096, pattern=r"^[A-Za-z0-9/._~][^\x00-\x20\x7f]*$")] | None = worded(
+        None, "an image name or a path without spaces that does not begin with a dash, or null"
+    )
+    """Image name, or path of a .sif file or image directory."""
+    binds: Annotated[tuple[Bind, ...], Field(strict=False, max_length=64)] = worded(
+        (), "a list of paths, each `outside` or `outside:inside`"
+    )
+    """Directories that the container sees: `outside` or `outside:inside`."""
+
+
+class SlurmConfig(Section):
+    """What `vpipe submit` asks of SLURM; options of the command line override these."""
+
+    nodes: Count = 1
+    """Number of nodes."""
+    ntasks_per_node: Annotated[int, Field(ge=1, le=1024)] | None = worded(None, "a whole number, at least 1, or null")
+    """Ranks per node; null spreads the ranks of the pipeline evenly."""
+    partition: Word | None = worded(None, WORD)
+    """Partition (queue)."""
+    account: Word | None = worded(None, WORD)
+    """Account that pays."""
+    qos: Word | None = worded(None, WORD)
+    """Quality of service."""
+    gres: Word | None = worded(None, WORD)
+    """Generic resources per node, such as gpu:4."""
+    cpus_per_task: Annotated[int, Field(ge=1, le=4096)] | None = worded(None, "a whole number, at least 1, or null")
+    """Processor cores per rank."""
+    memory: Word | None = worded(None, WORD)
+    """Memory per node, such as 64G."""
+    time: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]{1,6}(:[0-9]{1,2}){0,2}$")] | None = worded(
+        None, "a time such as 01:30:00 or 2-00:00:00, or null"
+    )
+    """Longest duration, such as 01:30:00 or 2-00:00:00."""
+    requeue: bool = True
+    """After a preemption the job is queued again and goes on from its latest checkpoint."""
+
+
+class LaunchConfig(Section):
+    """Where the ranks run."""
+
+    machines: Annotated[tuple[Machine, ...], Field(strict=False, max_length=65536)] = worded(
+        (), "a list of host:gpu, one per rank"
+    )
+    """One host:gpu per rank, started by ssh, in the order of the ranks; empty runs all ranks on this machine."""
+    container: ContainerConfig = ContainerConfig()
+    """The container in which each rank runs."""
+    slurm: SlurmConfig = SlurmConfig()
+    """What `vpipe submit` asks of SLURM."""
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Processor threads of each rank inside one operation; 0 shares the cores among the ranks of a machine."""
+    interface: Name | None = worded(None, WORD)
+    """Network interface that gloo and NCCL use, such as eth0; null lets them choose."""
+    master_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port at which the ranks meet; 0 takes a free one (under SLURM one derived from the job)."""

@@ -1,0 +1,134 @@
+"""What is trained, on what, and how: OurGPipe's sections ``model``, ``dataset`` and ``training``, with its defaults.
+
+The text under each field is its documentation: ``docs/config.md``, the JSON schema and the comments of
+``vpipe train --print-config`` are made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from vpipe.config.base import Count, Interval, Name, Numbers, Section, Text, listed, worded
+
+
+class ModelConfig(Section):
+    """What is trained."""
+
+    name: Name
+    """Which model: gpt, gpt2, llama, bert, translation, cpm-medium, cpm-large, huggingface, emulated, or a registered
+    one."""
+    hidden_size: Count = 512
+    """Width of a layer's output."""
+    num_layers: Count = 16
+    """Number of transformer layers (per side, for an encoder-decoder)."""
+    num_heads: Count = 16
+    """Attention heads per layer."""
+    sequence_length: Count = 128
+    """Tokens per sequence; longer documents are cut."""
+    vocab_size: Annotated[int, Field(ge=-1, le=2**31)] = worded(
+        -1, "-1 (ask the data set) or a whole number, at least 1"
+    )
+    """Number of token ids; -1 asks the data set."""
+    config: Text | dict[str, Any] | None = worded(None, "a path, a mapping or null")
+    """For name: huggingface. The model's configuration: a directory or JSON file, or its keys written here (model_type
+    and sizes). Nothing is downloaded."""
+    weights: Text | None = worded(None, "a path or null")
+    """Directory of Hugging Face safetensors to start from; null starts from random weights."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Options of this model alone. gpt: head_size, ff_low_rank, dropout; llama: num_kv_heads, intermediate_size,
+    rms_norm_eps, rope_theta."""
+
+    def options(self, known: Collection[str]) -> dict[str, Any]:
+        """The options for a builder that takes ``known``: a size it does not have is left out, unless somebody set it.
+
+        What is set but not known stays in, so that the builder can refuse it by name.
+        """
+        fields = {name: getattr(self, name) for name in type(self).model_fields if name not in ("name", "extra")}
+        default = {name: field.default for name, field in type(self).model_fields.items()}
+        return {key: value for key, value in fields.items() if key in known or value != default[key]} | self.extra
+
+
+class DatasetConfig(Section):
+    """What it is trained on."""
+
+    name: Name
+    """Which data set: code_search_net, bert, translation, text, chid, synthetic, or a registered one."""
+    path: Text | None = worded(None, "a path or null")
+    """File or directory of the data, relative to this file; null lets the data set say where it looks."""
+    batch_size: Count = 64
+    """Sequences per iteration and data-parallel replica; cut into training.num_microbatches units."""
+    max_tokens: Count | None = worded(None, "a whole number, at least 1, or null")
+    """Batches of about this many tokens instead of batch_size sequences, for data whose sequences differ in length."""
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 0
+    """Background workers that prepare batches ahead; 0 prepares them in the training loop."""
+    test_size: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the data that is held out for evaluation where the data set has no split of its own."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Options of this data set alone, such as tokenizer or language."""
+
+
+class TrainingConfig(Section):
+    """How it is trained. One iteration is one batch: num_microbatches units; an update follows gradient_accumulation
+    iterations (synchronous schedules) or update_interval units (asynchronous ones)."""
+
+    learning_rate: Annotated[float, Field(gt=0, le=1e6)] = 1e-4
+    """Peak learning rate."""
+    epochs: Count = 2
+    """Passes over the training data."""
+    num_microbatches: Count = 4
+    """Units into which one batch is cut; each travels the pipeline by itself."""
+    gradient_accumulation: Count = 1
+    """Iterations whose gradients are averaged before one update."""
+    max_iterations: Interval = worded(-1, "-1 (no limit) or a whole number, at least 1")
+    """Iterations of the whole run, over all epochs; -1 runs all epochs to their end."""
+    profile_iteration: Interval = worded(-1, "-1 (never) or a whole number, at least 0")
+    """Iteration (counted from 0) that is recorded with torch.profiler into profiler_<scheduler>/rank<N>; -1 none."""
+    exit_after_profile: bool = False
+    """End the run after the profiled iteration."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides initial weights, dropout and the order of the data."""
+    optimizer: Literal["sgd", "adam", "adamw", "lamb"] = "adam"
+    """Which optimizer updates the weights."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of sgd."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = listed(
+        (0.9, 0.999), "a list of two numbers, each at least 0 and less than 1"
+    )
+    """Decay of the two moments of adam, adamw and lamb."""
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    """Added to the denominator of adam, adamw and lamb."""
+    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    """Pull of the weights towards zero (decoupled in adamw and lamb)."""
+    learning_rate_policy: Literal["constant", "linear", "polynomial", "cosine", "step", "inverse_sqrt"] = "constant"
+    """How the learning rate moves after warm-up. Counted in updates, over epochs and resumes."""
+    warmup: Annotated[float, Field(ge=0, le=1e9)] = worded(
+        0.0, "a number, at least 0: below 1 a share of all updates, else updates"
+    )
+    """The learning rate rises from 0 during this part of the run: below 1 a share of all updates, else updates."""
+    learning_rate_degree: Annotated[float, Field(gt=0, le=100)] = 0.5
+    """For polynomial: the rate is learning_rate x (1 - progress)^degree, as BERT's."""
+    learning_rate_steps: Annotated[Numbers, Field(max_length=1000)] = listed(
+        (), "a list of rising numbers above 0: below 1 a share of all updates, else updates"
+    )
+    """For step: where the rate is multiplied by learning_rate_factor; below 1 a share of all updates, else updates."""
+    learning_rate_factor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """For step: what the rate is multiplied by at each of learning_rate_steps."""
+    minimum_learning_rate: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """The learning rate never falls below this after warm-up."""
+    gradient_clipping: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    """Largest global norm of the gradient over all stages (per stage in asynchronous schedules); 0 does not clip."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of the computation; weights are kept and updated in fp32."""
+    loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0, le=2.0**40)] = worded(
+        "dynamic", "dynamic, or a number above 0"
+    )
+    """For fp16: factor on the loss, agreed by all stages; dynamic halves it on overflow and raises it slowly."""
+    update_interval: Count = 1
+    """For scheduler pipedream: units per update."""
+    evaluation_interval: Interval = worded(0, "-1 (never), 0 (after each epoch) or a whole number of iterations")
+    """Iterations between two evaluations on held-out data; 0 evaluates after each epoch, -1 never."""
+    evaluation_batches: Interval = worded(16, "-1 (all) or a whole number, at least 1")
+    """Batches of one evaluation; -1 takes all held-out data."""
