@@ -1,0 +1,149 @@
+"""The contract between data and training: a data set answers ``batch(indices)``.
+
+It is a map from example numbers to tensors and nothing else. What comes in which order is ``BatchOrder``'s business,
+and how a batch is cut into microbatches is the caller's: ``batch`` is pure, so the units of a step are ``batch`` of
+parts of the indices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vpipe.data.order import BatchOrder, Indices
+from vpipe.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Tensors: TypeAlias = Tensor | dict[str, Tensor]
+
+IGNORE = -100
+"""The target of a position that has no label, where a data set does not say otherwise: what torch's cross entropy
+skips."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some examples as tensors; the first dimension of each is the example."""
+
+    inputs: Tensors
+    """What the first stage reads: a tensor, or a dict whose keys are the names that the model's layers read."""
+    targets: Tensors
+    """What the last stage's loss reads."""
+    num_tokens: int
+    """How many targets count in the loss: the weight of this batch among others when a mean over tokens is wanted."""
+
+
+class DataSet(ABC):
+    """Examples by number, with what a model must know about them."""
+
+    vocab_size: int
+    """Token ids are below this."""
+    ignore_index: int = IGNORE
+    """The target value that the loss must skip."""
+    pad_id: int | None = None
+    """The id that fills short inputs; None where all examples have one length."""
+    tokenizer: Any = None
+    """A ``tokenizers.Tokenizer``, or None where the data came as numbers."""
+    lengths: Indices | None = None
+    """Tokens per example, where batches can be made by tokens."""
+    groups: tuple[int, ...] | None = None
+    """Sizes of consecutive runs that are cheap to read together; see ``BatchOrder``."""
+    valid: DataSet | None = None
+    """Held-out examples with the same vocabulary; None where there are too few to hold any out."""
+
+    @property
+    def train(self) -> DataSet:
+        """The training split: a data set that was loaded is its own."""
+        return self
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The named examples, in this order. Reads nothing but its argument: the same indices give the same tensors."""
+
+    def order(
+        self,
+        *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        seed: int = 0,
+        epoch: int = 0,
+        batch: int = 0,
+        num_replicas: int = 1,
+        replica: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+    ) -> BatchOrder:
+        """The order of this data set's batches, by its lengths and groups where it has them."""
+        return BatchOrder(
+            len(self) if self.lengths is None else self.lengths,
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            seed=seed,
+            epoch=epoch,
+            batch=batch,
+            num_replicas=num_replicas,
+            replica=replica,
+            groups=self.groups,
+            shuffle=shuffle,
+            drop_last=drop_last,
+        )
+
+    def split(self, test_size: float = 0.1, seed: int = 1024) -> tuple[DataSet, DataSet]:
+        """Two disjoint parts drawn by ``seed``: the larger, and about ``test_size`` of the examples (at least one)."""
+        if not 0.0 < test_size < 1.0:
+            raise UserError(f"the held-out share is {test_size}; it must lie between 0 and 1, for example 0.1")
+        if len(self) < 2:
+            raise UserError(f"{len(self)} examples cannot be split in two; use more data or a shorter sequence_length")
+        num_held_out = min(len(self) - 1, max(1, round(len(self) * test_size)))
+        drawn = np.asarray(BatchOrder(len(self), batch_size=len(self), seed=seed).indices(0), dtype=np.int64)
+        return Subset(self, drawn[num_held_out:]), Subset(self, drawn[:num_held_out])
+
+
+class Subset(DataSet):
+    """Some examples of another data set, in its order."""
+
+    def __init__(self, whole: DataSet, members: Indices) -> None:
+        self._whole, self._members = whole, np.sort(members)
+        self.vocab_size, self.ignore_index = whole.vocab_size, whole.ignore_index
+        self.pad_id, self.tokenizer = whole.pad_id, whole.tokenizer
+        self.lengths = None if whole.lengths is None else whole.lengths[self._members]
+        if whole.groups is not None:
+            ends = np.searchsorted(self._members, np.cumsum(whole.groups))
+            self.groups = tuple(int(n) for n in np.diff(ends, prepend=0) if n > 0)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        return self._whole.batch([int(i) for i in self._members[np.asarray(indices, dtype=np.int64)]])
+
+
+def hold_out(whole: DataSet, test_size: float = 0.1, seed: int = 1024) -> DataSet:
+    """The training part of ``whole`` with the rest as its ``valid``, for data that come in one piece."""
+    if len(whole) < 2:
+        return whole
+    train, valid = whole.split(test_size, seed)
+    train.valid = valid
+    return train
+
+
+def check_vocabulary(ids: NDArray[Any], vocab_size: int, where: str) -> None:
+    """Token ids outside the vocabulary would be an index error deep in an embedding; say it here, with the place."""
+    if ids.size == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise UserError(
+            f"{where} has the token id {bad}, but the vocabulary has {vocab_size} (ids 0 to {vocab_size - 1}); "
+            "set vocab_size to that of the tokenizer that wrote the data, or build the data again"
+        )

@@ -1,0 +1,181 @@
+"""Reading files that others wrote: every fault becomes one sentence with the file, the place in it, and the remedy.
+
+All readers and builders of this room open their files here, so that a missing folder, a link that leads back to
+itself, a picture among the texts or a broken line is found once, in one way, in the first second of a run and not in
+its third hour."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import importlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vpipe.errors import UserError
+
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".txt.gz")
+
+_SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "valid": "valid",
+    "validation": "valid",
+    "dev": "valid",
+    "test": "test",
+    "testing": "test",
+}
+
+
+def require(module: str) -> Any:
+    """An optional library, or the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise UserError(f'this data needs the library {package}; install it with: pip install "vpipe[data]"') from None
+
+
+def existing(path: Path | None, builder: str | None = None) -> Path:
+    """``path``, if it is there; else how to make it."""
+    if path is None:
+        place, problem = Path("data") / (builder or "set"), "no data directory is set; name one in dataset.extra.path"
+    else:
+        place, problem = path, f"there is no data at {path}"
+        try:
+            os.stat(path)
+            return path
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                raise unreadable(path, error) from None
+    remedy = f"; build it with: vpipe data build {builder} --out {place}" if builder else "; check the path"
+    raise UserError(problem + remedy)
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """What the operating system says about ``path``, as our sentence."""
+    if error.errno == errno.ELOOP:
+        return _loop(path)
+    return UserError(f"{path} cannot be read ({error.strerror or error}); check its permissions, or remove it")
+
+
+def _loop(path: Path) -> UserError:
+    return UserError(f"{path} is a symbolic link that leads back to itself; remove the link or name another folder")
+
+
+def find_files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files under ``root`` with one of ``suffixes``, sorted by path; ``root`` itself if it is a file. Follows
+    links to folders once each; hidden files are left out."""
+    return [root] if root.is_file() else sorted(_walk(root, suffixes, ()))
+
+
+def _walk(folder: Path, suffixes: tuple[str, ...], above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
+    try:
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in above:
+            raise _loop(folder)
+        above = (*above, (status.st_dev, status.st_ino))
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError as error:
+        raise unreadable(folder, error) from None
+    for name in names:
+        path = folder / name
+        try:
+            is_folder = path.is_dir() if not path.is_symlink() else os.path.isdir(os.path.realpath(path, strict=True))
+        except OSError as error:
+            raise unreadable(path, error) from None
+        if is_folder:
+            yield from _walk(path, suffixes, above)
+        elif name.endswith(suffixes):
+            yield path
+
+
+def split_of(path: Path, root: Path) -> str | None:
+    """``train``, ``valid`` or ``test``, if the file's name or a folder between ``root`` and it says so."""
+    parts = [path.name] if path == root else list(path.relative_to(root).parts)
+    for part in reversed(parts):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in _SPLIT_WORDS:
+                return _SPLIT_WORDS[word]
+    return None
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file, gzipped or not, numbered from 1, without their ends."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+            position = 0
+            for number, raw in enumerate(stream, start=1):
+                yield number, _decode(raw, path, position).rstrip("\r\n")
+                position += len(raw)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path} is not a whole gzip file ({error}); copy it again") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def read_text(path: Path) -> str:
+    """A whole text file in UTF-8."""
+    try:
+        return _decode(path.read_bytes(), path, 0)
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _decode(raw: bytes, path: Path, position: int) -> str:
+    nul = raw.find(b"\0")
+    if nul >= 0:
+        raise UserError(f"{path} is a binary file, not text (byte 0x00 at {position + nul}); leave it out")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text (byte 0x{raw[error.start]:02x} at {position + error.start}); "
+            "convert it with iconv, or leave it out"
+        ) from None
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSON-lines file with their line numbers."""
+    for number, line in lines(path):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{path}:{number}: not JSON ({error.msg} at column {error.colno}); mend the line or remove it"
+            ) from None
+        if not isinstance(value, dict):
+            raise UserError(
+                f"{path}:{number}: a JSON {type(value).__name__}, but each line must be an object in braces"
+            )
+        yield number, value
+
+
+def text_files(root: Path) -> list[Path]:
+    """The text files under ``root``; ``root`` itself, whatever its suffix, if it is a file."""
+    files = find_files(root, TEXT_SUFFIXES)
+    if not files:
+        raise UserError(
+            f"{root} holds no text: no file ends in {', '.join(TEXT_SUFFIXES)}; name another folder or a single file"
+        )
+    return files
+
+
+def read_paragraphs(file: Path) -> Iterator[str]:
+    """What stands between blank lines, line ends kept."""
+    paragraph: list[str] = []
+    for _, line in lines(file):
+        if line.strip():
+            paragraph.append(line)
+        elif paragraph:
+            yield "\n".join(paragraph)
+            paragraph = []
+    if paragraph:
+        yield "\n".join(paragraph)
