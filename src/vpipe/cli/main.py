@@ -1,0 +1,120 @@
+"""The command ``vpipe``: finds the sub-command, and turns what goes wrong into one sentence.
+
+``vpipe --help`` must answer at once, on a login node, before anything heavy is imported. So a sub-command is a name and a line of
+help in ``COMMANDS``; its module is imported when it is called. To add one, write ``cli/<name>.py`` with a click command called
+``command`` and enter it here. A command returns None or its exit code:
+
+    0  done        1  the answer is no (an invalid program, a difference)        2  the question was wrong, in one sentence
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NoReturn
+
+import click
+
+from vpipe import __version__
+from vpipe.errors import UserError, nearest
+
+COMMANDS = {
+    "train": "Train a model from a config file.",
+    "run": "Run a script of your own on N local ranks.",
+    "schedules": "The catalogue of schedules, or its ranking under your costs.",
+    "draw": "Draw a schedule: terminal, SVG or CSV.",
+    "simulate": "How long a schedule takes, where it idles, what it holds.",
+    "verify": "Whether a schedule is right: all violations, deadlocks included.",
+    "parity": "Train pipelined and in one process, and compare to the bit.",
+    "profile": "Measure the layers of a model.",
+    "plan": "Partition, recompute, swap and schedule from measured costs.",
+    "compare": "A fair sweep over schedules and microbatches.",
+    "report": "A run as one HTML page.",
+    "dashboard": "A run as a live page.",
+    "data": "Build a data set from text on this machine.",
+    "submit": "Write and submit a SLURM job.",
+    "doctor": "What this machine has, what would run, what is missing.",
+}
+
+EXAMPLES = """
+\b
+Examples:
+  vpipe draw 1f1b -p 4 -m 8                       a picture in the terminal
+  vpipe simulate zb-h1 -p 4 -m 8 --json           bubbles and memory, before anything runs
+  vpipe schedules --rank -p 4 -m 16 --latency 1   which schedule suits this network?
+  vpipe verify schedule.csv                       a CSV of torch or of your own: right, and free of deadlock?
+  vpipe train configs/gpt_small.yaml              the same under torchrun and srun
+
+'vpipe COMMAND --help' says more. VPIPE_DEBUG=1 shows the traceback of an error.
+"""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are modules that are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for name in COMMANDS if find_spec(f"vpipe.cli.{name}")]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command = import_module(f"vpipe.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            hint = nearest(args[0], known) or f"; known: {', '.join(known)}"
+            raise UserError(f"there is no command {args[0]!r}{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Names and lines of help from the table, so that help imports no command."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx)])
+
+
+@click.group(
+    cls=LazyGroup, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
+@click.version_option(__version__, prog_name="vpipe")
+def cli() -> None:
+    """Pipeline-parallel training for any PyTorch model, with an answer before the job is queued."""
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit."""
+    try:
+        code = cli.main(args=list(args) if args is not None else None, prog_name="vpipe", standalone_mode=False)
+        sys.stdout.flush()
+    except UserError as error:
+        if os.environ.get("VPIPE_DEBUG"):
+            raise
+        _fail(str(error))
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(2)
+    except click.ClickException as error:
+        path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "vpipe"
+        _fail(f"{error.format_message().rstrip('.')}; see '{path} --help'")
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains while it exits
+        sys.exit(141)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(sentence: str) -> NoReturn:
+    click.echo(f"vpipe: {' '.join(sentence.split())}", err=True)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""``vpipe simulate``: how long a program takes, where it idles, what it holds."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from vpipe.cli.choice import program_options
+from vpipe.cli.timing import TIMES, cost_options
+from vpipe.schedule.program import Program
+
+
+@click.command("simulate")
+@program_options
+@cost_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object and nothing else.")
+def command(program: Program, name: str, as_json: bool, **times: float) -> None:
+    """Time a schedule on the costs you give; times are of one rank's whole share of a microbatch.
+
+    \b
+      vpipe simulate 1f1b -p 4 -m 8
+      vpipe simulate zb-h1 -p 4 -m 8 --forward 1 --input-grad 1.2 --weight-grad 0.8 --latency 0.1
+      vpipe simulate interleaved -p 4 -m 8 -v 2 --json
+    """
+    from vpipe.schedule.costs import uniform
+    from vpipe.schedule.simulate import simulate
+
+    found = simulate(program, uniform(program.placement, **times)).summary()
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    given = ", ".join(f"{key.replace('_', ' ')} {times[key]:g}" for key in TIMES)
+    shape = f"{program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches"
+    click.echo(f"{name}: {shape}; {given}\n")
+    for key, value in found.items():
+        text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        click.echo(f"  {key.replace('_', ' '):<18}{text:<24}{_MEANING[key]}".rstrip())
+
+
+_MEANING = {
+    "makespan": "first start to last end, over all ranks",
+    "maxspan": "the longest single rank's span",
+    "ideal": "the busiest rank's work",
+    "bubble": "1 - ideal / makespan",
+    "peak_activations": "per rank, in microbatches",
+    "weight_versions": "per stage, held at once",
+    "staleness": "per stage, in updates",
+}
