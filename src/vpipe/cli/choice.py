@@ -1,7 +1,7 @@
 """Which program a command is about: a schedule by name with its numbers, or a CSV file.
 
-``draw``, ``simulate`` and ``verify`` take the same argument and the same options; they are stated here once. What a schedule does
-not take is refused in words by the catalogue, so no option is silently ignored.
+``draw``, ``simulate`` and ``verify`` take the same argument and the same options; they are stated here once. What a
+schedule does not take is refused in words by the catalogue, so no option is silently ignored.
 """
 
 from __future__ import annotations
@@ -122,6 +122,6 @@ def _read(target: str, counts: dict[str, int | None], versions: str | None, opti
     for flag, (key, count) in zip(("-p", "-m", "-v"), counts.items(), strict=True):
         if count is not None and count != has[key]:
             raise UserError(
-                f"{target} has {has[key]} {key.replace('_', ' ')}, but {flag} says {count}; leave {flag} out or mend the file"
+                f"{target} has {has[key]} {key.replace('_', ' ')}, but {flag} says {count}; leave {flag} out"
             )
     return program

@@ -1,10 +1,12 @@
 """The command ``vpipe``: finds the sub-command, and turns what goes wrong into one sentence.
 
-``vpipe --help`` must answer at once, on a login node, before anything heavy is imported. So a sub-command is a name and a line of
-help in ``COMMANDS``; its module is imported when it is called. To add one, write ``cli/<name>.py`` with a click command called
-``command`` and enter it here. A command returns None or its exit code:
+``vpipe --help`` must answer at once, on a login node, before anything heavy is imported. So a sub-command is a name and
+a line of help in ``COMMANDS``; its module is imported when it is called. To add one, write ``cli/<name>.py`` with a
+click command called ``command`` and enter it here. A command returns None or its exit code:
 
-    0  done        1  the answer is no (an invalid program, a difference)        2  the question was wrong, in one sentence
+    0  done
+    1  the answer is no: an invalid program, a difference
+    2  the question was wrong; one sentence says where, and how to mend it
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The event loop with a clock: how long a program takes, where it idles, what it holds.
 
-    makespan   first start → last end over all ranks
-    maxspan    the longest single rank's span; reachable only if the optimizer step may be staggered
-    ideal      the busiest rank's work, without a bubble
-    bubble     the part of the makespan that the ideal does not fill
+makespan   first start → last end over all ranks
+maxspan    the longest single rank's span; reachable only if the optimizer step may be staggered
+ideal      the busiest rank's work, without a bubble
+bubble     the part of the makespan that the ideal does not fill
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ class Simulation:
     def busy(self) -> list[float]:
         """Per rank, the time its compute lane works."""
         line = self.timeline
-        return [
-            sum(line.end[e] - line.begin[e] for e in self._lane(rank)) for rank in range(self.program.num_ranks)
-        ]
+        return [sum(line.end[e] - line.begin[e] for e in self._lane(rank)) for rank in range(self.program.num_ranks)]
 
     @property
     def ideal(self) -> float:
@@ -148,13 +146,22 @@ class Simulation:
         }
 
 
-def simulate(program: Program, costs: Costs | None = None, *, transport: Transport = Transport.RENDEZVOUS) -> Simulation:
-    """Time a program; a program that says nothing of communication is lowered first."""
+def simulate(
+    program: Program,
+    costs: Costs | None = None,
+    *,
+    transport: Transport = Transport.RENDEZVOUS,
+    blocking: bool = False,
+) -> Simulation:
+    """Time a program; a program that says nothing of communication is lowered first.
+
+    ``blocking`` is the transport of ``naive``: a rank goes on only when its message has arrived.
+    """
     costs = costs or uniform(program.placement)
     if len(costs.stages) != program.num_stages:
         raise UserError(f"costs are given for {len(costs.stages)} stages, but the program has {program.num_stages}")
     executable = program if is_lowered(program) else lower(program)
-    timeline = run(executable, costs, transport=transport)
+    timeline = run(executable, costs, transport=transport, blocking_sends=blocking)
     if stuck := timeline.stuck:
         heads = ", ".join(str(timeline.flat.action(event)) for event in stuck[:4])
         raise UserError(f"the program deadlocks at {heads}; 'vpipe verify' says why")

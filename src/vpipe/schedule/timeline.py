@@ -1,17 +1,18 @@
 """The event loop that ``verify`` and ``simulate`` share.
 
-A program becomes lanes: a compute lane for every rank, a swap lane for every rank that swaps, and links between ranks. A lane runs its
-actions one after the other; an action also waits for what comes from elsewhere: a backward for the message with its gradient, a swap
-for the action it stands behind. A link carries its messages one after the other, in the order of their receives. The loop runs every
-lane as far as it gets. What is left when no lane can move is a deadlock, and the actions at the heads of the lanes say why.
+A program becomes lanes: a compute lane for every rank, a swap lane for every rank that swaps, and links between ranks.
+A lane runs its actions one after the other; an action also waits for what comes from elsewhere: a backward for the
+message with its gradient, a swap for the action it stands behind. A link carries its messages one after the other, in
+the order of their receives. The loop runs every lane as far as it gets. What is left when no lane can move is a
+deadlock, and the actions at the heads of the lanes say why.
 
 Two models of a link:
 
     rendezvous   a transfer starts when its send and its receive are both posted (gloo at any size, NCCL)
     buffered     a transfer starts when its send is posted
 
-``blocking_sends`` makes a rank wait at each SEND until the transfer can start, as a plain blocking ``send`` does. A program that
-passes this under rendezvous hangs on no transport.
+``blocking_sends`` makes a rank wait at each SEND until its message has arrived, as a plain blocking ``send`` does. A
+program that passes this under rendezvous hangs on no transport.
 
 Needs between actions of one compute lane are met by their order; that the order is right is ``verify``'s business.
 """
@@ -28,7 +29,7 @@ from vpipe.schedule.action import Kind
 from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.flat import KINDS, NONE, Bools, Flat, Ints, padded
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import LANE, NEEDS, SEND_OF, Lane, Message, Where
+from vpipe.schedule.semantics import LANE, NEEDS, SEND_OF, Lane, Message
 
 
 class Transport(StrEnum):
@@ -92,7 +93,7 @@ def run(
     flat = Flat(program)
     transfers = find_transfers(flat)
     graph = _Graph(flat, transfers, transport is Transport.RENDEZVOUS, blocking_sends)
-    return Timeline(flat, transfers, graph.lanes, *_loop(graph, *_durations(flat, transfers, costs)))
+    return Timeline(flat, transfers, graph.lanes, *_loop(graph, *_durations(flat, transfers, costs, blocking_sends)))
 
 
 def find_transfers(flat: Flat) -> Transfers:
@@ -194,13 +195,21 @@ def _numbers(flat: Flat, chosen: Bools, rank: int) -> list[Event]:
     return (np.flatnonzero(chosen[begin:end]) + begin).tolist()
 
 
-def _durations(flat: Flat, transfers: Transfers, costs: Costs | None) -> tuple[list[float], list[float], float]:
-    """Of every action, of every transfer, and the latency."""
+def _durations(
+    flat: Flat, transfers: Transfers, costs: Costs | None, blocking_sends: bool
+) -> tuple[list[float], list[float], float]:
+    """Of every action, of every transfer, and the latency; a blocking SEND takes the time of its transfer itself."""
     costs = costs or Costs(tuple(_UNIT for _ in range(flat.program.num_stages)))
     price = np.array(
-        [[_price(kind, cost) + costs.overhead * (LANE[kind] is Lane.COMPUTE) for cost in costs.stages] for kind in KINDS]
+        [
+            [_price(kind, cost) + costs.overhead * (LANE[kind] is Lane.COMPUTE) for cost in costs.stages]
+            for kind in KINDS
+        ]
     )
     transfer = np.array([cost.transfer for cost in costs.stages])
+    if blocking_sends:
+        price[[KINDS.index(kind) for kind in SEND_OF.values()]] = transfer + costs.latency
+        return price[flat.kind, flat.stage].tolist(), [0.0] * len(transfers), 0.0
     return price[flat.kind, flat.stage].tolist(), transfer[flat.stage[transfers.send]].tolist(), costs.latency
 
 
@@ -235,7 +244,7 @@ def _loop(
 ) -> tuple[list[float], list[float], list[float], list[float]]:
     """Run each lane until it needs an action that has not ended; wake it when that action ends.
 
-    A link needs no lane of its own: when an action asks for a message, every earlier message of the link was sent and posted before.
+    A link needs no lane of its own: when an action asks for a message, every earlier one of its link was sent before.
     """
     lanes, message, more, needs = graph.lanes, graph.message, dict(graph.more), dict(graph.needs)
     sent, posted, link = graph.sent, graph.posted, graph.link

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.lower import communicate, is_lowered, reduce
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import COMMUNICATION, NEEDS, SEND_OF, WEIGHT_GRADIENT, Where, messages_of, peers, version_table
+from vpipe.schedule.semantics import (
+    COMMUNICATION,
+    NEEDS,
+    SEND_OF,
+    WEIGHT_GRADIENT,
+    Where,
+    messages_of,
+    peers,
+    version_table,
+)
 from vpipe.schedule.simulate import simulate
 from vpipe.schedule.timeline import Transport, run
 
@@ -29,8 +38,10 @@ class Violation:
     reason: str
 
     def __str__(self) -> str:
-        place = f"rank {self.rank}" + (f", action {self.index} ({self.action})" if self.index >= 0 else "")
-        return f"{place}: {self.reason}"
+        place = (
+            f", action {self.index} ({self.action})" if self.index >= 0 else f", {self.action}" if self.action else ""
+        )
+        return f"rank {self.rank}{place}: {self.reason}"
 
 
 def verify(
@@ -114,7 +125,9 @@ def _incomplete(program: Program) -> Iterator[Violation]:
             back = has - {Kind.F}
             if trains and back not in ({Kind.B}, {Kind.I, Kind.W}):
                 written = ", ".join(f"{stage}{kind}{microbatch}" for kind in sorted(back)) or "nothing"
-                yield Violation(rank, -1, "", f"the backward {unit} must be one B, or I and W; the program has {written}")
+                yield Violation(
+                    rank, -1, "", f"the backward {unit} must be one B, or I and W; the program has {written}"
+                )
 
 
 def _disorder(program: Program) -> Iterator[Violation]:
@@ -123,11 +136,15 @@ def _disorder(program: Program) -> Iterator[Violation]:
         last: dict[tuple[int, str], Action] = {}
         for index, action in enumerate(row):
             stage, kind, microbatch = action
-            streams = {Kind.F: ["forward"], Kind.B: ["input", "weight"], Kind.I: ["input"], Kind.W: ["weight"]}.get(kind, [])
+            streams = {Kind.F: ["forward"], Kind.B: ["input", "weight"], Kind.I: ["input"], Kind.W: ["weight"]}.get(
+                kind, []
+            )
             for stream in streams:
                 before = last.get((stage, stream))
                 if before is not None and before.microbatch > microbatch:
-                    yield Violation(rank, index, str(action), f"runs after {before}, but microbatches go in increasing order")
+                    yield Violation(
+                        rank, index, str(action), f"runs after {before}, but microbatches go in increasing order"
+                    )
                 last[stage, stream] = action
 
 
@@ -158,7 +175,12 @@ def _updates(program: Program) -> Iterator[Violation]:
     for stage, ranks in enumerate(program.placement.ranks_of):
         counts = {rank: steps[stage, rank] for rank in ranks}
         if len(set(counts.values())) > 1:
-            yield Violation(ranks[0], -1, "", f"the replicas of stage {stage} update {_words(counts.values())} times: they would differ")
+            yield Violation(
+                ranks[0],
+                -1,
+                "",
+                f"the replicas of stage {stage} update {_words(counts.values())} times: they would differ",
+            )
 
 
 def _unborn_versions(program: Program) -> Iterator[Violation]:
@@ -172,7 +194,10 @@ def _unborn_versions(program: Program) -> Iterator[Violation]:
             wanted = table.get((stage, microbatch), 0)
             if kind is Kind.F and wanted > made[stage]:
                 yield Violation(
-                    rank, index, str(action), f"reads weight version {wanted}, but stage {stage} has made {made[stage]} updates"
+                    rank,
+                    index,
+                    str(action),
+                    f"reads weight version {wanted}, but stage {stage} has made {made[stage]} updates",
                 )
 
 
@@ -193,7 +218,11 @@ def _unmet_needs(program: Program, place: Places) -> Iterator[Violation]:
     for action, (rank, index) in index_of.items():
         stage, kind, microbatch = action
         for need in NEEDS[kind]:
-            others = {Where.HERE: (stage,), Where.WRITERS: program.writers[stage], Where.READERS: program.readers[stage]}
+            others = {
+                Where.HERE: (stage,),
+                Where.WRITERS: program.writers[stage],
+                Where.READERS: program.readers[stage],
+            }
             for other in others[need.where]:
                 if rank_of(other, microbatch) == rank:
                     wanted = [Action(other, needed, microbatch) for needed in need.kinds]
@@ -204,7 +233,9 @@ def _unmet_needs(program: Program, place: Places) -> Iterator[Violation]:
                 if not known and not need.optional:
                     yield _at(place, action, rank, f"needs {' or '.join(map(str, wanted))}, which no rank runs")
                 elif known and known[0][1] > index:
-                    yield _at(place, action, rank, f"needs {program.rows[rank][known[0][1]]}, which comes later in the row")
+                    yield _at(
+                        place, action, rank, f"needs {program.rows[rank][known[0][1]]}, which comes later in the row"
+                    )
 
 
 def _unmatched(program: Program, place: Places) -> Iterator[Violation]:
@@ -263,13 +294,17 @@ _RECEIVE_OF = {send: receive for receive, send in SEND_OF.items()}
 
 def _waits_for(action: Action) -> str:
     kinds = [need.received_by for need in NEEDS[action.kind] if need.received_by]
-    return " and ".join(f"{action.stage}{kind}{action.microbatch} brings" for kind in kinds) or "its rank is waiting for"
+    return (
+        " and ".join(f"{action.stage}{kind}{action.microbatch} brings" for kind in kinds) or "its rank is waiting for"
+    )
 
 
 def _too_much(program: Program, bound: float) -> Iterator[Violation]:
     for rank, peak in enumerate(simulate(program).peak_activations):
         if peak > bound + 1e-9:
-            yield Violation(rank, -1, "", f"holds the activations of {peak:g} microbatches, more than the bound of {bound:g}")
+            yield Violation(
+                rank, -1, "", f"holds the activations of {peak:g} microbatches, more than the bound of {bound:g}"
+            )
 
 
 def _words(numbers: object) -> str:

@@ -1,0 +1,110 @@
+"""``vpipe schedules``: the catalogue, or its ranking under given costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from vpipe.cli.choice import COUNT
+from vpipe.cli.timing import cost_options
+from vpipe.errors import UserError
+
+
+@click.command("schedules")
+@click.option(
+    "--rank", "ranked", is_flag=True, help="Simulate all under the costs below and rank them; needs -p and -m."
+)
+@click.option("-p", "--ranks", type=COUNT, help="Number of ranks.")
+@click.option("-m", "--microbatches", type=COUNT, help="Number of microbatches.")
+@click.option("-v", "--stages-per-rank", type=COUNT, help="Where a schedule lets you choose. [2 and 4]")
+@click.option("--memory", type=click.FloatRange(min=0), help="Activations that a rank can hold, in microbatches.")
+@cost_options
+@click.option("--json", "as_json", is_flag=True, help="JSON and nothing else.")
+@click.pass_context
+def command(ctx: click.Context, /, ranked: bool, as_json: bool, **given: Any) -> None:
+    """The catalogue: what each schedule needs, its bubble and its memory. With --rank: which one suits your machine.
+
+    \b
+      vpipe schedules
+      vpipe schedules --rank -p 4 -m 16
+      vpipe schedules --rank -p 4 -m 16 --latency 1 --memory 4     a slow network turns the ranking over
+    """
+    if ranked:
+        _rank(as_json, **given)
+        return
+    for option in given:
+        if ctx.get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE:
+            raise UserError(f"--{option.replace('_', '-')} is for the ranking: add --rank")
+    _list(as_json)
+
+
+def _list(as_json: bool) -> None:
+    from vpipe.schedule.catalog import entries
+
+    fields = ("name", "aliases", "summary", "mode", "needs", "bubble", "memory", "weight_copies", "stages_per_rank")
+    rows = [{field: getattr(entry, field) for field in fields} | {"options": entry.options} for entry in entries()]
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    heads = ("name", "bubble", "peak activations", "weight copies", "needs")
+    keys = ("name", "bubble", "memory", "weight_copies", "needs")
+    click.echo(_table([heads, *([str(row[key]) for key in keys] for row in rows)]))
+    click.echo("\np ranks, m microbatches, v stages per rank; F, I, W: forward, input and weight gradient; T = F+I+W.")
+    click.echo(
+        "bubble: makespan beyond m·T. 'vpipe draw NAME -p 4 -m 8' draws one, 'vpipe schedules --rank' compares all."
+    )
+
+
+def _rank(
+    as_json: bool,
+    ranks: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    memory: float | None,
+    **times: float,
+) -> None:
+    from vpipe.schedule.choose import rank
+
+    if ranks is None or microbatches is None:
+        raise UserError("a ranking needs the number of ranks and microbatches: add -p N -m N")
+    found = rank(ranks, microbatches, times, stages_per_rank=stages_per_rank, memory=memory)
+    if as_json:
+        fields = (
+            "name",
+            "stages_per_rank",
+            "asynchronous",
+            "peak_activations",
+            "weight_versions",
+            "staleness",
+            "fits",
+            "refused",
+        )
+        rows = [
+            {field: getattr(each, field) for field in fields}
+            | ({} if each.refused else {"makespan": round(each.time, 9), "bubble": round(each.bubble, 9)})
+            for each in found
+        ]
+        click.echo(json.dumps(rows))
+        return
+    lines = [("", "schedule", "time", "bubble", "peak activations", "weight versions", "staleness", "")]
+    for place, each in enumerate((each for each in found if not each.refused), 1):
+        notes = ["steady state, no flush"] * each.asynchronous + [f"over the memory of {memory}"] * (not each.fits)
+        figures = (f"{each.time:g}", f"{each.bubble:.1%}", f"{each.peak_activations:g}")
+        stale = (str(each.weight_versions), str(each.staleness))
+        lines.append((f"{place}" if each.fits else "-", each.name, *figures, *stale, "; ".join(notes)))
+    click.echo(_table(lines))
+    for each in found:
+        if each.refused:
+            click.echo(f"left out: {each.refused}")
+    costs = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in times.items())
+    click.echo(f"\ntime of {microbatches} microbatches on {ranks} ranks; {costs}")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
