@@ -3,7 +3,8 @@
 Masking was done when the shards were written. A shard stores the masked places as a list of positions that a 0 ends;
 here they become one label per token, -1 where nothing is to be predicted. Shards are read whole, because they are
 compressed: a row alone costs as much as its neighbours. What does not fit the memory budget is read shard by shard
-(``groups`` tells the order to do so)."""
+(``groups`` tells the order to do so).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,8 @@ class BertShards(DataSet):
     """The examples of all ``shards``, one after the other.
 
     ``inputs`` are ``tokens``, ``segments`` and ``mask`` (True where there is a token); ``targets`` are
-    ``masked_labels`` and ``next_sentence`` (1: the second segment is a random one)."""
+    ``masked_labels`` and ``next_sentence`` (1: the second segment is a random one).
+    """
 
     ignore_index = -1
     pad_id = 0
@@ -53,6 +56,7 @@ class BertShards(DataSet):
         self._shards, self._memory = list(shards), memory
         self._starts = np.concatenate([[0], np.cumsum([shard.num_examples for shard in shards])]).astype(np.int64)
         self._kept: OrderedDict[int, Arrays] = OrderedDict()
+        self._lock = Lock()
         self.vocab_size = vocab_size
         if sum(shard.num_bytes for shard in shards) > memory:
             self.groups = tuple(shard.num_examples for shard in shards)
@@ -80,6 +84,10 @@ class BertShards(DataSet):
         return Batch(inputs, targets, int((labels != self.ignore_index).sum()))
 
     def _read(self, home: int) -> Arrays:
+        with self._lock:  # a loader's threads may ask at once
+            return self._read_alone(home)
+
+    def _read_alone(self, home: int) -> Arrays:
         if home in self._kept:
             self._kept.move_to_end(home)
             return self._kept[home]

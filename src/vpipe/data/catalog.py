@@ -1,7 +1,8 @@
 """The data sets by name: the one place where a config's ``dataset`` section meets a reader.
 
 A reader's keyword arguments are the options that ``dataset.extra`` may hold. They are checked here against its
-signature, so that a misspelt or ill-typed option is a sentence before anything is read."""
+signature, so that a misspelt or ill-typed option is a sentence before anything is read.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def load(
     """A data set ready to train on; its ``valid`` is the held-out part.
 
     ``path`` is where the data lie (``extra["path"]`` says the same). ``seed`` draws the held-out examples where the
-    data have none of their own. ``extra`` are the options of the named data set; ``options(name)`` lists them."""
+    data have none of their own. ``extra`` are the options of the named data set; ``options(name)`` lists them.
+    """
     given = dict(extra or {})
     place = given.pop("path", None) if path is None else path
     if place is not None and not isinstance(place, str | Path):

@@ -2,7 +2,8 @@
 
 A file is ``[cand_ids, [{"sent": [ids], "truth": n}, …]]``: the last id of a sentence is the answer,
 ``cand_ids[truth]``. The model reads the sentence without it and is judged on that one token. The text was tokenized
-long ago; the vocabulary has 30,000 ids."""
+long ago; the vocabulary has 30,000 ids.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def load(
     test_size: float = 0.1,
 ) -> DataSet:
     """``train.json`` and ``dev.json`` of a folder, or one file. Sentences longer than ``sequence_length`` keep their
-    end."""
+    end.
+    """
     root = existing(path)
     files = [file for file in find_files(root, (".json",)) if file.name != "manifest.json"]
     training = [file for file in files if file == root or split_of(file, root) in (None, "train")]

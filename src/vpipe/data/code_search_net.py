@@ -2,7 +2,8 @@
 
 The corpus exists under two sets of field names (its own and the Hub's) and three containers (``.jsonl``,
 ``.jsonl.gz``, parquet). A directory of any of them loads here, without the ``datasets`` library; ``vpipe data build
-code`` writes one from the standard library."""
+code`` writes one from the standard library.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def load(
 
     ``language`` keeps one programming language. ``limit`` keeps the first so many functions of each split. ``pack``
     joins functions into full sequences; without it each function is one padded example. Data without a validation
-    split hold out ``test_size``."""
+    split hold out ``test_size``.
+    """
     root = existing(path or hub_cache(), "code")
     files = find_files(root, SUFFIXES)
     if not files:
@@ -66,7 +68,8 @@ def load(
 
 def read_functions(files: list[Path], root: Path, split: str, language: str | None = None) -> Iterator[str]:
     """The source text of each function of one split. A file's name or folder says its split, or else each record; a
-    record that does not say belongs to ``train``."""
+    record that does not say belongs to ``train``.
+    """
     for file in files:
         named = split_of(file, root)
         if named not in (None, split):

@@ -2,7 +2,8 @@
 
 It is a map from example numbers to tensors and nothing else. What comes in which order is ``BatchOrder``'s business,
 and how a batch is cut into microbatches is the caller's: ``batch`` is pure, so the units of a step are ``batch`` of
-parts of the indices."""
+parts of the indices.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 IGNORE = -100
 """The target of a position that has no label, where a data set does not say otherwise: what torch's cross entropy
-skips."""
+skips.
+"""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@
     bin   the sentences, end to end; ids are stored plus one
 
 The newer memory-mapped form ("MMIDIDX\\0\\0", ids stored as they are) is read too. An index is checked whole when it
-is opened: a wrong offset would otherwise come back as another sentence, silently."""
+is opened: a wrong offset would otherwise come back as another sentence, silently.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def read_sentences(prefix: Path) -> Sentences:
     expected = int(offsets[-1]) * dtype.itemsize
     if expected != num_bytes:
         raise _damaged(data, f"it has {num_bytes} bytes, but {index.name} describes {expected}")
-    values = np.memmap(data, dtype=dtype, mode="r") if num_bytes else np.zeros(0, dtype=dtype)
+    values = np.asarray(np.memmap(data, dtype=dtype, mode="r")) if num_bytes else np.zeros(0, dtype=dtype)
     return Sentences(values, offsets, minus)
 
 

@@ -2,7 +2,8 @@
 
 All readers and builders of this room open their files here, so that a missing folder, a link that leads back to
 itself, a picture among the texts or a broken line is found once, in one way, in the first second of a run and not in
-its third hour."""
+its third hour.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import importlib
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,30 +70,35 @@ def _loop(path: Path) -> UserError:
     return UserError(f"{path} is a symbolic link that leads back to itself; remove the link or name another folder")
 
 
-def find_files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files under ``root`` with one of ``suffixes``, sorted by path; ``root`` itself if it is a file. Follows
-    links to folders once each; hidden files are left out."""
-    return [root] if root.is_file() else sorted(_walk(root, suffixes, ()))
+def find_files(root: Path, suffixes: tuple[str, ...], leave_out: frozenset[str] = frozenset()) -> list[Path]:
+    """The files under ``root`` with one of ``suffixes``, sorted by path; ``root`` itself if it is a file.
+
+    Follows links to folders; hidden files and folders, and those named in ``leave_out``, are not looked at.
+    """
+    return [root] if root.is_file() else sorted(_walk(root, suffixes, leave_out, ()))
 
 
-def _walk(folder: Path, suffixes: tuple[str, ...], above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
+def _walk(
+    folder: Path, suffixes: tuple[str, ...], leave_out: frozenset[str], above: tuple[tuple[int, int], ...]
+) -> Iterator[Path]:
     try:
         status = os.stat(folder)
         if (status.st_dev, status.st_ino) in above:
             raise _loop(folder)
         above = (*above, (status.st_dev, status.st_ino))
-        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+        with os.scandir(folder) as found:
+            entries = [entry for entry in found if not entry.name.startswith(".") and entry.name not in leave_out]
     except OSError as error:
         raise unreadable(folder, error) from None
-    for name in names:
-        path = folder / name
+    for entry in entries:
+        path = folder / entry.name
         try:
-            is_folder = path.is_dir() if not path.is_symlink() else os.path.isdir(os.path.realpath(path, strict=True))
+            is_folder = stat.S_ISDIR(entry.stat().st_mode) if entry.is_symlink() else entry.is_dir()
         except OSError as error:
             raise unreadable(path, error) from None
         if is_folder:
-            yield from _walk(path, suffixes, above)
-        elif name.endswith(suffixes):
+            yield from _walk(path, suffixes, leave_out, above)
+        elif entry.name.endswith(suffixes):
             yield path
 
 

@@ -3,7 +3,8 @@
 Two layouts. ``TokenBlocks`` packs all documents into one stream and cuts it: every position counts, no padding is
 computed. ``PaddedDocuments`` keeps one document per row: rows are comparable, short ones are padded and their padding
 is not counted. Both give ``inputs`` and ``targets`` of shape (examples, sequence_length), the targets one token
-further."""
+further.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Tokens = NDArray[np.int32]
 
 class TokenBlocks(DataSet):
     """One stream of tokens in consecutive blocks of ``sequence_length``; the target of a block's last token is the
-    next block's first."""
+    next block's first.
+    """
 
     def __init__(self, stream: Tokens, sequence_length: int, vocab_size: int, tokenizer: Any = None) -> None:
         self._stream, self._length = stream, sequence_length

@@ -2,7 +2,8 @@
 
 A builder that is interrupted, or meets a full disk, must not leave a folder that the next run takes for a data set.
 It therefore writes into a temporary folder beside the target and renames it at the end. The manifest inside names
-source, seed, counts, licence and the checksum of every file: two people can see that they train on the same data."""
+source, seed, counts, licence and the checksum of every file: two people can see that they train on the same data.
+"""
 
 from __future__ import annotations
 

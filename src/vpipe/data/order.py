@@ -2,7 +2,8 @@
 
 A pipeline's first and last stage read the same batch without talking to each other, and a resumed run continues with
 the very batch that the interrupted one would have read next. Both follow if the order keeps no hidden random state: a
-position is two integers, and to resume is to jump."""
+position is two integers, and to resume is to jump.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class BatchOrder:
     only: a run that resumes with twice the replicas and half the batch size reads on where the old one stopped.
 
     ``drop_last`` leaves out the examples that do not fill a batch on every replica. Without it the last batch is
-    shared out as evenly as it can be, and may be empty on some replicas."""
+    shared out as evenly as it can be, and may be empty on some replicas.
+    """
 
     def __init__(
         self,
@@ -82,15 +84,21 @@ class BatchOrder:
         return [int(i) for i in np.array_split(whole, self.num_replicas)[self.replica]]
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The rest of this epoch's batches. The position is that of the next batch while one is in hand, so a
-        checkpoint taken inside the loop resumes behind the batch that was just used."""
+        """The rest of this epoch's batches."""
+        for epoch, batch in self.positions():
+            yield self.indices(batch, epoch)
+
+    def positions(self) -> Iterator[tuple[int, int]]:
+        """The rest of this epoch as positions. While one is in hand the order stands at the next: a checkpoint taken
+        inside the loop resumes behind the batch that was just used.
+        """
         epoch = self.epoch
         while self.epoch == epoch:
-            examples = self.indices(self.batch)
+            batch = self.batch
             self.batch += 1
             if self.batch == len(self):
                 self.epoch, self.batch = epoch + 1, 0
-            yield examples
+            yield epoch, batch
 
     def state(self) -> dict[str, int]:
         """The position, for a checkpoint."""
@@ -166,7 +174,8 @@ class BatchOrder:
 
     def _cuts(self, ascending: Indices) -> list[int]:
         """Where to cut examples of ascending length so that rows x longest fits. It depends on the lengths only, not
-        on the shuffle, so every epoch has the same number of batches."""
+        on the shuffle, so every epoch has the same number of batches.
+        """
         assert self.max_tokens is not None
         most_rows = self.batch_size or len(ascending)
         cuts = [0]

@@ -1,20 +1,25 @@
 """Fixed random tensors of the right shapes: to measure speed and test machinery where no data are wanted.
 
 The examples are drawn once from the seed, so every process holds the same ones. Nothing can be learnt from them but
-themselves."""
+themselves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vpipe.data.dataset import IGNORE, Batch, DataSet, Tensors
+from vpipe.data.dataset import IGNORE, Batch, DataSet
 from vpipe.data.tokenizer import EOS, PAD
 from vpipe.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from vpipe.data.dataset import Tensors
 
 KINDS = ("gpt", "bert", "translation")
 _MASKED_SHARE = 0.15

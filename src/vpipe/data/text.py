@@ -1,7 +1,8 @@
 """Plain text: a file, or a folder of files, as one stream for a language model.
 
 Files named after a split (``train.txt``, ``valid.txt``) are taken at their word; otherwise a share of the sequences
-is held out."""
+is held out.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ def choose(choice: str, vocab_size: int | None, root: Path, texts: Callable[[], 
     """The tokenizer of a data set in ``root`` whose training text is ``texts()``.
 
     ``auto`` takes the ``tokenizer.json`` that lies with the data if it fits ``vocab_size``, and trains byte-level BPE
-    otherwise; ``char`` and ``bpe`` train; anything else is the path of a ``tokenizer.json``."""
+    otherwise; ``char`` and ``bpe`` train; anything else is the path of a ``tokenizer.json``.
+    """
     stored = (root if root.is_dir() else root.parent) / FILE_NAME
     if choice == "auto" and stored.is_file():
         tokenizer = load(stored)

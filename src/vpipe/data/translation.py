@@ -7,7 +7,8 @@ The decoder reads the target one place to the right, beginning with the end-of-s
     target_out  Good day </s>         targets = target_out
 
 Sentences differ in length, so batches are made by tokens (``order(max_tokens=…)``) and each is padded to its own
-longest."""
+longest.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vpipe.data.dataset import Batch, DataSet, check_vocabulary, hold_out
-from vpipe.data.fairseq import Dictionary, read_sentences
+from vpipe.data.fairseq import Dictionary, Sentences, read_sentences
 from vpipe.data.files import existing, lines
 from vpipe.data.tokenizer import EOS, PAD, choose, encode
 from vpipe.errors import UserError
@@ -32,7 +33,8 @@ Sentence = NDArray[Any]
 
 class ParallelSentences(DataSet):
     """Pairs of id sequences, each ending with the end-of-sentence token. Pairs longer than ``sequence_length`` are
-    left out."""
+    left out.
+    """
 
     ignore_index = PAD
     pad_id = PAD
@@ -46,7 +48,7 @@ class ParallelSentences(DataSet):
         where: str,
         tokenizer: Any = None,
     ) -> None:
-        sizes = np.asarray([max(len(a), len(b)) for a, b in zip(source, target, strict=True)], dtype=np.int64)
+        sizes = np.maximum(_sizes(source), _sizes(target))
         self._members = np.flatnonzero(sizes <= sequence_length)
         if len(self._members) == 0:
             shortest = f"the shortest has {sizes.min()} tokens" if len(sizes) else "the files are empty"
@@ -73,6 +75,12 @@ class ParallelSentences(DataSet):
         return Batch(inputs, _padded(targets), sum(len(sentence) for sentence in targets))
 
 
+def _sizes(sentences: Sequence[Sentence]) -> NDArray[np.int64]:
+    if isinstance(sentences, Sentences):
+        return sentences.sizes
+    return np.fromiter(map(len, sentences), dtype=np.int64, count=len(sentences))
+
+
 def _padded(sentences: Sequence[Sentence]) -> Tensor:
     rows = torch.full((len(sentences), max((len(s) for s in sentences), default=0)), PAD, dtype=torch.int64)
     for row, sentence in zip(rows, sentences, strict=True):
@@ -92,7 +100,8 @@ def load(
     test_size: float = 0.1,
 ) -> DataSet:
     """The pairs of a folder: binarised if it holds ``train.<src>-<tgt>.<src>.idx``, else the text of ``train.<src>``
-    and ``train.<tgt>``."""
+    and ``train.<tgt>``.
+    """
     root = existing(path, "translation")
     if not root.is_dir():
         raise UserError(f"{root} is a file, but parallel text is a folder with train.<language> for two languages")

@@ -1,7 +1,8 @@
 """Data sets from text that is on this machine already: nothing is downloaded, nothing is shipped.
 
 Each builder is one module with one function, ``write(folder, request) -> Source``. What they share stands here: the
-target appears whole or not at all, with a manifest. No builder imports torch."""
+target appears whole or not at all, with a manifest. No builder imports torch.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def build(
     """Builds the data set ``name`` in the new folder ``out``. The same source, seed and limit give the same bytes.
 
     ``source`` is a folder of text (bert, text), of Python files (code), or of gettext catalogues (translation); by
-    default what the machine has. ``language`` is the target language of translation."""
+    default what the machine has. ``language`` is the target language of translation.
+    """
     if name not in _BUILDERS:
         raise UserError(f"there is no builder {name!r}: choose from {', '.join(_BUILDERS)}{nearest(name, _BUILDERS)}")
     if limit is not None and limit < 1:

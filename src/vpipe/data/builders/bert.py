@@ -90,7 +90,8 @@ def train_word_pieces(texts: list[str], vocab_size: int) -> Any:
     """An uncased WordPiece tokenizer.
 
     The library numbers the pieces that continue a word as it meets them in a hash table, and breaks ties by number,
-    so two runs differ. Declaring all of them beforehand, sorted, makes the result a function of the text."""
+    so two runs differ. Declaring all of them beforehand, sorted, makes the result a function of the text.
+    """
     tokenizers = require("tokenizers")
     normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
     counts = Counter(

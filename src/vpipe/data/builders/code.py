@@ -1,7 +1,8 @@
 """``code``: the documented functions of Python's standard library, in CodeSearchNet's fields and layout.
 
 A real program corpus that is on every machine that can run this program: about 6,700 functions. Files, not functions,
-are dealt to train, valid and test, so that a method and its twin two lines below are never on both sides."""
+are dealt to train, valid and test, so that a method and its twin two lines below are never on both sides.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from vpipe.data.builders import Request, Source, digest, shuffled
 from vpipe.data.files import find_files, read_text
 from vpipe.errors import UserError
 
-_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _NOT_CODE = {token.ENCODING, token.ENDMARKER, token.INDENT, token.DEDENT, token.NEWLINE, token.NL, token.COMMENT}
 _SHARES = (("test", 0.1), ("valid", 0.1), ("train", 0.8))
 
@@ -36,8 +37,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def write(folder: Path, request: Request) -> Source:
     """``python/final/jsonl/<split>/python_<split>_0.jsonl.gz`` and a byte-level BPE tokenizer of the training split."""
     root = request.source or Path(sysconfig.get_path("stdlib"))
-    files = {file.relative_to(root).as_posix(): file for file in find_files(root, (".py",)) if file != root}
-    names = [name for name in files if not _LEFT_OUT & set(Path(name).parts[:-1])]
+    files = {file.relative_to(root).as_posix(): file for file in find_files(root, (".py",), _LEFT_OUT) if file != root}
+    names = list(files)
     by_file: list[list[dict[str, Any]]] = []
     total = 0
     for done, name in enumerate(shuffled(names, request.seed), start=1):
@@ -139,7 +140,7 @@ def _walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
             yield prefix + child.name, child
         if isinstance(child, Function | ast.ClassDef):
             yield from _walk(child, f"{prefix}{child.name}.")
-        else:
+        elif not isinstance(child, ast.expr):  # no function is defined inside an expression
             yield from _walk(child, prefix)
 
 

@@ -2,7 +2,8 @@
 
 A folder that the user names comes first. Without one: Debian's package descriptions in the apt lists (25 million
 characters where the long descriptions were fetched), and else the descriptions of the installed packages, the
-language reference that Python carries for ``help()``, and the docstrings of the standard library."""
+language reference that Python carries for ``help()``, and the docstrings of the standard library.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ def _topics() -> Iterator[str]:
 
 def _docstrings(progress: Progress) -> Iterator[str]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in find_files(root, (".py",)) if not {"site-packages", "test", "tests"} & set(file.parts)]
+    files = find_files(root, (".py",), frozenset({"site-packages", "dist-packages", "test", "tests"}))
     for done, file in enumerate(files, start=1):
         progress(done, len(files))
         try:

@@ -1,5 +1,6 @@
 """``text``: prose of this machine or of a folder as ``train.txt``, ``valid.txt`` and ``test.txt``, for a language
-model."""
+model.
+"""
 
 from __future__ import annotations
 

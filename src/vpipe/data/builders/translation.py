@@ -2,7 +2,8 @@
 machine.
 
 A catalogue (``<localedir>/<language>/LC_MESSAGES/*.mo``) pairs each English message with its translation. They are
-written as plain parallel text and, in ``binarised/``, in fairseq's form with the same vocabulary."""
+written as plain parallel text and, in ``binarised/``, in fairseq's form with the same vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def catalogues(root: Path, language: str) -> list[Path]:
 
 def read_catalogue(file: Path) -> Iterator[tuple[str, str]]:
     """The messages of a ``.mo`` file with their translations, the first form of plurals, white space made single
-    spaces."""
+    spaces.
+    """
     try:
         raw = file.read_bytes()
     except OSError as error:
