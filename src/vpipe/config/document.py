@@ -83,8 +83,9 @@ def plain(text: str) -> Any:
 def parse(text: str, file: str = "") -> Document:
     """YAML text as a document; never raises."""
     document = Document(file=file)
-    loader: Any = yaml.SafeLoader(text)
+    loader: Any = None
     try:
+        loader = yaml.SafeLoader(text)
         _skip(loader, yaml.StreamStartEvent)
         if loader.check_event(yaml.StreamEndEvent):
             return document
@@ -103,7 +104,8 @@ def parse(text: str, file: str = "") -> Document:
     except _TooDeep:
         pass  # already complained of
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     return document
 
 
@@ -219,8 +221,8 @@ def read_yaml(path: Path) -> Document:
 def read_json(path: Path) -> Any:
     """The JSON file ``path``, with duplicate keys refused. Raises :class:`ConfigError`."""
 
-    def fail(reason: str) -> ConfigError:
-        return ConfigError([Problem(reason, (), str(path))])
+    def fail(reason: str, line: int | None = None) -> ConfigError:
+        return ConfigError([Problem(reason, (), str(path), line)])
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
@@ -232,7 +234,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_text(path, fail), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        raise fail(f"line {error.lineno}: this is not JSON: {error.msg}") from error
+        raise fail(f"this is not JSON: {error.msg}", error.lineno) from error
     except (RecursionError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

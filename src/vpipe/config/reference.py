@@ -1,11 +1,10 @@
 """The reference page ``docs/config.md``, made from the fields themselves, so that it cannot say anything else.
 
-python -m vpipe.config.reference > docs/config.md
+python -m vpipe.config > docs/config.md
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from pydantic import BaseModel
@@ -18,7 +17,7 @@ from vpipe.config.write import dump
 INTRODUCTION = """\
 # Config reference
 
-This page is made from the fields by `python -m vpipe.config.reference > docs/config.md`; a test keeps it true.
+This page is made from the fields by `python -m vpipe.config > docs/config.md`; a test keeps it true.
 
 A job is one YAML file with up to seven sections. Only `model.name` and `dataset.name` have no default. An unknown key
 is an error that suggests the nearest one, and all errors of a file are told at once, with line, key, the value found
@@ -82,7 +81,3 @@ def _flat(text: str | None) -> str:
 
 def _cell(text: str | None) -> str:
     return _flat(text).replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    sys.stdout.write(reference())

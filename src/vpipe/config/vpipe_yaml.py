@@ -11,6 +11,7 @@ otherwise (VPipe's fixed number), one per stage with ``macrobatch``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,66 +22,17 @@ from vpipe.config.paths import absolute, read_plan
 from vpipe.config.pipeline import PipelineConfig
 from vpipe.config.problems import ConfigError, Key, short
 from vpipe.config.rank_map import RankMap, read_rank_map
-from vpipe.errors import nearest
-
-UNITS_PER_BSP_UPDATE = 32
-STEP_EPOCHS = 30
-"""VPipe's ``step`` policy divided the rate by ten every thirty epochs."""
-WARMUP = 0.01
-"""What ``lr_warmup: true`` means: BERT's share of all updates."""
-
-RENAMED = {
-    "data_dir": "dataset.path",
-    "distributed_backend": "parallel.backend",
-    "epochs": "training.epochs",
-    "learning_rate": "training.learning_rate",
-    "log_directory": "observe.directory",
-    "machines": "launch.machines",
-    "print_frequency": "observe.log_interval",
-    "verbose_frequency": "observe.verbose_interval",
-    "weight_decay": "training.weight_decay",
-    # What VPipe's scripts took from their command line or fixed in code:
-    "hidden_size": "model.hidden_size",
-    "max_iterations": "training.max_iterations",
-    "momentum": "training.momentum",
-    "num_heads": "model.num_heads",
-    "num_layers": "model.num_layers",
-    "optimizer": "training.optimizer",
-    "seed": "training.seed",
-    "sequence_length": "model.sequence_length",
-    "vocab_size": "model.vocab_size",
-}
-READ = (
-    *("batch_size", "config_file", "container", "learning_rate_policy", "lr_warmup", "macrobatch", "model_type"),
-    *("no_input_pipelining", "num_microbatches", "partition", "recompute", "sync_mode", "synthetic_data"),
+from vpipe.config.vpipe_keys import (
+    FAMILIES,
+    KEYS,
+    LARGE_GPT,
+    MEANINGLESS,
+    RENAMED,
+    STEP_EPOCHS,
+    UNITS_PER_BSP_UPDATE,
+    WARMUP,
 )
-MEANINGLESS = {
-    "directory": "names code that vpipe never imports; model_type chooses the model",
-    "module": "names code that vpipe never imports; model_type chooses the model",
-    "compress_activations": "was read by nothing, and boundary tensors are not compressed here",
-    "compress_in_gpu": "was read by nothing, and boundary tensors are not compressed here",
-}
-KEYS = (*RENAMED, *READ, *MEANINGLESS)
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "bert": {
-        "model": {"name": "bert", "hidden_size": 1024, "num_layers": 24, "vocab_size": 30522},
-        "dataset": {"name": "bert"},
-        "training": {"optimizer": "lamb"},
-    },
-    "translation": {
-        "model": {"name": "translation", "hidden_size": 512, "num_layers": 6, "num_heads": 8},
-        "dataset": {"name": "translation"},
-        "training": {"optimizer": "adam", "betas": [0.9, 0.98]},
-    },
-    "gpt": {
-        "model": {"name": "cpm-medium", "hidden_size": 1024, "num_layers": 24, "vocab_size": 30000},
-        "dataset": {"name": "chid"},
-        "training": {"optimizer": "adam"},
-    },
-}
-"""What each ``model_type`` stands for. Sizes are those of the models that VPipe shipped."""
-LARGE_GPT = {"name": "cpm-large", "hidden_size": 2560, "num_layers": 32, "num_heads": 32}
+from vpipe.errors import nearest
 
 
 def is_vpipe(values: Mapping[str, Any]) -> bool:
@@ -153,6 +105,9 @@ class _Translation:
                 self.put(f"model.{name}", value, "module")
         if self.flag("synthetic_data"):
             self.put("dataset.name", "synthetic", "synthetic_data")
+            vocab_size = self.old.get("vocab_size", FAMILIES[model_type]["model"].get("vocab_size"))
+            options = {} if vocab_size is None else {"vocab_size": vocab_size}
+            self.put("dataset.extra", {"kind": model_type, **options}, "synthetic_data")
             if "data_dir" in self.old:
                 self.warn("data_dir", "is not read with synthetic_data: true")
                 del self.old["data_dir"]
@@ -231,7 +186,7 @@ class _Translation:
         if isinstance(directory, str) and directory.isprintable():
             folders += [folder / directory, folder.parent / directory]
         files = [Path(absolute(path, each)) for each in folders]
-        return next((file for file in files if file.is_file()), files[0])
+        return next((file for file in files if os.path.isfile(file)), files[0])
 
     def schedule(self, num_stages: int | None) -> str:
         mode = self.old.get("sync_mode", "asp")
