@@ -1,22 +1,26 @@
 """Greedy scheduling: each rank takes the best action that is ready, and the order in which it did is its row.
 
-Two problems share it. ``squeeze`` tightens an order that is already valid (the V schedules). ``greedy`` invents one from
-measured times (zb-auto, hanayo). A greedy scheduler with a hard memory cap can deadlock, when forwards fill the memory
-that others need to finish; so ``squeeze`` lets a forward pass others only where the planned order still fits afterwards.
+Two problems share this file. ``squeeze`` tightens an order that is already valid (v-half, v-min). ``greedy`` invents
+one from the times of the stages (hanayo, zb-auto). A greedy scheduler with a hard memory cap can deadlock, when
+forwards fill the memory that others need to finish. So ``squeeze`` lets a forward pass others only where the planned
+order still fits afterwards, and users of ``greedy`` hold back new microbatches, never those under way on a longer path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
 from typing import Literal
 
-from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import F, I, W
+from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.authoring import B, F, I, W
 from vpipe.schedule.placement import Placement
 
 Rule = Literal["in order", "weights last", "deepest first"]
-"""Which of the ready actions a rank takes: the first in its planned order; the same, but W only if nothing else is ready;
-or I before F before W, and among forwards the deepest stage."""
+"""Which of the ready actions a rank takes: the first in its planned order; the same, but W only if nothing else is
+ready; or I before F before W, and among forwards the deepest stage."""
 
 
 def squeeze(
@@ -29,7 +33,7 @@ def squeeze(
     left = [list(row) for row in planned]
     rows: list[list[Action]] = [[] for _ in left]
     held = [0] * len(left)
-    done: dict[Action, int] = {}
+    done: set[Action] = set()
     last, now = placement.num_stages - 1, 0
     while any(left):
         taken = []
@@ -42,13 +46,13 @@ def squeeze(
             return None
         for rank, action in taken:
             rows[rank].append(action)
-            done[action] = now
+            done.add(action)
             held[rank] += _growth(action)
         now += 1
     return now, rows
 
 
-def _ready(actions: list[Action], held: int, memory: int, done: dict[Action, int], last: int) -> list[int]:
+def _ready(actions: list[Action], held: int, memory: int, done: set[Action], last: int) -> list[int]:
     """Places in ``actions`` that could run now. A forward could if all that it would pass still fits beside it."""
     ready = []
     seen: set[tuple[int, str]] = set()
@@ -77,7 +81,7 @@ def _needs(action: Action, last: int) -> list[Action]:
 
 
 def _growth(action: Action) -> int:
-    return {F: 1, W: -1}.get(action.kind, 0)
+    return {F: 1, B: -1, W: -1}.get(action.kind, 0)
 
 
 def _preference(rule: Rule, action: Action, index: int) -> tuple[int, int, int]:
@@ -86,3 +90,73 @@ def _preference(rule: Rule, action: Action, index: int) -> tuple[int, int, int]:
     if rule == "weights last":
         return (action.kind is W, 0, index)
     return ((I, F, W).index(action.kind), -action.stage if action.kind is F else action.stage, index)
+
+
+@dataclass
+class Chooser:
+    """What a rank knows when it chooses."""
+
+    rank: int
+    now: float = 0.0
+    next_arrival: float = inf
+    """When the next input under way will be there, as far as is known."""
+    held: int = 0
+    """Forwards whose activations are not freed."""
+    ahead: int = 0
+    """Forwards whose backward has not begun."""
+    row: list[Action] = field(default_factory=list)
+
+
+Preference = Callable[[Chooser, Action], tuple[float, ...] | None]
+"""The smallest is taken; None: not now."""
+
+
+def greedy(
+    placement: Placement, num_microbatches: int, times: Sequence[Mapping[Kind, float]], prefer: Preference
+) -> list[list[Action]]:
+    """Rows of F and B, or of F, I and W, as a clock finds them; ``times[stage]`` has the kinds and their durations."""
+    kinds = tuple(times[0])
+    backward = B if B in kinds else I
+    last = placement.num_stages - 1
+    arrival = {(stage, kind): [inf] * num_microbatches for stage in range(last + 1) for kind in kinds}
+    arrival[0, F] = [0.0] * num_microbatches
+    count = dict.fromkeys(arrival, 0)
+    choosers = [Chooser(rank) for rank in range(placement.num_ranks)]
+    busy_until = [0.0] * len(choosers)
+    calls: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(choosers))]
+
+    def arrive(stage: int, kind: Kind, k: int, when: float) -> None:
+        arrival[stage, kind][k] = when
+        heappush(calls, (when, placement.ranks_of[stage][0]))
+
+    while calls:
+        now, rank = heappop(calls)
+        if now < busy_until[rank]:
+            continue
+        chooser = choosers[rank]
+        waiting = [(stage, kind) for stage in placement.stages_of[rank] for kind in kinds]
+        heads = [Action(*each, count[each]) for each in waiting if count[each] < num_microbatches]
+        due = {each: arrival[each.stage, each.kind][each.microbatch] for each in heads}
+        chooser.now = now
+        chooser.next_arrival = min((when for when in due.values() if when > now), default=inf)
+        ranked = [(key, each) for each in heads if due[each] <= now and (key := prefer(chooser, each)) is not None]
+        if not ranked:
+            continue
+        _, action = min(ranked)
+        stage, kind, k = action
+        busy_until[rank] = end = now + times[stage][kind]
+        heappush(calls, (end, rank))
+        chooser.row.append(action)
+        count[stage, kind] += 1
+        chooser.held += _growth(action)
+        if kind is F:
+            chooser.ahead += 1
+            arrive(*((stage + 1, F) if stage < last else (stage, backward)), k, end)
+        elif kind is backward:
+            chooser.ahead -= 1
+            if stage:
+                arrive(stage - 1, backward, k, end)
+            if backward is I:
+                arrive(stage, W, k, end)
+    assert all(done == num_microbatches for done in count.values()), "the preference starved a rank"
+    return [chooser.row for chooser in choosers]

@@ -4,8 +4,8 @@ p ranks, m microbatches; rank r holds stage r and runs ahead by some forwards be
 
     1f1b, p = 3, m = 4 (ahead by p-1-r)
 
-        rank 0   F0 F1 F2 .  .  .  .  B0 B0 F3 .  B1 B1 .  B2 B2 .  B3 B3
-        rank 1   .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 .  B2 B2 .  B3 B3
+        rank 0   F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
+        rank 1   .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
         rank 2   .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
 
     eager-1f1b (ahead by 2(p-1-r)) sends each forward one round earlier: a transfer of up to one round stays hidden.

@@ -9,7 +9,7 @@ case). A stage is half of a rank's share.
 ``v-half`` and ``v-min`` hold half and a third of that memory. Both repeat a *building block*: one microbatch whose
 actions pass from rank to rank at fixed offsets, every 6 half-slots (F f i I and two W). The smaller the offsets, the
 shorter a microbatch lives, and the fewer are alive at once. The repeated blocks are then *squeezed*: each rank takes
-whatever is ready as early as its memory allows. (After "Pipeline Parallelism with Controllable Memory", Qi et al. 2024.)
+what is ready as early as its memory allows. (After "Pipeline Parallelism with Controllable Memory", Qi et al., 2024.)
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Zero bubble: the weight gradients wait, and fill the holes that 1F1B leaves at its end.
 
-p ranks, m microbatches; rank r holds stage r. The backward is split: ``I`` (input gradient) is what the rank before waits
-for, ``W`` (weight gradient) nobody waits for.
+p ranks, m microbatches; rank r holds stage r. The backward is split: ``I`` (input gradient) is what the rank before
+waits for, ``W`` (weight gradient) nobody waits for.
 
     zb-h1, p = 3, m = 4: rank r runs ahead by p-1-r forwards, and its W lag r behind its I
 
-        rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 .  I2 W2 .  I3 W3
-        rank 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 .  I3 W2 W3
+        rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        rank 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         rank 2   .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
     zb-h2 runs twice as far ahead, with twice the lag: nearly double the memory, and each rank works without a pause.
@@ -22,17 +22,20 @@ from vpipe.schedule.program import Program
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Program:
     """1F1B's memory on rank 0, the same on every other rank, and a third of its bubble where F = I = W."""
-    return _lagging(num_ranks, num_microbatches, factor=1)
+    return lagging(num_ranks, num_microbatches, memory=num_ranks, per_rank_behind=1)
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Program:
     """Enough microbatches in flight that no rank pauses; ranks end as staggered as they began."""
-    return _lagging(num_ranks, num_microbatches, factor=2)
+    return lagging(num_ranks, num_microbatches, memory=2 * num_ranks - 1, per_rank_behind=2)
 
 
-def _lagging(num_ranks: int, num_microbatches: int, factor: int) -> Program:
+def lagging(num_ranks: int, num_microbatches: int, memory: int, per_rank_behind: int) -> Program:
+    """Each rank holds ``memory`` microbatches: what it does not use to run ahead, it uses to let W lag behind I."""
+
     def row(rank: int) -> list[Action]:
-        ahead, lag = factor * (num_ranks - 1 - rank), factor * rank
+        ahead = min(per_rank_behind * (num_ranks - 1 - rank), memory - 1)
+        lag = memory - 1 - ahead
         forwards = [Action(rank, F, k) for k in range(num_microbatches)]
         backwards = [Action(rank, I, k) for k in range(num_microbatches)]
         actions = []
