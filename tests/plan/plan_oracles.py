@@ -58,7 +58,7 @@ def random_problem(rng: random.Random, max_layers: int, max_stages: int, *, min_
         stage_memory(profile, 0, num_layers, [Choice.KEEP] * num_layers, StageFacts(n), first=True, last=True).total
         for n in units
     ]
-    tight = rng.uniform(0.3, 1.6) / num_stages
+    tight = rng.uniform(0.5, 2.0) / num_stages
     stages = tuple(
         StageFacts(
             units=n,
@@ -171,14 +171,12 @@ def milp(problem: Problem, time_limit: float = 60.0) -> float | None:
         for s in range(1, count):
             # Cut s lies before layer i: layer i-1 is left of it and layer i is not. Layers go to stages in order.
             left, right = (sum(on[j, t] for t in range(s) if (j, t) in on) for j in (i - 1, i))
-            if isinstance(left, int) and isinstance(right, int):
-                model.addConstr(cuts[i, s] == left - right)
-                continue
             model.addConstr(cuts[i, s] == left - right)
     for s in range(1, count):
         model.addConstr(sum(cuts[i, s] for i in range(1, num_layers)) == 1)
     for s, facts in enumerate(stages):
         mine = [i for i in L if (i, s) in on]
+        model.addConstr(sum(on[i, s] for i in mine) >= 1)
         overhead = profile.action_overhead * num_actions(first=s == 0, last=s == count - 1)
         model.addConstr(
             times[s]

@@ -5,6 +5,9 @@ turn the knapsack of a stage into a sum over its layers, so one prefix sum per p
 
     time(a, b) ≥ (1-w)·base(a, b) + G[b] - G[a] - price·room(a, b)      for any price ≥ 0 and lane weight 0 ≤ w < 1
 
+Where all layers are alike a count says more: to free so many bytes takes at least so many layers, and each costs at
+least the cheapest forward. Both bounds hold; the larger is used.
+
 The prices tried are those at which some layer is indifferent between keeping and recomputing. Without the buffers at
 the two ends these bounds only grow with the stage, so how far a stage can reach is a binary search.
 """
@@ -57,6 +60,7 @@ class StageBounds:
         saved = np.array(self.saved)
         self.kept = _prefix(facts.units * saved)
         self.least = _prefix(saved * min(self._least_units(), facts.units))
+        self._table = RangeTable(np.array([self.forward, saved, -saved, cut[:-1]]))
         self.prices = [] if facts.memory == float("inf") else self._make_prices(saved)
         # Each row may only grow along the layers; a stage a..b fits if row[b] - row[a] <= limit.
         self._rows: list[tuple[list[float], float, float]] = [
@@ -99,12 +103,45 @@ class StageBounds:
         """A lower bound of the time of each stage (infinite where it cannot fit), and whether it is the time itself."""
         room = self.facts.memory - (self.fixed[stop] - self.fixed[start] + self.before[start] + self.after[stop])
         base = self.base[stop] - self.base[start] + self.overhead
+        need = self.kept[stop] - self.kept[start] - room
+        whole = need <= -_SLACK * np.abs(room)
         bound = base.copy()
         for price, weight, sums in self.prices:
             np.maximum(bound, (1 - weight) * base + (sums[stop] - sums[start]) - price * room, out=bound)
+        if self.prices and not whole.all():
+            some = ~whole
+            bound[some] = np.maximum(bound[some], self._counted(start[some], stop[some], base[some], need[some]))
         bound[self.least[stop] - self.least[start] > room * (1 + _SLACK)] = np.inf
-        whole = self.kept[stop] - self.kept[start] <= room * (1 - _SLACK)
-        return np.where(whole, base, bound * (1 - 1e-12)), whole
+        return np.where(whole, base, bound), whole
+
+    def _counted(self, start: Ints, stop: Ints, base: Floats, need: Floats) -> Floats:
+        """The bound by counting layers: k recomputed and j swapped must free ``need`` bytes."""
+        forward, saved, largest, cut = self._table.least(start, stop)
+        frees = (self.units - 1) * -largest
+        num_layers = (stop - start).astype(np.float64)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if self.swap_bandwidth is None or self.units <= SWAP_RESIDENT:
+                # Something is recomputed, so some segment keeps an input.
+                count = np.ceil((need + self.units * cut) / frees * (1 - _SLACK))
+                counted: Floats = np.where(np.isfinite(count), base + count * forward, base)
+                return counted
+            lane, unloads = 2.0 * saved / self.swap_bandwidth, (self.units - SWAP_RESIDENT) * -largest
+
+            def swap_time(recomputed: Floats) -> Floats:
+                left = np.maximum(need - recomputed * frees, 0.0)
+                return np.nan_to_num(np.ceil(left / unloads * (1 - _SLACK)) * lane, nan=0.0, posinf=0.0)
+
+            # The more are recomputed, the longer the compute lane and the shorter the swap lane: find where they cross.
+            low, high = np.zeros_like(base), num_layers
+            for _ in range(int(num_layers.max()).bit_length() + 1):
+                middle = np.floor((low + high) / 2)
+                over = base + middle * forward >= swap_time(middle)
+                low, high = np.where(over, low, np.minimum(middle + 1, high)), np.where(over, middle, high)
+            fewer = np.maximum(high - 1, 0.0)
+            crossing: Floats = np.minimum(
+                np.maximum(base + high * forward, swap_time(high)), np.maximum(base + fewer * forward, swap_time(fewer))
+            )
+            return crossing
 
     def furthest(self, start: int, time: float) -> int:
         """No stage that starts here and takes at most ``time`` stops after this."""
@@ -137,3 +174,25 @@ class StageBounds:
 
 def _prefix(values: list[float] | Floats) -> Floats:
     return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+
+
+class RangeTable:
+    """The least of any run of columns, for each row, in two look-ups (a sparse table)."""
+
+    def __init__(self, rows: Floats) -> None:
+        self._levels = [rows]
+        width = 1
+        while 2 * width <= rows.shape[1]:
+            level = self._levels[-1]
+            self._levels.append(np.minimum(level[:, :-width], level[:, width:]))
+            width *= 2
+        self._stack = np.full((len(self._levels), *rows.shape), np.inf)
+        for index, level in enumerate(self._levels):
+            self._stack[index, :, : level.shape[1]] = level
+
+    def least(self, start: Ints, stop: Ints) -> Floats:
+        """``least[row, i]`` over columns ``start[i] .. stop[i]-1``."""
+        level = np.frexp((stop - start).astype(np.float64))[1] - 1
+        left = self._stack[level, :, start]
+        right = self._stack[level, :, stop - (1 << level)]
+        return np.minimum(left, right).T

@@ -15,19 +15,21 @@ solved exactly (``knapsack``); then the path is asked again, until all of its st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.plan.bounds import Floats, Ints, Options, StageBounds
 from vpipe.plan.costs import Profile
-from vpipe.plan.knapsack import Packing
+from vpipe.plan.knapsack import LABEL_LIMIT, Packing
 from vpipe.plan.memory import StageFacts
 from vpipe.plan.shortfall import shortfall
 
 _INFINITE = float("inf")
 _SLACK = 1e-9
+_SHY = 1e-10
+HARD_LABEL_LIMIT = 40 * LABEL_LIMIT
 
 
 @dataclass
@@ -57,7 +59,8 @@ class Cutter:
             raise ValueError(f"{len(stages)} stages for {profile.num_layers} layers")
         self.profile, self.options = profile, options
         self.num_layers, self.num_stages = profile.num_layers, len(stages)
-        self.num_solved = 0
+        self.work = 0
+        self._hardened: set[tuple[int, int, int]] = set()
         shared: dict[tuple[StageFacts, bool, bool], StageBounds] = {}
         self.stages: list[StageBounds] = []
         for index, facts in enumerate(stages):
@@ -73,12 +76,43 @@ class Cutter:
     # ── stages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def packing(self, stage: int, start: int, stop: int) -> Packing | None:
-        """The stage solved exactly, once."""
+        """The stage solved, once."""
         key = id(self.stages[stage]), start, stop
         if key not in self._packings:
-            self._packings[key] = self.stages[stage].knapsack(start, stop).solve()
-            self.num_solved += 1
+            self._packings[key] = self._solve(stage, start, stop, LABEL_LIMIT)
         return self._packings[key]
+
+    def _solve(self, stage: int, start: int, stop: int, label_limit: int) -> Packing | None:
+        knapsack = self.stages[stage].knapsack(start, stop)
+        packing = knapsack.solve(label_limit)
+        self.work += knapsack.work + 100
+        return packing
+
+    def harden(self, cells: list[Cells], cuts: list[int]) -> bool:
+        """Solves those stages of a path that were left with a gap again, with more labels; whether that helped."""
+        helped = False
+        for index in range(self.num_stages):
+            start, stop = cuts[index], cuts[index + 1]
+            key = id(self.stages[index]), start, stop
+            before = self._packings.get(key)
+            if before is None or before.exact or key in self._hardened:
+                continue
+            self._hardened.add(key)
+            packing = self._solve(index, start, stop, HARD_LABEL_LIMIT)
+            if packing is not None:
+                packing = replace(packing, bound=max(packing.bound, before.bound))
+                helped |= packing.bound > before.bound or packing.time < before.time
+                self._packings[key] = packing
+                self._spread(cells, index, start, stop, packing, again=True)
+        return helped
+
+    def _spread(
+        self, cells: list[Cells], index: int, start: int, stop: int, packing: Packing | None, *, again: bool = False
+    ) -> bool:
+        """Writes a solved stage to every position whose facts are the same."""
+        alike = (cell for cell, stage in zip(cells, self.stages, strict=True) if stage is self.stages[index])
+        written = [self._write(cell, start, stop, packing, again=again) for cell in alike]
+        return True in written
 
     def windows(self, time: float) -> list[tuple[int, int]] | None:
         """Where each cut may lie if no stage takes longer than ``time``; ``None`` where there is no partition."""
@@ -149,6 +183,7 @@ class Cutter:
             start = np.where(inside, start, start_low)
             times, solved = stage.times(start, np.broadcast_to(stops[:, None], start.shape))
             times[~inside] = _INFINITE
+            times[~solved] *= 1 + _SHY  # of two equal paths, the one that is solved
             solved |= ~inside
             found.append(
                 Cells(
@@ -166,12 +201,14 @@ class Cutter:
         return sum(int((high - low + 1) * min(mean, high - low + 1, self.num_layers)) for low, high in windows)
 
     @staticmethod
-    def _write(cells: Cells, start: int, stop: int, packing: Packing | None) -> bool:
+    def _write(cells: Cells, start: int, stop: int, packing: Packing | None, *, again: bool = False) -> bool:
         """Puts a solved stage into the cells; says whether the cell was new."""
         row, column = stop - cells.first_stop, stop - start - cells.fewest
-        if not (0 <= row < cells.times.shape[0] and 0 <= column < cells.times.shape[1]) or cells.solved[row, column]:
+        if not (0 <= row < cells.times.shape[0] and 0 <= column < cells.times.shape[1]):
             return False
-        cells.times[row, column] = _INFINITE if packing is None else max(packing.bound, float(cells.times[row, column]))
+        if cells.solved[row, column] and not again:
+            return False
+        cells.times[row, column] = _INFINITE if packing is None else packing.bound
         cells.solved[row, column] = True
         return True
 
@@ -202,9 +239,6 @@ class Cutter:
             start, stop = cuts[index], cuts[index + 1]
             row, column = stop - cell.first_stop, stop - start - cell.fewest
             if not cell.solved[row, column]:
-                packing = self.packing(index, start, stop)
-                for other, stage in zip(cells, self.stages, strict=True):
-                    if stage is self.stages[index]:
-                        new |= self._write(other, start, stop, packing)
+                new |= self._spread(cells, index, start, stop, self.packing(index, start, stop))
             slowest = max(slowest, float(cell.times[row, column]), float(cell.links[row]))
         return new, slowest

@@ -24,10 +24,16 @@ from vpipe.plan.memory import SWAP_RESIDENT, Choice
 
 _RELATIVE = 1e-12
 _LANE_STEPS = 10
+LABEL_LIMIT = 4_000
+"""Partial choices that ``solve`` extends before it settles for a bound."""
 
 Path = tuple[Choice, ...]
 Label = tuple[float, float, float, "tuple[Choice, object] | None"]
 """Bytes so far, recomputed seconds, swap seconds, and the choices as a linked list, last first."""
+
+
+Completion = Label
+"""The same from some layer to the end, its choices first to last."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class Knapsack:
         recompute: bool = True,
     ) -> None:
         self.num_layers = len(saved)
+        self.work = 0
+        """Layers priced and partial choices extended: what the effort of a search is counted in."""
         self.capacity, self.base = capacity, base
         swappable = swap_bandwidth is not None and units > SWAP_RESIDENT
         self.swappable, self.recompute = swappable, recompute and units > 1
@@ -80,7 +88,7 @@ class Knapsack:
         self.forward = forward
         self.lane = [2.0 * s / swap_bandwidth for s in saved] if swappable and swap_bandwidth else [0.0] * len(saved)
 
-    def solve(self, label_limit: int = 20_000) -> Packing | None:
+    def solve(self, label_limit: int = LABEL_LIMIT) -> Packing | None:
         """The best packing, or ``None`` where not even the smallest one fits."""
         n = self.num_layers
         if sum(self.keep) <= self.capacity:
@@ -101,6 +109,7 @@ class Knapsack:
     def _priced(self, price: float, on_compute: float, on_swap: float) -> tuple[_Option, list[float], list[float]]:
         """The best path at a price per byte and a weight on each lane, and the priced remainders by state."""
         n = self.num_layers
+        self.work += n
         after_recompute, after_other = [0.0] * (n + 1), [0.0] * (n + 1)
         r = o = 0.0
         for i in range(n - 1, -1, -1):
@@ -212,13 +221,13 @@ class Knapsack:
     def _extend(self, price: float, weight: float, bound: float, best: tuple[float, Path], label_limit: int) -> Packing:
         """Extends partial choices layer by layer; ``best`` is the packing to beat."""
         on_compute = 1.0 - weight
-        _, rest_recompute, rest_other = self._priced(price, on_compute, weight)
+        _, priced_recompute, priced_other = self._priced(price, on_compute, weight)
         _, least_recompute, least_other = self._priced(1.0, 0.0, 0.0)
-        beat = best[0] * (1 - _RELATIVE)
+        ends_recompute, ends_other = self._completions(price, on_compute, weight, priced_recompute, priced_other)
         constant = on_compute * self.base - price * self.capacity
         recomputed: list[Label] = []
         others: list[Label] = [(0.0, 0.0, 0.0, None)]
-        work = 0
+        limit = self.work + label_limit
         for i in range(self.num_layers):
             saved, start, keep, forward = self.saved[i], self.starts[i], self.keep[i], self.forward[i]
             again: list[Label] = []
@@ -230,28 +239,64 @@ class Knapsack:
             if self.swappable and saved:
                 resident, lane = self.resident[i], self.lane[i]
                 other += [(m + resident, t, x + lane, (Choice.SWAP, p)) for m, t, x, p in before]
-            work += len(again) + len(other)
-            if work > label_limit:
+            self.work += len(again) + len(other)
+            if self.work > limit:
                 return Packing(best[0], min(bound, best[0]), best[1])
-            room = self.capacity
-            recomputed, others = (
-                [
+            after = i + 1
+            hopeful = []
+            for labels, least, priced, ends in (
+                (again, least_recompute[after], priced_recompute[after], ends_recompute[after]),
+                (other, least_other[after], priced_other[after], ends_other[after]),
+            ):
+                beat = best[0] * (1 - _RELATIVE)
+                room, rest = self.capacity - least, priced + constant
+                good = [
                     label
                     for label in labels
-                    if label[0] + least[i + 1] <= room
+                    if label[0] <= room
+                    and on_compute * label[1] + weight * label[2] + price * label[0] + rest < beat
                     and label[1] + self.base < beat
                     and label[2] < beat
-                    and on_compute * label[1] + weight * label[2] + price * label[0] + rest[i + 1] + constant < beat
                 ]
-                for labels, least, rest in ((again, least_recompute, rest_recompute), (other, least_other, rest_other))
-            )
-            recomputed = _undominated(recomputed, [])
-            others = _undominated(others, recomputed)
-        for label in recomputed + others:
-            value = max(self.base + label[1], label[2])
-            if value < best[0]:
-                best = (value, _unlink(label))
+                # Completing a partial choice as the prices would often gives a better packing to beat.
+                end_bytes, end_seconds, end_lane, end_path = ends
+                for label in good:
+                    if label[0] + end_bytes <= self.capacity:
+                        value = max(self.base + label[1] + end_seconds, label[2] + end_lane)
+                        if value < best[0] * (1 - _RELATIVE):
+                            best = (value, _unlink(label) + _chain(end_path))
+                hopeful.append(good)
+            recomputed = _undominated(hopeful[0], [])
+            others = _undominated(hopeful[1], recomputed)
         return Packing(best[0], best[0], best[1])
+
+    def _completions(
+        self, price: float, on_compute: float, weight: float, recompute: list[float], other: list[float]
+    ) -> tuple[list[Completion], list[Completion]]:
+        """For each layer and state: bytes, seconds, swap seconds and choices of the priced path from there on."""
+        n = self.num_layers
+        end: Completion = (0.0, 0.0, 0.0, None)
+        after_recompute, after_other = [end] * (n + 1), [end] * (n + 1)
+        for i in range(n - 1, -1, -1):
+            m, t, x, p = after_other[i + 1]
+            kept, swapped = price * self.keep[i], price * self.resident[i] + weight * self.lane[i]
+            plain: Completion
+            if self.swappable and swapped < kept:
+                plain = (m + self.resident[i], t, x + self.lane[i], (Choice.SWAP, p))
+            else:
+                plain = (m + self.keep[i], t, x, (Choice.KEEP, p))
+            after_recompute[i] = after_other[i] = plain
+            if not self.recompute:
+                continue
+            cost = min(kept, swapped) if self.swappable else kept
+            m, t, x, p = after_recompute[i + 1]
+            once = price * self.saved[i] + on_compute * self.forward[i] + recompute[i + 1]
+            joined: Completion = (m + self.saved[i], t + self.forward[i], x, (Choice.RECOMPUTE, p))
+            if once < cost + other[i + 1]:
+                after_recompute[i] = joined
+            if once + price * self.starts[i] < cost + other[i + 1]:
+                after_other[i] = (joined[0] + self.starts[i], *joined[1:])
+        return after_recompute, after_other
 
 
 def _undominated(labels: list[Label], stronger: list[Label]) -> list[Label]:
@@ -283,10 +328,13 @@ def _order(label: tuple[float, float, float, int, object]) -> tuple[float, float
     return label[:4]
 
 
-def _unlink(label: Label) -> Path:
+def _chain(link: object) -> Path:
     found: list[Choice] = []
-    link: object = label[3]
     while isinstance(link, tuple):
         found.append(link[0])
         link = link[1]
-    return tuple(reversed(found))
+    return tuple(found)
+
+
+def _unlink(label: Label) -> Path:
+    return _chain(label[3])[::-1]

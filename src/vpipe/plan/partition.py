@@ -28,8 +28,11 @@ from vpipe.plan.shortfall import Shortfall, shortfall
 
 TOLERANCE = 1e-9
 """Values closer than this are equal: the sums of thousands of floats are no better."""
+EFFORT = 500_000
+"""About a second."""
 _MAX_CELLS = 3_000_000
 _FIRST_TOP = 1.1
+_PATH_WORK = 20
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,11 @@ def best_partition(
     objective: Objective,
     options: Options | None = None,
     *,
-    effort: int = 2_000,
+    effort: int = EFFORT,
 ) -> Partition | Shortfall:
     """The fastest partition into ``len(stages)`` stages, or by how much memory is short.
 
-    ``effort`` is the number of stages that may be solved exactly: a count, not a time, so that every machine finds the
+    ``effort`` counts layers priced and partial choices extended: a count, not a time, so that every machine finds the
     same plan.
     """
     options = options or Options()
@@ -90,7 +93,7 @@ class _Search:
         while True:
             cells = self.cutter.cells(top)
             if cells is not None:
-                self._close(cells, low, top)
+                self._close(cells, self.fill * floor, low, top)
             if top >= limit:
                 break
             above = self.fill * floor + self.rounds * top
@@ -104,26 +107,21 @@ class _Search:
             else:
                 needed = (self.best.value - self.fill * floor) / self.rounds if self.rounds else limit
                 top = min(limit, needed * (1 + TOLERANCE))
-                if self.cutter.num_cells(top) > _MAX_CELLS or self._spent():
+                if self.cutter.num_cells(top) > _MAX_CELLS:
                     self.left = min(self.left, above)
                     break
         return self.best and replace(self.best, bound=min(self.left, self.best.value))
 
     def _spent(self) -> bool:
-        return self.cutter.num_solved >= self.effort
+        return self.cutter.work >= self.effort
 
-    def _close(self, cells: list[Cells], low: float, high: float) -> None:
+    def _close(self, cells: list[Cells], least: float, low: float, high: float) -> None:
         """Closes all cycle times in ``(low, high]``, or adds what stays open to ``left``."""
-        open_ranges = [(self.rounds * low, low, high)]
-        passes = 0
+        open_ranges = [(least + self.rounds * low, low, high)]
         while open_ranges:
             bound, low, high = heapq.heappop(open_ranges)
             if self._beaten(bound):
                 return
-            if self.best is not None and (self._spent() or passes > self.effort):
-                self.left = min(self.left, bound)
-                return
-            passes += 1
             found = self.cutter.path(cells, high)
             if found is None:
                 continue
@@ -131,20 +129,32 @@ class _Search:
             bound = max(bound, self.fill * total + self.rounds * low)
             if self._beaten(bound):
                 continue
+            if self.best is not None and self._spent():
+                self.left = min(self.left, bound)
+                continue
+            self.cutter.work += _PATH_WORK * len(cells)
             new, slowest = self.cutter.refine(cells, cuts)
             self._offer(cuts)
-            if new:
-                heapq.heappush(open_ranges, (bound, low, high))
+            if not new and not self._beaten(self.fill * total + self.rounds * slowest):
+                new = self.cutter.harden(cells, cuts)
+                self._offer(cuts)
+            if not new:
+                # All stages of the path are solved: nothing between its slowest stage and ``high`` can beat it.
+                solved = self.fill * total + self.rounds * slowest
+                if not self._beaten(solved):
+                    self.left = min(self.left, solved)
+                high = slowest * (1 - 1e-12)
+            if high <= low:
                 continue
-            # All stages of the path are solved: nothing between its slowest stage and ``high`` can beat it.
-            solved = self.fill * total + self.rounds * slowest
-            if not self._beaten(solved):
-                self.left = min(self.left, solved)
-            high = slowest * (1 - 1e-12)
-            if high > low:
+            if not new or self._wide(bound, low, high):
                 middle = (low + high) / 2
                 heapq.heappush(open_ranges, (self.fill * total + self.rounds * middle, middle, high))
-                heapq.heappush(open_ranges, (bound, low, middle))
+                high = middle
+            heapq.heappush(open_ranges, (bound, low, high))
+
+    def _wide(self, bound: float, low: float, high: float) -> bool:
+        """Whether a range is open because of its width rather than because its stages are not solved yet."""
+        return self.best is not None and self.rounds * (high - low) > 0.25 * (self.best.value - bound)
 
     def _beaten(self, bound: float) -> bool:
         return self.best is not None and bound >= self.best.value * (1 - TOLERANCE)
