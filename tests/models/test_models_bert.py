@@ -81,7 +81,7 @@ def test_loss_and_gradients_equal_torchs_layers() -> None:
     labels[0, 0] = 3
     sentence = torch.tensor([0, 1, 1, 0])
     inputs = {"tokens": tokens, "segments": segments, "mask": mask}
-    loss, gradients = loss_and_gradients(model, modules, inputs, {"labels": labels, "next_sentence": sentence})
+    loss, gradients = loss_and_gradients(model, modules, inputs, {"masked_labels": labels, "next_sentence": sentence})
     words, following = plain(tokens, segments, mask)
     expected = F.cross_entropy(words.flatten(0, 1).float(), labels.flatten(), ignore_index=-1)
     expected = expected + F.cross_entropy(following.float(), sentence)

@@ -134,9 +134,8 @@ def bert(
 ) -> Model:
     """BERT; the defaults are BERT-large at 128 tokens. ``intermediate_size`` 0 is four times the hidden size.
 
-    Inputs ``tokens``, ``segments``, ``mask``; output (token logits, sentence logits); targets ``labels`` (−1 where
-    nothing is masked) and ``next_sentence``.
-    """
+    Inputs ``tokens``, ``segments``, ``mask``; output (token logits, sentence logits); targets ``masked_labels`` (−1
+    where nothing is masked) and ``next_sentence``."""
     positive(vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, sequence_length=sequence_length)
     head_size_of(hidden_size, num_heads)
     embeddings = partial(Embeddings, vocab_size, sequence_length, hidden_size, dropout)

@@ -54,9 +54,8 @@ class TokenCount:
 class PretrainingLoss:
     """BERT's: cross entropy over the masked tokens plus cross entropy of the next-sentence question.
 
-    The output is ``(token logits, sentence logits)``; the targets are ``labels (B, L)``, ``ignored`` where nothing is
-    masked, and ``next_sentence (B,)``. Each part is a mean over its own count, as in the original.
-    """
+    The output is ``(token logits, sentence logits)``; the targets are ``masked_labels (B, L)``, ``ignored`` where
+    nothing is masked, and ``next_sentence (B,)``. Each part is a mean over its own count, as in the original."""
 
     ignored: int = -1
 
@@ -82,7 +81,7 @@ def split_targets(targets: Any) -> tuple[Tensor, Tensor]:
     if isinstance(targets, tuple | list):
         labels, next_sentence = targets
     else:
-        labels, next_sentence = targets["labels"], targets["next_sentence"]
+        labels, next_sentence = targets["masked_labels"], targets["next_sentence"]
     return labels, next_sentence
 
 

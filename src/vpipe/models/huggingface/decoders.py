@@ -113,4 +113,4 @@ def slides(config: Any, index: int) -> bool:
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return bool(kinds[index] == "sliding_attention")
-    return config.model_type == "mistral" and config.sliding_window is not None
+    return config.model_type in ("mistral", "phi3") and config.sliding_window is not None
