@@ -41,7 +41,7 @@ def sleep_until(deadline: float) -> None:
 
 
 class _Slept(torch.autograd.Function):
-    """``y = x * weight`` that takes ``forward`` seconds, and ``input_grad + weight_grad`` backward.
+    """``y = x * weight``, whose backward takes ``input_grad + weight_grad`` seconds.
 
     The input gradient's time passes also where no input gradient is needed: the first stage of an emulated pipeline
     costs what the others cost.
@@ -49,12 +49,9 @@ class _Slept(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: SleepLayer, defer: Defer | None) -> Tensor:
-        start = perf_counter()
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.defer, ctx.leaf = layer, defer, weight
-        y = x * weight
-        sleep_until(start + layer.forward_seconds)
-        return y
+        return x * weight
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -101,12 +98,18 @@ class SleepLayer(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Slept.apply(floating(x), self.weight, self, None)  # type: ignore[no-untyped-call]
-        return y
+        return self.slept(x, None)
 
     def deferred_forward(self, x: Tensor, defer: Defer) -> Tensor:
         """``forward``, but the backward leaves the weight gradient to ``defer``."""
+        return self.slept(x, defer)
+
+    def slept(self, x: Tensor, defer: Defer | None) -> Tensor:
+        """The sleep is out here, so that autograd's bookkeeping, slow on a core that has just slept, is inside its
+        time."""
+        start = perf_counter()
         y: Tensor = _Slept.apply(floating(x), self.weight, self, defer)  # type: ignore[no-untyped-call]
+        sleep_until(start + self.forward_seconds)
         return y
 
     def extra_repr(self) -> str:
