@@ -50,7 +50,7 @@ CATALOG: tuple[Entry, ...] = (
         "interleaved",
         interleaved,
         "1f1b with v stages per rank in a loop: v times smaller bubble, v times more transfers",
-        needs="any p and m; the formula holds where p divides m",
+        needs="any p and m; the bubble holds where m ≥ p, the memory where p divides m",
         bubble="(p-1)T/v",
         memory="p + (p-1)/v",
         aliases=("interleaved-1f1b", "interleaved_1f1b", "ScheduleInterleaved1F1B"),

@@ -14,6 +14,8 @@ Backwards run in the same pattern with the stages reversed. ``interleaved`` alte
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from vpipe.schedule.action import Action
 from vpipe.schedule.authoring import B, F, batch, one_forward_one_backward
 from vpipe.schedule.placement import loop
@@ -21,10 +23,9 @@ from vpipe.schedule.program import Program
 
 
 def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Program:
-    """1F1B over groups of p microbatches; a last group may be smaller, at the price of a bubble."""
+    """1F1B over groups of p microbatches, or a few more where p does not divide m, or of all m where m < p."""
     placement = loop(num_ranks, stages_per_rank)
-    starts = range(0, num_microbatches, num_ranks)
-    groups = [range(start, min(start + num_ranks, num_microbatches)) for start in starts]
+    groups = _groups(num_microbatches, max(1, num_microbatches // num_ranks))
     deepest = (stages_per_rank - 1) * len(groups[0])
 
     def row(rank: int) -> list[Action]:
@@ -36,6 +37,13 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2)
         return one_forward_one_backward(forwards, backwards, deepest + behind)
 
     return batch(placement, num_microbatches, map(row, range(num_ranks)))
+
+
+def _groups(num_microbatches: int, num_groups: int) -> list[range]:
+    """Consecutive groups as equal as can be, the larger first: a group smaller than the ones before would deadlock."""
+    size, larger = divmod(num_microbatches, num_groups)
+    ends = list(accumulate(size + (group < larger) for group in range(num_groups)))
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Program:
