@@ -1,0 +1,136 @@
+"""The house stays as drawn: which room may import which, who may print, and what may load torch.
+
+The table is design.md's. A new room gets a line here before it gets a file.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HOUSE = ROOT / "src" / "vpipe"
+
+ROOMS = {
+    "schedule": set(),
+    "config": set(),
+    "models": set(),
+    "data": set(),
+    "plan": {"schedule", "runtime", "models"},
+    "runtime": {"schedule"},
+    "observe": {"schedule", "config"},
+    "launch": {"config"},
+    "train": {"runtime", "schedule", "plan", "models", "data", "config", "observe"},
+    "cli": {"schedule", "config", "models", "data", "plan", "runtime", "observe", "launch", "train"},
+}
+"""Room → the other rooms it may import. The modules of the hall (errors, registry, layer, …) are open to all."""
+
+WITHOUT_TORCH = {"schedule", "config", "launch", "observe"}
+TORCH_IN_PLAN = {"profile"}
+"""Modules of ``plan`` that may import torch, and runtime and models with it: they measure."""
+
+NUMPY_IN_SCHEDULE = {"flat", "timeline", "simulate"}
+"""The rest of ``schedule`` is standard library."""
+
+
+def modules() -> Iterator[tuple[str, Path, ast.Module]]:
+    """(room, path, tree) of every module; the room of a module of the hall is an empty string."""
+    for path in sorted(HOUSE.rglob("*.py")):
+        parts = path.relative_to(HOUSE).parts
+        yield parts[0] if len(parts) > 1 else "", path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Every imported module, also inside functions; what is imported for types alone does not count."""
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: import by the full name"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_folder_is_a_room_of_the_table() -> None:
+    rooms = {path.name for path in HOUSE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms <= set(ROOMS)
+
+
+def test_rooms_import_only_what_the_table_allows() -> None:
+    wrong = []
+    for room, path, tree in modules():
+        for name in imports(tree):
+            parts = name.split(".")
+            if parts[0] != "vpipe" or len(parts) < 2 or parts[1] not in ROOMS or parts[1] == room or not room:
+                continue
+            measuring = room == "plan" and parts[1] in ("runtime", "models") and path.stem not in TORCH_IN_PLAN
+            if parts[1] not in ROOMS[room] or measuring:
+                wrong.append(f"{path.relative_to(HOUSE)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_torch_and_numpy_stay_where_they_belong() -> None:
+    wrong = []
+    for room, path, tree in modules():
+        loaded = {name.split(".")[0] for name in imports(tree)}
+        without_torch = room in WITHOUT_TORCH or (room == "plan" and path.stem not in TORCH_IN_PLAN)
+        if without_torch and "torch" in loaded:
+            wrong.append(f"{path.relative_to(HOUSE)} imports torch")
+        if room == "schedule" and "numpy" in loaded and path.stem not in NUMPY_IN_SCHEDULE:
+            wrong.append(f"{path.relative_to(HOUSE)} imports numpy")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_command_line_prints() -> None:
+    wrong = [
+        f"{path.relative_to(HOUSE)}:{node.lineno}"
+        for room, path, tree in modules()
+        for node in ast.walk(tree)
+        if room != "cli" and isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "click.echo", "pprint")
+    ]
+    assert not wrong, wrong
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after ``code``."""
+    ask = f"import sys\n{code}\nsys.stdout.flush()\nprint('\\n' + ' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def call(*args: str) -> str:
+    run = f"try:\n    main({list(args)})\nexcept SystemExit as end:\n    assert not end.code"
+    return f"from vpipe.cli.main import main\n{run}"
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import vpipe", {"torch", "numpy", "click"}),
+        ("import vpipe.schedule", {"torch", "numpy"}),
+        ("import vpipe.schedule.catalog; vpipe.schedule.catalog.entries()", {"torch"}),
+        ("import vpipe.schedule.verify", {"torch"}),
+        (call("--help"), {"torch", "numpy"}),
+        (call("schedules"), {"torch"}),
+        (call("schedules", "--rank", "-p", "2", "-m", "4"), {"torch"}),
+        (call("draw", "1f1b", "-p", "2", "-m", "4"), {"torch"}),
+        (call("simulate", "1f1b", "-p", "2", "-m", "4"), {"torch"}),
+        (call("verify", "1f1b", "-p", "2", "-m", "4"), {"torch"}),
+    ],
+    ids=lambda value: value.splitlines()[-3].strip() if isinstance(value, str) and "main(" in value else None,
+)
+def test_answers_load_no_torch(code: str, absent: set[str]) -> None:
+    assert not absent & loaded_by(code)
