@@ -28,6 +28,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _NUM_PRICES = 16
+_LANE_WEIGHTS = (0.0, 0.25)
 _SLACK = 1e-9
 
 
@@ -79,24 +80,30 @@ class StageBounds:
     def _make_prices(self, saved: Floats) -> list[tuple[float, float, Floats]]:
         """(price per byte, weight of the swap lane, prefix sums of the priced layers)."""
         forward = np.array(self.forward)
-        frees = (self.units - 1) * saved
-        if not self.recompute or not (frees > 0).any():
+        some = saved > 0
+        if not self.recompute or self.units < 2 or not some.any():
             return []
-        slopes = np.unique(np.quantile(forward[frees > 0] / frees[frees > 0], np.linspace(0, 1, _NUM_PRICES)))
-        swaps = self.swap_bandwidth is not None and self.units > SWAP_RESIDENT
+        slopes = forward[some] / ((self.units - 1) * saved[some])
+        if self.swap_bandwidth is None or self.units <= SWAP_RESIDENT:
+            pairs = [(slope, 0.0) for slope in _quantiles(slopes, _NUM_PRICES)]
+            lane = np.full_like(saved, np.inf)
+        else:
+            lane = 2.0 * saved / self.swap_bandwidth
+            levers = _quantiles(slopes, _NUM_PRICES // 2) * self.swap_bandwidth * (self.units - SWAP_RESIDENT) / 2
+            pairs = []
+            # Indifferent between all three; and, where nothing is kept, between recomputing and swapping.
+            for slope, lever in zip(_quantiles(slopes, _NUM_PRICES // 2), levers, strict=True):
+                pairs.append((slope / (1 + lever), lever / (1 + lever)))
+            for weight in _LANE_WEIGHTS:
+                rates = ((1 - weight) * forward[some] - weight * lane[some]) / saved[some]
+                pairs += [(rate, weight) for rate in _quantiles(rates, _NUM_PRICES // 2)]
         found = []
-        for slope in slopes[slopes > 0]:
-            weights = [0.0]
-            if swaps and self.swap_bandwidth is not None:
-                lever = float(slope) * self.swap_bandwidth * (self.units - SWAP_RESIDENT) / 2
-                weights = [lever / (1 + lever)]
-            for weight in weights:
-                price = float(slope) * (1 - weight)
+        for price, weight in pairs:
+            if price > 0:
                 layer = np.minimum(price * self.units * saved, (1 - weight) * forward + price * saved)
-                if swaps and self.swap_bandwidth is not None:
-                    lane = 2.0 * saved / self.swap_bandwidth
+                if np.isfinite(lane).all():
                     layer = np.minimum(layer, weight * lane + price * SWAP_RESIDENT * saved)
-                found.append((price, weight, _prefix(layer)))
+                found.append((float(price), float(weight), _prefix(layer)))
         return found
 
     def times(self, start: Ints, stop: Ints) -> tuple[Floats, NDArray[np.bool_]]:
@@ -129,7 +136,8 @@ class StageBounds:
 
             def swap_time(recomputed: Floats) -> Floats:
                 left = np.maximum(need - recomputed * frees, 0.0)
-                return np.nan_to_num(np.ceil(left / unloads * (1 - _SLACK)) * lane, nan=0.0, posinf=0.0)
+                swapped: Floats = np.ceil(left / unloads * (1 - _SLACK)) * lane
+                return np.nan_to_num(swapped, nan=0.0, posinf=0.0)
 
             # The more are recomputed, the longer the compute lane and the shorter the swap lane: find where they cross.
             low, high = np.zeros_like(base), num_layers
@@ -170,6 +178,10 @@ class StageBounds:
             swap_bandwidth=self.swap_bandwidth,
             recompute=self.recompute,
         )
+
+
+def _quantiles(values: Floats, count: int) -> Floats:
+    return np.unique(np.quantile(values, np.linspace(0, 1, count)))
 
 
 def _prefix(values: list[float] | Floats) -> Floats:

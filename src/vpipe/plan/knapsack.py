@@ -24,6 +24,7 @@ from vpipe.plan.memory import SWAP_RESIDENT, Choice
 
 _RELATIVE = 1e-12
 _LANE_STEPS = 10
+_REPAIRS = 4
 LABEL_LIMIT = 4_000
 """Partial choices that ``solve`` extends before it settles for a bound."""
 
@@ -196,27 +197,42 @@ class Knapsack:
         return bound, price, lean
 
     def _improved(self, path: Path) -> tuple[float, Path]:
-        """The path with recomputed layers kept again where the memory left over allows it, dearest first."""
-        choices = list(path)
-        size, seconds, lane = self._figures(choices)
-        n = len(choices)
-        for i in sorted(range(n), key=lambda i: -self.forward[i]):
-            if choices[i] is not Choice.RECOMPUTE:
-                continue
+        """The path after single changes: fill the swap lane while that is free, unload the longer lane, tidy up."""
+        state = _State(self, list(path))
+        order = range(self.num_layers)
+        for i in order:
+            if self.swappable and state.choices[i] is Choice.KEEP and state.lane + self.lane[i] <= self.base:
+                state.change(i, Choice.SWAP)
+        for _ in range(_REPAIRS):
+            before = state.time
+            busy = Choice.SWAP if state.lane > self.base + state.seconds else Choice.RECOMPUTE
+            cost = self.lane if busy is Choice.SWAP else self.forward
+            relief = Choice.RECOMPUTE if busy is Choice.SWAP else Choice.SWAP
+            for i in sorted(order, key=lambda i: -cost[i]):
+                if state.choices[i] is busy and not state.change(i, Choice.KEEP):
+                    other = (
+                        self.base + state.seconds + self.forward[i]
+                        if busy is Choice.SWAP
+                        else state.lane + self.lane[i]
+                    )
+                    if self.swappable and self.recompute and other < state.time:
+                        state.change(i, relief)
+            if state.time >= before:
+                break
+        for i in order:
+            if state.choices[i] is Choice.SWAP:
+                state.change(i, Choice.KEEP)
+        _, seconds, lane = self._figures(state.choices)
+        return max(self.base + seconds, lane), tuple(state.choices)
+
+    def _local(self, choices: list[Choice], i: int, choice: Choice) -> float:
+        """The bytes that depend on the choice of layer ``i`` while the others stay."""
+        follows = i + 1 < self.num_layers and choices[i + 1] is Choice.RECOMPUTE
+        if choice is Choice.RECOMPUTE:
             joined = i > 0 and choices[i - 1] is Choice.RECOMPUTE
-            follows = i + 1 < n and choices[i + 1] is Choice.RECOMPUTE
-            change = (
-                self.keep[i]
-                - self.saved[i]
-                - (0 if joined else self.starts[i])
-                + (self.starts[i + 1] if follows else 0)
-            )
-            if size + change <= self.capacity:
-                choices[i] = Choice.KEEP
-                size += change
-                seconds -= self.forward[i]
-        seconds = self._figures(choices)[1]
-        return max(self.base + seconds, lane), tuple(choices)
+            return self.saved[i] + (0.0 if joined else self.starts[i])
+        own = self.keep[i] if choice is Choice.KEEP else self.resident[i]
+        return own + (self.starts[i + 1] if follows else 0.0)
 
     def _extend(self, price: float, weight: float, bound: float, best: tuple[float, Path], label_limit: int) -> Packing:
         """Extends partial choices layer by layer; ``best`` is the packing to beat."""
@@ -297,6 +313,29 @@ class Knapsack:
             if once + price * self.starts[i] < cost + other[i + 1]:
                 after_other[i] = (joined[0] + self.starts[i], *joined[1:])
         return after_recompute, after_other
+
+
+class _State:
+    """Choices that are changed one at a time, and what they add up to."""
+
+    def __init__(self, knapsack: Knapsack, choices: list[Choice]) -> None:
+        self.knapsack, self.choices = knapsack, choices
+        self.size, self.seconds, self.lane = knapsack._figures(choices)
+
+    @property
+    def time(self) -> float:
+        return max(self.knapsack.base + self.seconds, self.lane)
+
+    def change(self, i: int, choice: Choice) -> bool:
+        """Changes one layer if the memory allows it."""
+        knapsack, before = self.knapsack, self.choices[i]
+        size = self.size + knapsack._local(self.choices, i, choice) - knapsack._local(self.choices, i, before)
+        if size > knapsack.capacity:
+            return False
+        self.size, self.choices[i] = size, choice
+        self.seconds += ((choice is Choice.RECOMPUTE) - (before is Choice.RECOMPUTE)) * knapsack.forward[i]
+        self.lane += ((choice is Choice.SWAP) - (before is Choice.SWAP)) * knapsack.lane[i]
+        return True
 
 
 def _undominated(labels: list[Label], stronger: list[Label]) -> list[Label]:
