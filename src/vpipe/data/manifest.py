@@ -72,24 +72,31 @@ def new_folder(out: Path) -> Iterator[Path]:
     """A folder to write into that becomes ``out`` when the block ends well, and vanishes when it does not."""
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise UserError(f"{out} exists already; name another --out or remove it first")
-    temporary: Path | None = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}); name another --out") from None
+    try:
         yield temporary
         temporary.chmod(0o777 & ~_umask())
         os.replace(temporary, out)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        if _disk_is_full(error):
             raise UserError(
                 f"the disk is full: {out} was not built, nothing is left of it; free space or name another --out"
             ) from None
-        if error.filename is not None and Path(os.fsdecode(error.filename)).parent == out.parent:
-            raise UserError(f"{out} cannot be written ({error.strerror}); name another --out") from None
         raise
     finally:
-        if temporary is not None and temporary.exists():
-            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _disk_is_full(error: Exception) -> bool:
+    """The libraries below us have an ``errno`` or only a text."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and error.errno in full:
+        return True
+    return any(f"errno = {code}," in str(error) or f"os error {code})" in str(error) for code in full)
 
 
 def _umask() -> int:

@@ -187,6 +187,10 @@ def _write_shard(path: Path, examples: list[Example]) -> None:
         fields["segment_ids"][row, : len(example.segments)] = example.segments
         fields["masked_lm_positions"][row, : len(example.positions)] = example.positions
         fields["masked_lm_ids"][row, : len(example.answers)] = example.answers
-    with require("h5py").File(path, "w") as file:
+    # Made in memory and written by Python: on a full disk HDF5 itself prints tracebacks and then crashes the process.
+    with require("h5py").File(path.name, "w", driver="core", backing_store=False) as file:
         for name, values in fields.items():
             file.create_dataset(name, data=values, compression="gzip")
+        file.flush()
+        image = file.id.get_file_image()
+    path.write_bytes(image)
