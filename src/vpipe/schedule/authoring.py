@@ -64,7 +64,14 @@ def unroll(down: int, up: int, num_microbatches: int, phases: Iterable[tuple[int
     return actions
 
 
-def check_counts(**counts: int) -> None:
+def check_flags(**flags: object) -> None:
+    """Refuse anything but True and False, by name."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise UserError(f"{name} must be true or false, not {flag!r}")
+
+
+def check_counts(**counts: object) -> None:
     """Refuse anything but whole numbers of at least 1, by name."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:

@@ -1,4 +1,4 @@
-"""The schedules by name: what each is, what it needs, what it costs, and how to build it.
+"""The schedules by name.
 
     build("1f1b", 4, 8)                      4 ranks, 8 microbatches
     build("interleaved", 4, 8, 2)            2 stages per rank
@@ -7,75 +7,28 @@
 The table itself is ``catalog_entries.py``. Options of a schedule are the keyword-only parameters of its function, so
 that an option which nobody reads cannot exist. A schedule of another package is entered in
 ``vpipe.registry.SCHEDULE_REGISTRY`` (or offered by an entry point of the group ``vpipe.schedules``), as an ``Entry`` or
-as a plain function, and is then built by the same call.
+as a plain function ``(num_ranks, num_microbatches, …) -> Program``, and is then built by the same call.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from vpipe.errors import UserError, nearest
 from vpipe.registry import SCHEDULE_REGISTRY
-from vpipe.schedule.authoring import check_counts
+from vpipe.schedule.catalog_entries import CATALOG
+from vpipe.schedule.entry import Entry
 from vpipe.schedule.program import Program
 
-Author = Callable[..., Program]
+__all__ = ["Entry", "build", "entries", "get"]
 
+for _each in CATALOG:
+    if _each.name not in SCHEDULE_REGISTRY:
+        SCHEDULE_REGISTRY.register(_each.name)(_each)
 
-@dataclass(frozen=True)
-class Entry:
-    """One schedule.
-
-    Formulas use p ranks, m microbatches, v stages per rank, and F, I, W, T = F+I+W of one rank's whole share.
-    """
-
-    name: str
-    author: Author
-    summary: str
-    mode: str = "bsp"
-    """``bsp``: one update per batch, after a flush. ``asp``: units of several updates are in flight together."""
-    needs: str = "any p and m"
-    bubble: str = "not stated"
-    """Makespan beyond the ideal m·T."""
-    memory: str = "not stated"
-    """Peak activations; the unit is one microbatch on one rank's share."""
-    weight_copies: str = "1"
-    aliases: tuple[str, ...] = ()
-    stages_per_rank: int = 1
-    """The default v."""
-    any_stages_per_rank: bool = False
-    """Whether v is free. Where it is not, only the default is accepted."""
-    blocking: bool = False
-    """Whether the runtime is to end every transfer before it goes on (``naive``)."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Option → default."""
-        parameters = inspect.signature(self.author).parameters.values()
-        return {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
-
-    def build(
-        self, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, **options: Any
-    ) -> Program:
-        """The program, or a ``UserError`` that says in one sentence what the schedule needs."""
-        check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
-        known = self.options
-        for option in options:
-            if option not in known:
-                has = f"its options are {', '.join(known)}" if known else "it has none"
-                raise UserError(f"{self.name} has no option {option!r}{nearest(option, known)}; {has}")
-        if stages_per_rank is None:
-            return self.author(num_ranks, num_microbatches, **options)
-        check_counts(stages_per_rank=stages_per_rank)
-        if self.any_stages_per_rank:
-            return self.author(num_ranks, num_microbatches, stages_per_rank, **options)
-        if stages_per_rank != self.stages_per_rank:
-            noun = "stage" if self.stages_per_rank == 1 else "stages"
-            raise UserError(f"{self.name} has {self.stages_per_rank} {noun} per rank, not {stages_per_rank}")
-        return self.author(num_ranks, num_microbatches, **options)
+_NAMES = {name.lower(): each.name for each in CATALOG for name in (each.name, *each.aliases)}
+"""Name or alias in lower case → name."""
 
 
 def build(
@@ -87,27 +40,19 @@ def build(
 
 def get(name: str) -> Entry:
     """The entry of that name or alias, whatever its case; an unknown name is answered with the nearest."""
-    aliases = {alias.lower(): each.name for each in entries() for alias in (each.name, *each.aliases)}
-    found = aliases.get(name.lower(), name)
-    if found not in SCHEDULE_REGISTRY:
-        names = [each.name for each in entries()]
-        raise UserError(
-            f"there is no schedule {name!r}{nearest(name.lower(), [*aliases, *SCHEDULE_REGISTRY]) or ';'} "
-            f"known: {', '.join(names)}"
-        )
-    return _entry(found)
+    found = _NAMES.get(str(name).lower(), name)
+    if found in SCHEDULE_REGISTRY:
+        return _entry(found)
+    known = SCHEDULE_REGISTRY.list_registered()
+    hint = nearest(str(name).lower(), [*_NAMES, *known]) or ";"
+    raise UserError(f"there is no schedule {name!r}{hint} known: {', '.join(known)}")
 
 
 def entries() -> list[Entry]:
     """The catalogue in its own order, then the schedules of other packages, by name."""
-    from vpipe.schedule.catalog_entries import CATALOG
-
-    for each in CATALOG:
-        if each.name not in SCHEDULE_REGISTRY:
-            SCHEDULE_REGISTRY.register(each.name)(each)
-    own = {each.name for each in CATALOG}
+    own = [each.name for each in CATALOG]
     others = [name for name in SCHEDULE_REGISTRY.list_registered() if name not in own]
-    return [_entry(each.name) for each in CATALOG] + [_entry(name) for name in others]
+    return [_entry(name) for name in own] + [_or_broken(name) for name in others]
 
 
 def _entry(name: str) -> Entry:
@@ -119,6 +64,20 @@ def _entry(name: str) -> Entry:
         raise UserError(
             f"the schedule {name!r} must be a function (num_ranks, num_microbatches) -> Program, not {found!r}"
         )
-    free = "stages_per_rank" in inspect.signature(found).parameters
     summary = (inspect.getdoc(found) or "a schedule of another package").splitlines()[0]
-    return Entry(name, found, summary, any_stages_per_rank=free)
+    free = inspect.signature(found).parameters.get("stages_per_rank")
+    default = free.default if free is not None and isinstance(free.default, int) else 1
+    return Entry(name, found, summary, stages_per_rank=default, any_stages_per_rank=free is not None)
+
+
+def _or_broken(name: str) -> Entry:
+    """A plug-in that does not load is listed with the reason, and raises it only when it is built."""
+    try:
+        return _entry(name)
+    except UserError as error:
+        reason = error
+
+        def author(num_ranks: int, num_microbatches: int) -> Program:
+            raise reason
+
+        return Entry(name, author, f"cannot be used: {reason}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vpipe.schedule.catalog import Entry
 from vpipe.schedule.dualpipe import dualpipe_v
+from vpipe.schedule.entry import Entry
 from vpipe.schedule.gpipe import gpipe, naive
-from vpipe.schedule.interleaved import interleaved, looped_bfs
+from vpipe.schedule.interleaved import interleaved, interleaved_zb, looped_bfs
 from vpipe.schedule.one_f_one_b import eager_1f1b, one_f_one_b
 from vpipe.schedule.pipedream import pipedream, pipedream_2bw
 from vpipe.schedule.v_shape import v_half, v_min, zb_v
@@ -94,6 +94,17 @@ CATALOG: tuple[Entry, ...] = (
         bubble="at most that of 1f1b, zb-h1 and zb-h2 within the memory",
         memory="memory_limit",
         aliases=("zb_auto",),
+    ),
+    Entry(
+        "interleaved-zb",
+        interleaved_zb,
+        "zb-h1 with v stages per rank in a loop",
+        needs="any p and m; the bubble holds where m ≥ p and W ≤ I, the memory where p divides m",
+        bubble="(p-1)(F+I-W)/v",
+        memory="p on every rank",
+        aliases=("interleaved_zb", "ScheduleInterleavedZeroBubble", "InterleavedZeroBubble"),
+        stages_per_rank=2,
+        any_stages_per_rank=True,
     ),
     Entry(
         "zb-v",

@@ -16,13 +16,14 @@ actions run one by one: ``deepseek_drain`` chooses it.
 from __future__ import annotations
 
 from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import batch, unroll
+from vpipe.schedule.authoring import batch, check_flags, unroll
 from vpipe.schedule.placement import vee
 from vpipe.schedule.program import Program
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, *, deepseek_drain: bool = False) -> Program:
     """Fill with forwards, pair backwards with forwards of the other half, turn, drain with split backwards."""
+    check_flags(deepseek_drain=deepseek_drain)
     p, m = num_ranks, max(num_microbatches, 2 * num_ranks)
 
     def row(rank: int) -> list[Action]:

@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import STEP, B, F, check_counts, one_forward_one_backward
+from vpipe.schedule.authoring import STEP, B, F, check_counts, check_flags, one_forward_one_backward
 from vpipe.schedule.placement import replicated
 from vpipe.schedule.program import Program, Versions
 
@@ -47,9 +47,10 @@ def pipedream(
     ``vertical_sync`` makes every stage read the version that stage 0 read.
     """
     check_counts(update_interval=update_interval)
-    replicas = [1] * num_ranks if replicas is None else list(replicas)
+    check_flags(vertical_sync=vertical_sync)
+    replicas = [1] * num_ranks if replicas is None else _listed("replicas", replicas)
     _check_replicas(num_ranks, num_microbatches, replicas)
-    depths = warm_up(replicas) if depths is None else list(depths)
+    depths = warm_up(replicas) if depths is None else _listed("depths", depths)
     _check_depths(depths, replicas)
     placement = replicated(replicas)
     rows = []
@@ -85,6 +86,12 @@ def _row(stage: int, units: range, num_ahead: int, update_interval: int) -> Iter
             done += 1
             if done % update_interval == 0 or done == len(units):
                 yield Action(stage, STEP)
+
+
+def _listed(name: str, given: object) -> list[int]:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise UserError(f"{name} must be a list with one number per stage, not {given!r}")
+    return list(given)
 
 
 def _check_replicas(num_ranks: int, num_microbatches: int, replicas: Sequence[int]) -> None:

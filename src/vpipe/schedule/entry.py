@@ -1,0 +1,71 @@
+"""One line of the catalogue: what a schedule is, what it needs, what it costs, and the function that writes it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vpipe.errors import UserError, nearest
+from vpipe.schedule.authoring import check_counts
+from vpipe.schedule.program import Program
+
+Author = Callable[..., object]
+"""(num_ranks, num_microbatches[, stages_per_rank], *, options) -> Program; what another package returns is checked."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One schedule.
+
+    Formulas use p ranks, m microbatches, v stages per rank, and F, I, W, T = F+I+W of one rank's whole share.
+    """
+
+    name: str
+    author: Author
+    summary: str
+    mode: str = "bsp"
+    """``bsp``: one update per batch, after a flush. ``asp``: units of several updates are in flight together."""
+    needs: str = "any p and m"
+    bubble: str = "not stated"
+    """Makespan beyond the ideal m·T."""
+    memory: str = "not stated"
+    """Peak activations; the unit is one microbatch on one rank's share."""
+    weight_copies: str = "1"
+    aliases: tuple[str, ...] = ()
+    stages_per_rank: int = 1
+    """The default v."""
+    any_stages_per_rank: bool = False
+    """Whether v is free. Where it is not, only the default is accepted."""
+    blocking: bool = False
+    """Whether the runtime is to end every transfer before it goes on (``naive``)."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Option → default."""
+        parameters = inspect.signature(self.author).parameters.values()
+        return {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+
+    def build(
+        self, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, **options: Any
+    ) -> Program:
+        """The program, or a ``UserError`` that says in one sentence what the schedule needs."""
+        check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
+        known = self.options
+        for option in options:
+            if option not in known:
+                has = f"its options are {', '.join(known)}" if known else "it has none"
+                raise UserError(f"{self.name} has no option {option!r}{nearest(option, known)}; {has}")
+        counts = [num_ranks, num_microbatches]
+        if stages_per_rank is not None:
+            check_counts(stages_per_rank=stages_per_rank)
+            if self.any_stages_per_rank:
+                counts.append(stages_per_rank)
+            elif stages_per_rank != self.stages_per_rank:
+                noun = "stage" if self.stages_per_rank == 1 else "stages"
+                raise UserError(f"{self.name} has {self.stages_per_rank} {noun} per rank, not {stages_per_rank}")
+        program = self.author(*counts, **options)
+        if not isinstance(program, Program):
+            raise UserError(f"the schedule {self.name!r} must return a Program, not {type(program).__name__}")
+        return program
