@@ -1,0 +1,230 @@
+"""The plan: which layers where, what to recompute, what to swap, under which schedule, and how good that provably is.
+
+    plan(profile, 4, memory="4GiB", num_microbatches=8)                      the best partition for 1f1b
+    plan(profile, 4, memory="4GiB", num_microbatches=8, schedule="auto")     and the best schedule
+
+For a schedule with one stage per rank the partition minimises ``Σ t_s + transfers + (m-1) · max t_s`` (asynchronous:
+``m · max t_s``) exactly, or says how far it may be off. The step time is then simulated with the schedule's own
+program. With several stages per rank the same search serves as a heuristic, and the gap is to the time that the work
+alone takes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vpipe.errors import UserError
+from vpipe.plan.advice import Misfit, explain_limit
+from vpipe.plan.bounds import Options
+from vpipe.plan.costs import Profile, align
+from vpipe.plan.layout import Layout
+from vpipe.plan.memory import Choice
+from vpipe.plan.partition import EFFORT, Objective, Partition, best_partition
+from vpipe.plan.predict import Machine, Pipe, Prediction, predict, stage_facts
+from vpipe.plan.units import format_bytes, format_seconds, parse_bytes
+from vpipe.schedule.catalog import entries
+
+_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+"""What a stage may take of its rank's memory when a rank holds several: the largest with which the rank fits."""
+_NOT_FOR_AUTO = ("naive", "zb-auto")
+"""``naive`` is for debugging, ``zb-auto`` plans on its own and is slow."""
+
+Memory = str | float | Sequence[str | float] | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout under a schedule, what it is predicted to do, and the proof."""
+
+    layout: Layout
+    schedule: str
+    num_ranks: int
+    stages_per_rank: int
+    num_microbatches: int
+    microbatch_rows: int
+    memory: tuple[float, ...]
+    prediction: Prediction
+    objective: float
+    """What was minimised: the closed form of the step time."""
+    lower_bound: float
+    """No plan under this schedule and memory has a smaller objective."""
+    limit: str
+    """What keeps it from being faster, in words."""
+    ranking: tuple[tuple[str, float], ...] = ()
+    """``auto``: every schedule that fits with its step time, best first."""
+
+    @property
+    def step_time(self) -> float:
+        return self.prediction.step_time
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1 - self.lower_bound / self.objective) if self.objective > 0 else 0.0
+
+    @property
+    def exact(self) -> bool:
+        return self.gap <= 2e-9
+
+    def to_json(self) -> dict[str, Any]:
+        p = self.prediction
+        return {
+            "format": "vpipe-plan",
+            "version": 1,
+            "schedule": self.schedule,
+            "num_ranks": self.num_ranks,
+            "stages_per_rank": self.stages_per_rank,
+            "num_microbatches": self.num_microbatches,
+            "microbatch_rows": self.microbatch_rows,
+            **self.layout.to_json(),
+            "step_time": p.step_time,
+            "bubble": p.bubble,
+            "stage_times": list(p.stage_times),
+            "stage_memory": [terms.to_json() for terms in p.stage_memory],
+            "rank_memory": list(p.rank_memory),
+            "memory": [None if cap == float("inf") else cap for cap in self.memory],
+            "objective": self.objective,
+            "lower_bound": self.lower_bound,
+            "gap": self.gap,
+            "exact": self.exact,
+            "limit": self.limit,
+            "ranking": [{"schedule": name, "step_time": time} for name, time in self.ranking],
+        }
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    def table(self) -> str:
+        """The plan as a person reads it."""
+        head = ("stage", "layers", "recompute", "swap", "time", "memory")
+        rows = []
+        for s, choices in enumerate(self.layout.choices):
+            counts = [choices.count(choice) for choice in (Choice.RECOMPUTE, Choice.SWAP)]
+            span = f"{self.layout.cuts[s]}-{self.layout.cuts[s + 1] - 1}"
+            time, size = self.prediction.stage_times[s], self.prediction.stage_memory[s].total
+            rows.append(
+                (str(s), span, *(str(n) if n else "-" for n in counts), format_seconds(time), format_bytes(size))
+            )
+        proof = "exact" if self.exact else f"within {self.gap:.2%} of the best"
+        return "\n".join(
+            [
+                f"{self.schedule}: {self.num_ranks} ranks, "
+                f"{self.num_microbatches} microbatches of {self.microbatch_rows} rows",
+                align([head, *rows], left=set()),
+                f"step {format_seconds(self.step_time)}, bubble {self.prediction.bubble:.1%}; {proof}",
+                f"limited by {self.limit}",
+            ]
+        )
+
+
+def plan(
+    profile: Profile,
+    num_ranks: int,
+    *,
+    num_microbatches: int | Iterable[int],
+    memory: Memory = None,
+    schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
+    speed: float | Sequence[float] = 1.0,
+    recompute: bool = True,
+    swap: bool = True,
+    batch_rows: int | None = None,
+    modes: Sequence[str] = ("bsp",),
+    effort: int = EFFORT,
+) -> Plan:
+    """The best plan for ``num_ranks`` ranks.
+
+    ``memory`` is a cap for every rank or one for each. ``schedule="auto"`` tries the catalogue (of the given
+    ``modes``). Several ``num_microbatches`` are compared by time per row; with ``batch_rows`` they are ways to cut the
+    same batch, and each microbatch has ``batch_rows / m`` rows. What fits nowhere is a ``UserError`` that says what is
+    missing.
+    """
+    machine = Machine.of(num_ranks, _caps(memory), speed)
+    options = Options(recompute, swap and profile.swap_bandwidth is not None)
+    counts = [num_microbatches] if isinstance(num_microbatches, int) else list(num_microbatches)
+    if num_ranks < 1 or not counts or min(counts) < 1:
+        raise UserError(f"a plan needs at least one rank and one microbatch, not {num_ranks} and {counts}")
+    found: list[Plan] = []
+    misfits: list[Misfit] = []
+    refusals: list[UserError] = []
+    for count in counts:
+        scaled = profile if batch_rows is None else profile.scaled(_rows(batch_rows, count))
+        for name in _candidates(schedule, modes):
+            try:
+                pipe = Pipe.of(name, num_ranks, count, stages_per_rank if schedule != "auto" else None)
+                found.append(_plan(scaled, pipe, machine, options, effort))
+            except Misfit as misfit:
+                misfits.append(misfit)
+            except UserError as error:
+                refusals.append(error)
+    if not found and misfits:
+        raise min(misfits, key=lambda misfit: misfit.missing).explained()
+    if not found:
+        raise refusals[0]
+    found.sort(key=lambda each: each.step_time / (each.num_microbatches * each.microbatch_rows))
+    names = [each.schedule if len(counts) == 1 else f"{each.schedule} m={each.num_microbatches}" for each in found]
+    ranking = tuple((name, each.step_time) for name, each in zip(names, found, strict=True))
+    return replace(found[0], ranking=ranking if len(found) > 1 else ())
+
+
+def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, effort: int) -> Plan:
+    if pipe.num_stages > profile.num_layers:
+        raise UserError(
+            f"{pipe.entry.name} on {pipe.num_ranks} ranks has {pipe.num_stages} stages, but the model has only "
+            f"{profile.num_layers} layers; use fewer ranks"
+        )
+    rounds = pipe.num_microbatches * pipe.stages_per_rank
+    objective = Objective(0.0, rounds) if pipe.asynchronous else Objective(1.0, rounds - 1)
+    several = pipe.stages_per_rank > 1
+    even = 1.0 / pipe.stages_per_rank
+    best: tuple[Partition, Layout, Prediction] | None = None
+    # One stage per rank: one round, with all of the rank's memory.
+    for share in (*(share for share in _SHARES if share > even), even):
+        partition = best_partition(
+            profile, stage_facts(pipe.program, machine, share), objective, options, effort=effort
+        )
+        if not isinstance(partition, Partition):
+            break
+        layout = Layout(partition.cuts, partition.choices)
+        prediction = predict(profile, layout, pipe, machine)
+        if all(size <= cap for size, cap in zip(prediction.rank_memory, machine.memory, strict=True)):
+            best = partition, layout, prediction
+            break
+    if best is None:
+        raise Misfit(profile, pipe, machine, options)
+    partition, layout, prediction = best
+    work = sum(layer.total for layer in profile.layers)
+    return Plan(
+        layout=layout,
+        schedule=pipe.entry.name,
+        num_ranks=pipe.num_ranks,
+        stages_per_rank=pipe.stages_per_rank,
+        num_microbatches=pipe.num_microbatches,
+        microbatch_rows=profile.microbatch_rows,
+        memory=machine.memory,
+        prediction=prediction,
+        objective=prediction.step_time if several else partition.value,
+        lower_bound=pipe.num_microbatches * work / sum(machine.speed) if several else partition.bound,
+        limit=explain_limit(profile, layout, prediction),
+    )
+
+
+def _candidates(schedule: str, modes: Sequence[str]) -> list[str]:
+    if schedule != "auto":
+        return [schedule]
+    return [entry.name for entry in entries() if entry.mode in modes and entry.name not in _NOT_FOR_AUTO]
+
+
+def _caps(memory: Memory) -> float | Sequence[float] | None:
+    if memory is None or isinstance(memory, str | int | float):
+        return None if memory is None else float(parse_bytes(memory))
+    return [float(parse_bytes(each)) for each in memory]
+
+
+def _rows(batch_rows: int, num_microbatches: int) -> int:
+    if batch_rows % num_microbatches:
+        raise UserError(f"a batch of {batch_rows} rows cannot be cut into {num_microbatches} equal microbatches")
+    return batch_rows // num_microbatches
