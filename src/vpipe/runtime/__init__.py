@@ -1,0 +1,1 @@
+"""Executes programs: stages, transports, weight versions, and the one loop that runs them all."""

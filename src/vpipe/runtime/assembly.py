@@ -1,0 +1,243 @@
+"""Putting a pipeline together: who joins, who builds which layer, which weights start equal.
+
+Everything here runs once, before the first step.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vpipe.errors import UserError
+from vpipe.layer import Layer, TiedWeight
+from vpipe.runtime.engine import Engine
+from vpipe.runtime.flow import Flow
+from vpipe.runtime.programs import Programs, ScheduleSpec
+from vpipe.runtime.stage import Loss, Stage, StageOptions
+from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.update import LossScale, UpdateOptions, Updater
+from vpipe.runtime.weights import check_sharing
+from vpipe.runtime.wire import Envelope, flatten, unflatten
+from vpipe.schedule.placement import Placement
+
+SETUP_STEP = -1
+BuildModule = Callable[[int, Layer, int], nn.Module]
+"""(layer index, layer, replica) → module."""
+
+
+def under_launcher() -> bool:
+    """Whether this process is one of several: a process group exists, or torchrun, srun or ``vpipe run`` has described one."""
+    return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def join(timeout: float) -> int:
+    """Join the others; how many there are."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    return dist.get_world_size()
+
+
+def own_module(index: int, layer: Layer, replica: int) -> nn.Module:
+    """In a process of its own, a rank uses the module it was given."""
+    return layer.build()
+
+
+class CopiesForReplicas:
+    """In one process, every replica of a stage but the first needs modules of its own."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+
+    def __call__(self, index: int, layer: Layer, replica: int) -> nn.Module:
+        module = layer.build()
+        return copy.deepcopy(module) if replica and module is layer.module else module
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Everything that engines are made of."""
+
+    layers: Sequence[Layer]
+    loss: Loss
+    flow: Flow
+    programs: Programs
+    recompute: Collection[int]
+    tied: Sequence[TiedWeight]
+    optimizer: Callable[[Any], Any] | None
+    update: UpdateOptions
+    loss_scale: LossScale
+    seed: int
+    fused: bool
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+    def engine(self, transport: Transport, build: BuildModule, lock: threading.Lock | None) -> Engine:
+        """The engine of one rank, with the layers of its stages and nobody else's."""
+        placement = self.programs.spec.placement
+        stages = {}
+        for index in placement.stages_of[transport.rank]:
+            replica = placement.ranks_of[index].index(transport.rank)
+            modules = {layer: build(layer, self.layers[layer], replica) for layer in range(*self.flow.bounds[index])}
+            options = StageOptions(
+                versioned=not self.programs.synchronous,
+                splits=index in self.programs.splits,
+                fused=self.fused,
+                recompute=self.recompute,
+                autocast=self.autocast,
+            )
+            stages[index] = Stage(index, self.flow, modules, self.loss, options)
+        self._check_sharing(stages)
+        optimizers = {index: self._optimizer(stage) for index, stage in stages.items()} if self.optimizer else {}
+        scale = self.loss_scale if lock is None and transport.num_ranks == 1 else copy.copy(self.loss_scale)
+        updater = Updater(transport, placement, stages, optimizers, self.tied, self.update, scale)
+        return Engine(stages, self.flow, transport, updater, self.seed, self.autocast, lock)
+
+    def _optimizer(self, stage: Stage) -> Any:
+        assert self.optimizer is not None
+        parameters = [p for p in stage.weights.parameters.values() if p.requires_grad]
+        if not parameters:
+            return _NoOptimizer()
+        return self.optimizer(parameters)
+
+    def _check_sharing(self, stages: dict[int, Stage]) -> None:
+        modules = {layer: module for stage in stages.values() for layer, module in stage.modules.items()}
+        for first, second in check_sharing(modules):
+            raise UserError(
+                f"layers share one parameter ({first} and {second}); give each layer its own and declare "
+                f"tied=[TiedWeight((({_owner(first)}), ({_owner(second)})))], so that their gradients are summed across stages"
+            )
+
+
+class _NoOptimizer:
+    """The optimizer of a stage that has nothing to train."""
+
+    param_groups: list[dict[str, Any]] = []  # noqa: RUF012 - never changed
+
+    def step(self) -> None:
+        pass
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {}, "param_groups": []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _owner(name: str) -> str:
+    layer, parameter = name.split(".", 1)
+    return f'{layer}, "{parameter}"'
+
+
+def thread_safe(layers: Sequence[Layer]) -> bool:
+    """Whether the layers say that ranks of one process may run them at the same time (they draw no random numbers)."""
+    return all(getattr(layer.module, "vpipe_thread_safe", False) for layer in layers)
+
+
+def recomputed_layers(recompute: float | Sequence[float] | Collection[int], bounds: Sequence[tuple[int, int]]) -> frozenset[int]:
+    """The layers that are computed again: a set of indices, or the last ``int(ratio * n)`` of each stage's n layers."""
+    if isinstance(recompute, set | frozenset):
+        return frozenset(int(layer) for layer in recompute)
+    ratios = [float(recompute)] * len(bounds) if isinstance(recompute, int | float) else [float(ratio) for ratio in recompute]
+    if len(ratios) != len(bounds):
+        raise UserError(f"recompute has {len(ratios)} ratios, but there are {len(bounds)} stages; give one number, or one a stage")
+    for stage, ratio in enumerate(ratios):
+        if not 0 <= ratio <= 1:
+            raise UserError(f"the recompute ratio of stage {stage} is {ratio}; it must lie between 0 and 1")
+    chosen = (range(end - int(ratio * (end - begin)), end) for ratio, (begin, end) in zip(ratios, bounds, strict=True))
+    return frozenset(layer for layers in chosen for layer in layers)
+
+
+def check_tied(tied: Sequence[TiedWeight], layers: Sequence[Layer], spec: ScheduleSpec) -> None:
+    for tie in tied:
+        for layer, name in tie.owners:
+            if not 0 <= layer < len(layers):
+                raise UserError(f"the tied weight {name!r} is said to be in layer {layer}, but layers are 0..{len(layers) - 1}")
+    if tied and not spec.synchronous:
+        raise UserError(f"tied weights need a synchronous schedule: {spec.describe()} updates stages at different times; use 1f1b, or untie them")
+
+
+def groups(placement: Placement, tied: Sequence[TiedWeight], flow: Flow) -> list[list[int]]:
+    """The sets of ranks that exchange something among themselves."""
+    found = [list(ranks) for ranks in placement.ranks_of if len(ranks) > 1]
+    for tie in tied:
+        stages = {flow.stage_of(("", layer)) for layer, _ in tie.owners}
+        found.append(sorted({rank for stage in stages for rank in placement.ranks_of[stage]}))
+    return [ranks for ranks in found if len(ranks) > 1]
+
+
+def share_initial_weights(engine: Engine, placement: Placement, tied: Sequence[TiedWeight]) -> None:
+    """Replica 0 of every stage gives its weights to the others; the first owner of a tied weight gives it to the others."""
+    engine.transport.begin_step(SETUP_STEP)
+    for index, stage in engine.stages.items():
+        ranks = placement.ranks_of[index]
+        if len(ranks) > 1:
+            state = {name: tensor for layer, module in stage.modules.items() for name, tensor in _state(layer, module)}
+            _broadcast(engine, index, ranks, state)
+    for number, tie in enumerate(tied):
+        _share_tied(engine, placement, tie, number)
+    engine.transport.end_step()
+
+
+def _state(layer: int, module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(f"{layer}.{name}", tensor) for name, tensor in module.state_dict().items()]
+
+
+def _broadcast(engine: Engine, index: int, ranks: Sequence[int], state: dict[str, Tensor]) -> None:
+    for replica, rank in enumerate(ranks[1:], 1):
+        envelope = Envelope(SETUP_STEP, index, index, replica, 0)
+        if engine.rank == ranks[0]:
+            engine.transport.send(envelope, rank, list(state.values()))
+        elif engine.rank == rank:
+            engine.transport.post(envelope, ranks[0])
+            with torch.no_grad():
+                for mine, theirs in zip(state.values(), engine.transport.take(envelope), strict=True):
+                    mine.copy_(theirs)
+
+
+def _share_tied(engine: Engine, placement: Placement, tie: TiedWeight, number: int) -> None:
+    homes = defaultdict(list)
+    for layer, name in tie.owners:
+        for rank in placement.ranks_of[engine.flow.stage_of(("", layer))]:
+            homes[rank].append((layer, name))
+    first = placement.ranks_of[engine.flow.stage_of(("", tie.owners[0][0]))][0]
+    parameters = {f"{layer}.{name}": p for stage in engine.stages.values() for layer, module in stage.modules.items() for name, p in module.named_parameters()}
+    for rank, owners in homes.items():
+        envelope = Envelope(SETUP_STEP, 0, rank, number, 1)
+        if engine.rank == first:
+            layer, name = tie.owners[0]
+            value = parameters[f"{layer}.{name}"].detach()
+            if rank != first:
+                engine.transport.send(envelope, rank, value)
+        if engine.rank == rank:
+            if rank != first:
+                engine.transport.post(envelope, first)
+                value = engine.transport.take(envelope)
+            with torch.no_grad():
+                for layer, name in owners:
+                    parameters[f"{layer}.{name}"].copy_(value)
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """Units' outputs as one batch."""
+    lists: list[list[Tensor]] = []
+    structure = None
+    for output in outputs:
+        tensors: list[Tensor] = []
+        structure = flatten(output, tensors)
+        lists.append(tensors)
+    columns = iter([torch.cat(column) if column[0].dim() else torch.stack(column) for column in zip(*lists, strict=True)])
+    assert structure is not None
+    return unflatten(structure, lambda: next(columns))

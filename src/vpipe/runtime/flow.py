@@ -1,0 +1,106 @@
+"""Who reads what from whom: the names of the layer contract, resolved once for a partition.
+
+A *value* is a name together with the layer that wrote it (-1 for an input of the model): ``("x", 3)`` is the ``x`` that layer 3 wrote.
+A value goes directly from the stage that holds its writer to every stage that reads it, over any distance. The model's inputs belong to
+stage 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vpipe.errors import UserError
+from vpipe.layer import FLOW, Layer, input_names
+
+Value = tuple[str, int]
+INPUT = -1
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Reads and writes of every layer, as values, and the stage of every layer."""
+
+    layers: tuple[Layer, ...]
+    bounds: tuple[tuple[int, int], ...]
+    """Per stage, its layers as a half-open interval."""
+    reads: tuple[tuple[Value, ...], ...]
+    """Per layer, the values it reads, in the order of ``Layer.reads``."""
+    inputs: tuple[str, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds)
+
+    def stage_of(self, value: Value) -> int:
+        """The stage that holds the writer of a value."""
+        layer = max(value[1], 0)
+        return next(stage for stage, (begin, end) in enumerate(self.bounds) if begin <= layer < end)
+
+    def outputs(self) -> tuple[Value, ...]:
+        """What the last layer writes: the model's output."""
+        last = len(self.layers) - 1
+        return tuple((name, last) for name in self.layers[last].writes)
+
+    def taken(self, begin: int, end: int) -> tuple[Value, ...]:
+        """The values that layers ``begin..end-1`` read from before."""
+        found = {value: None for layer in range(begin, end) for value in self.reads[layer] if value[1] < begin}
+        return tuple(found)
+
+    def sent(self, source: int, target: int) -> tuple[Value, ...]:
+        """The values that stage ``target`` reads from stage ``source``."""
+        return tuple(value for value in self.taken(*self.bounds[target]) if self.stage_of(value) == source)
+
+    def skips(self) -> frozenset[tuple[int, int]]:
+        """Pairs of stages that exchange values beside the chain."""
+        return frozenset(
+            (source, target)
+            for target in range(self.num_stages)
+            for source in range(target - 1)
+            if self.sent(source, target)
+        )
+
+
+def resolve(layers: Sequence[Layer], partition: Sequence[int]) -> Flow:
+    """The flow of ``layers`` cut into stages of ``partition`` layers each."""
+    check_partition(partition, len(layers))
+    writer = dict.fromkeys(input_names(layers), INPUT)
+    reads = []
+    for index, layer in enumerate(layers):
+        reads.append(tuple((name, writer[name]) for name in layer.reads))
+        writer.update(dict.fromkeys(layer.writes, index))
+    ends = [sum(partition[: stage + 1]) for stage in range(len(partition))]
+    bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    return Flow(tuple(layers), bounds, tuple(reads), input_names(layers))
+
+
+def check_partition(partition: Sequence[int], num_layers: int) -> None:
+    if any(size < 1 for size in partition):
+        raise UserError(f"the partition {list(partition)} has an empty stage; every stage needs at least one layer")
+    if sum(partition) != num_layers:
+        raise UserError(
+            f"the partition {list(partition)} covers {sum(partition)} layers, but the model has {num_layers}; make the sum {num_layers}"
+        )
+
+
+def even_partition(num_layers: int, num_stages: int) -> list[int]:
+    """Equal counts, the surplus to the middle stages: the first and the last also carry the embedding and the loss."""
+    if num_layers < num_stages:
+        raise UserError(f"{num_layers} layers cannot fill {num_stages} stages; use at most {num_layers} stages or finer layers")
+    sizes = [num_layers // num_stages] * num_stages
+    middle_first = sorted(range(num_stages), key=lambda stage: abs(stage - (num_stages - 1) / 2))
+    for stage in middle_first[: num_layers % num_stages]:
+        sizes[stage] += 1
+    return sizes
+
+
+def bind_inputs(flow: Flow, inputs: object) -> dict[Value, object]:
+    """The model's inputs as values: a single ``x`` takes whatever was given, named inputs come from a dict."""
+    if flow.inputs == (FLOW,) or not flow.inputs:
+        return {(FLOW, INPUT): inputs}
+    if not isinstance(inputs, dict):
+        raise UserError(f"the model reads {', '.join(flow.inputs)}; give its inputs as a dict with these names, not as a {type(inputs).__name__}")
+    missing = [name for name in flow.inputs if name not in inputs]
+    if missing:
+        raise UserError(f"the model reads {missing[0]!r}, but its inputs have only {', '.join(map(str, inputs))}")
+    return {(name, INPUT): inputs[name] for name in flow.inputs}

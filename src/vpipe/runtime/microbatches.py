@@ -1,0 +1,61 @@
+"""A batch cut into units.
+
+Rows are dealt out evenly, the first units taking one more where they do not divide. A unit's weight is its share of the rows, so that the
+weighted sum of the units' mean losses is the mean over the batch; for equal units it is exactly ``1 / num_microbatches``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vpipe.errors import UserError
+from vpipe.runtime.wire import flatten, unflatten
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """Units that are already cut: ``get(k)`` is the k-th. Give this instead of a batch to choose the cut, or to read units lazily."""
+
+    get: Callable[[int], Any]
+    weights: Sequence[float] | None = None
+    """The units' weights; equal if not given."""
+
+
+def num_rows(value: Any) -> int | None:
+    """The size of the first dimension that all tensors with one share; ``None`` where there is no tensor."""
+    tensors: list[Tensor] = []
+    flatten(value, tensors)
+    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+    if len(sizes) > 1:
+        raise UserError(f"the tensors of a batch must have the same number of rows, but these have {sorted(sizes)}")
+    return sizes.pop() if sizes else None
+
+
+def split_sizes(rows: int, num_units: int) -> list[int]:
+    if rows < num_units:
+        raise UserError(
+            f"a batch of {rows} rows cannot be cut into {num_units} microbatches; give at least {num_units} rows or fewer microbatches"
+        )
+    return [rows // num_units + (unit < rows % num_units) for unit in range(num_units)]
+
+
+def split(value: Any, num_units: int) -> tuple[list[Any], list[float]]:
+    """The units of a batch and their weights."""
+    rows = num_rows(value)
+    if rows is None:
+        return [value] * num_units, [1 / num_units] * num_units
+    sizes = split_sizes(rows, num_units)
+    tensors: list[Tensor] = []
+    structure = flatten(value, tensors)
+    pieces = [torch.split(tensor, sizes) if tensor.dim() else [tensor] * num_units for tensor in tensors]
+    units = []
+    for unit in range(num_units):
+        mine = iter([piece[unit] for piece in pieces])
+        units.append(unflatten(structure, lambda mine=mine: next(mine)))  # type: ignore[misc]
+    even = len(set(sizes)) == 1
+    return units, [1 / num_units if even else size / rows for size in sizes]

@@ -1,0 +1,286 @@
+"""``Pipeline``: a list of layers, a loss, a schedule; trained as if it were one module on one device.
+
+The same object works in one process, where its ranks are threads, and under ``vpipe run``, torchrun or srun, where every process is a rank
+and builds only the layers it owns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from vpipe.errors import UserError
+from vpipe.layer import Layer, TiedWeight, as_layers
+from vpipe.runtime import assembly
+from vpipe.runtime.engine import Compiled, Engine, Job, Result
+from vpipe.runtime.flow import bind_inputs, even_partition, resolve
+from vpipe.runtime.microbatches import Microbatches, split
+from vpipe.runtime.programs import Programs, ScheduleSpec
+from vpipe.runtime.randomness import undisturbed
+from vpipe.runtime.trace import Trace
+from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.inprocess import Hub, PeerFailed
+from vpipe.runtime.update import LossScale, UpdateOptions
+from vpipe.schedule.program import Program
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class Pipeline:
+    """A model cut into stages and trained by a schedule.
+
+    ``schedule`` is a name of the catalogue (``vpipe schedules``) or a ``Program``. ``num_microbatches`` is the number of units of one
+    ``train_step``. Without a launcher, ``num_ranks`` ranks run as threads of this process. ``recompute`` is the part of each stage's
+    layers that is computed again instead of kept (the last ones), one number or one a stage, or a set of layer indices.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer | nn.Module | Callable[[], nn.Module]],
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        schedule: str | Program = "1f1b",
+        num_microbatches: int = 4,
+        optimizer: OptimizerFactory | None = None,
+        num_ranks: int | None = None,
+        partition: Sequence[int] | None = None,
+        stages_per_rank: int | None = None,
+        replicas: int | Sequence[int] = 1,
+        recompute: float | Sequence[float] | Collection[int] = 0.0,
+        tied: Sequence[TiedWeight] = (),
+        seed: int = 0,
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = True,
+        exact_reduction: bool = True,
+        fused_weight_grad: bool = False,
+        loss_scale: LossScale | None = None,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        blocking: bool = False,
+        timeout: float = 1800.0,
+        schedule_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.num_microbatches = num_microbatches
+        self.seed = seed
+        self._in_process = not assembly.under_launcher()
+        world = (num_ranks or 1) if self._in_process else assembly.join(timeout)
+        if num_ranks is not None and num_ranks != world:
+            raise UserError(f"the pipeline wants {num_ranks} ranks, but the launcher started {world}; start {num_ranks} processes")
+        spec = ScheduleSpec(schedule, world, num_microbatches, stages_per_rank, replicas, schedule_options or {})
+        plain = as_layers(layers)
+        partition = list(partition) if partition is not None else even_partition(len(plain), spec.placement.num_stages)
+        if len(partition) != spec.placement.num_stages:
+            raise UserError(
+                f"the partition {partition} has {len(partition)} stages, but {spec.describe()} has {spec.placement.num_stages}"
+            )
+        self.flow = resolve(plain, partition)
+        self.partition = partition
+        self.placement = spec.placement
+        assembly.check_tied(tied, plain, spec)
+        recomputed = assembly.recomputed_layers(recompute, self.flow.bounds)
+        self.programs = Programs(spec, self.flow, {stage for stage, _ in _stages_with(recomputed, self.flow.bounds)})
+        options = UpdateOptions(spec.synchronous, clip_norm, skip_nonfinite, exact_reduction)
+        self.loss_scale = loss_scale or LossScale()
+        pieces = assembly.Pieces(
+            plain, loss_fn, self.flow, self.programs, recomputed, tied, optimizer, options, self.loss_scale, seed, fused_weight_grad, autocast
+        )
+        if self._in_process:
+            self._hub: Hub | None = Hub(world)
+            lock = threading.Lock() if world > 1 and not assembly.thread_safe(plain) else None
+            copies = assembly.CopiesForReplicas(self.placement)
+            self.engines = [pieces.engine(transport, copies, lock) for transport in self._hub.transports()]
+        else:
+            self._hub = None
+            transport = DistributedTransport(blocking=blocking, timeout=timeout)
+            transport.prepare_groups(assembly.groups(self.placement, tied, self.flow))
+            self.engines = [pieces.engine(transport, assembly.own_module, None)]
+        self._compiled: dict[tuple[int, Program], Compiled] = {}
+        self.step = 0
+        self.num_units = 0
+        self.num_updates = 0
+        self._trace: Trace | None = None
+        self._on_all(lambda engine: assembly.share_initial_weights(engine, self.placement, tied))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process holds the last stage, and with it outputs and targets."""
+        return any(stage.is_last for engine in self.engines for stage in engine.stages.values())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process holds the first stage, and with it the inputs."""
+        return any(index == 0 for engine in self.engines for index in engine.stages)
+
+    def train_step(self, inputs: Any = None, targets: Any = None, *, update: bool = True, weight: float = 1.0) -> float:
+        """Train on one batch (asynchronous schedules: on its units, one after the other, then drain); the mean loss, on every rank.
+
+        A process that holds neither the first nor the last stage may give nothing. ``update=False`` only accumulates gradients;
+        ``weight`` scales the batch's part of them.
+        """
+        program = self.programs.training(update)
+        self._require_optimizer(update)
+        job = self._job(inputs, targets, program.num_microbatches, training=True, scale=weight)
+        with undisturbed():
+            results = self._run(program, job)
+        losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
+        self.step += 1
+        self.num_units += program.num_microbatches
+        self.num_updates += self.programs.num_updates(program)
+        self._trace = Trace(program, {engine.rank: result.records for engine, result in zip(self.engines, results, strict=True)})
+        return self._mean_loss(losses, job, program.num_microbatches, weight)
+
+    def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
+        """The mean loss of a batch, without training, on every rank."""
+        num_units = self._evaluation_units(inputs, targets)
+        program = self.programs.forward(num_units)
+        job = self._job(inputs, targets, num_units, training=False)
+        with undisturbed(), torch.no_grad():
+            self._run(program, job)
+        losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
+        self.step += 1
+        return self._mean_loss(losses, job, num_units, 1.0)
+
+    def forward(self, inputs: Any = None) -> Any:
+        """The model's output for a batch, on the process that holds the last stage; elsewhere ``None``."""
+        num_units = self._evaluation_units(inputs, None)
+        program = self.programs.forward(num_units)
+        job = self._job(inputs, None, num_units, training=False, wants_loss=False)
+        with undisturbed(), torch.no_grad():
+            results = self._run(program, job)
+        self.step += 1
+        outputs = {unit: output for result in results for unit, output in result.outputs.items()}
+        return assembly.joined([outputs[unit] for unit in sorted(outputs)]) if outputs else None
+
+    def _evaluation_units(self, inputs: Any, targets: Any) -> int:
+        """As many units as training has; every rank must come to the same number."""
+        del inputs, targets
+        return self.programs.num_units
+
+    def _job(
+        self, inputs: Any, targets: Any, num_units: int, *, training: bool, scale: float = 1.0, wants_loss: bool = True
+    ) -> Job:
+        units, weights = _units(inputs, num_units, self.is_first, "inputs")
+        goals, goal_weights = _units(targets, num_units, self.is_last and wants_loss, "targets")
+        chosen = goal_weights or weights or [1 / num_units] * num_units
+        per_unit = self.programs.unit_weight(chosen) if training else chosen
+        return Job(
+            self.step,
+            self.num_units,
+            lambda unit: dict(bind_inputs(self.flow, units(unit))),
+            goals,
+            lambda unit: per_unit[unit] * scale,
+            training,
+            wants_loss,
+        )
+
+    def _run(self, program: Program, job: Job) -> list[Result]:
+        return self._on_all(lambda engine: engine.run(self._compile(engine, program), job))
+
+    def _compile(self, engine: Engine, program: Program) -> Compiled:
+        key = (engine.rank, program)
+        if key not in self._compiled:
+            self._compiled[key] = engine.compile(program)
+        return self._compiled[key]
+
+    def _on_all(self, call: Callable[[Engine], Any]) -> list[Any]:
+        """Call on every engine of this process; several run as threads. The first failure is the one that is raised."""
+        if len(self.engines) == 1:
+            return [call(self.engines[0])]
+        assert self._hub is not None
+        with ThreadPoolExecutor(len(self.engines), thread_name_prefix="vpipe-rank") as pool:
+            futures = [pool.submit(call, engine) for engine in self.engines]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerFailed)), errors[0])
+        return [future.result() for future in futures]
+
+    def _mean_loss(self, losses: Mapping[tuple[int, int], float], job: Job, num_units: int, scale: float) -> float:
+        """The units' losses by their weights: what this process knows of the weights is what it was given."""
+        return self.programs.mean_loss(losses, [job.weight(unit) / scale for unit in range(num_units)])
+
+    def _require_optimizer(self, update: bool) -> None:
+        if update and not self.engines[0].updater.optimizers:
+            raise UserError("the pipeline has no optimizer; give Pipeline(optimizer=lambda ps: torch.optim.AdamW(ps)), or train_step(update=False)")
+
+    @property
+    def optimizers(self) -> dict[int, Optimizer]:
+        """Stage → optimizer, of the stages that this process holds (replica 0 of each, where it holds several)."""
+        found: dict[int, Optimizer] = {}
+        for engine in self.engines:
+            for stage, optimizer in engine.updater.optimizers.items():
+                found.setdefault(stage, optimizer)
+        return dict(sorted(found.items()))
+
+    def modules(self) -> dict[int, nn.Module]:
+        """Layer → module, of the layers that this process holds."""
+        found: dict[int, nn.Module] = {}
+        for engine in self.engines:
+            for stage in engine.stages.values():
+                for layer, module in stage.modules.items():
+                    found.setdefault(layer, module)
+        return dict(sorted(found.items()))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """``"<layer>.<name>"`` → parameter or buffer, of the layers that this process holds."""
+        return {
+            f"{layer}.{name}": tensor for layer, module in self.modules().items() for name, tensor in module.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load what this process holds; what belongs to other stages is passed over."""
+        for engine in self.engines:
+            for stage in engine.stages.values():
+                for layer, module in stage.modules.items():
+                    prefix = f"{layer}."
+                    module.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+
+    def gradients(self) -> dict[str, Tensor]:
+        """``"<layer>.<name>"`` → accumulated gradient, of the layers that this process holds."""
+        return {
+            name: parameter.grad
+            for engine in self.engines
+            for stage in engine.stages.values()
+            for name, parameter in stage.weights.parameters.items()
+            if parameter.grad is not None
+        }
+
+    def zero_grad(self) -> None:
+        for engine in self.engines:
+            for stage in engine.stages.values():
+                for parameter in stage.weights.parameters.values():
+                    parameter.grad = None
+
+    def trace(self) -> Trace:
+        """What the last training step did, action by action."""
+        if self._trace is None:
+            raise UserError("there is no trace yet; call train_step first")
+        return self._trace
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.transport.close()
+
+
+def _units(value: Any, num_units: int, needed: bool, what: str) -> tuple[Callable[[int], Any], list[float] | None]:
+    """A batch as a function of the unit, and the units' weights; a batch that is not needed here is not cut."""
+    if isinstance(value, Microbatches):
+        return value.get, list(value.weights) if value.weights is not None else None
+    if value is None:
+        if needed:
+            raise UserError(f"this rank needs the {what}: it holds the {'first' if what == 'inputs' else 'last'} stage")
+        return lambda unit: None, None
+    parts, weights = split(value, num_units)
+    return parts.__getitem__, weights
+
+
+def _stages_with(layers: Collection[int], bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(stage, layer) of the given layers."""
+    return [(stage, layer) for stage, (begin, end) in enumerate(bounds) for layer in range(begin, end) if layer in layers]
+
+

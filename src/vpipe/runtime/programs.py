@@ -1,0 +1,158 @@
+"""Which program a pipeline runs: from a schedule's name to a lowered, verified program.
+
+A training step, the accumulation of gradients without an update, and an evaluation are three programs over one placement. Each is made
+once, verified with the model's own skip connections, and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from vpipe.errors import UserError
+from vpipe.runtime.flow import Flow
+from vpipe.schedule import catalog
+from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.lower import is_lowered, lower
+from vpipe.schedule.placement import Placement
+from vpipe.schedule.program import Program
+from vpipe.schedule.replicas import replicate
+from vpipe.schedule.semantics import update_groups
+from vpipe.schedule.verify import verify
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """What the user chose."""
+
+    schedule: str | Program
+    num_ranks: int
+    num_microbatches: int
+    stages_per_rank: int | None = None
+    replicas: int | Sequence[int] = 1
+    options: Mapping[str, Any] | None = None
+
+    @cached_property
+    def program(self) -> Program:
+        """The author's program: only F, B, I, W and STEP (or whatever a program of the user's own says)."""
+        if isinstance(self.schedule, Program):
+            if self.schedule.num_ranks != self.num_ranks:
+                raise UserError(f"the program is for {self.schedule.num_ranks} ranks, but there are {self.num_ranks}")
+            return self.schedule
+        options = dict(self.options or {})
+        if not isinstance(self.replicas, int):
+            return catalog.build(
+                self.schedule, len(self.replicas), self.num_microbatches, self.stages_per_rank, replicas=tuple(self.replicas), **options
+            )
+        if self.num_ranks % self.replicas:
+            raise UserError(f"{self.num_ranks} ranks cannot hold {self.replicas} replicas of every stage; the number must divide")
+        program = catalog.build(
+            self.schedule, self.num_ranks // self.replicas, self.num_microbatches, self.stages_per_rank, **options
+        )
+        return replicate(program, self.replicas) if self.replicas > 1 else program
+
+    @property
+    def placement(self) -> Placement:
+        return self.program.placement
+
+    @cached_property
+    def synchronous(self) -> bool:
+        """Whether every unit of a step reads the same weights and each stage updates once at the end."""
+        return all(len(groups) <= 1 for groups in update_groups(self.program))
+
+    def describe(self) -> str:
+        name = self.schedule if isinstance(self.schedule, str) else "the program"
+        return f"{name} on {self.num_ranks} ranks"
+
+
+class Programs:
+    """The executable programs of a pipeline."""
+
+    def __init__(self, spec: ScheduleSpec, flow: Flow, recompute_stages: Collection[int]) -> None:
+        self.spec = spec
+        self._flow = flow
+        self._recompute = frozenset(recompute_stages)
+        self._made: dict[tuple[str, int], Program] = {}
+
+    @property
+    def num_units(self) -> int:
+        return self.spec.program.num_microbatches
+
+    @property
+    def synchronous(self) -> bool:
+        return self.spec.synchronous
+
+    @property
+    def splits(self) -> frozenset[int]:
+        """Stages where I and W are apart."""
+        return frozenset(action.stage for _, action in self.spec.program.actions() if action.kind is Kind.I)
+
+    def training(self, update: bool = True) -> Program:
+        """One step; without ``update`` the same without REDUCE and STEP."""
+        key = ("update" if update else "accumulate", self.num_units)
+        if key not in self._made:
+            program = self.spec.program
+            if not update:
+                if not self.synchronous:
+                    raise UserError(f"{self.spec.describe()} updates after every unit; gradients cannot be accumulated over steps")
+                program = program.with_rows(
+                    [action for action in row if action.kind not in (Kind.STEP, Kind.REDUCE)] for row in program.rows
+                )
+            self._made[key] = self._finish(program, self._recompute)
+        return self._made[key]
+
+    def forward(self, num_units: int) -> Program:
+        """Forwards alone: stage by stage on every rank, each taking its units in order."""
+        key = ("forward", num_units)
+        if key not in self._made:
+            placement = self.spec.placement
+            rows = tuple(
+                tuple(
+                    Action(stage, Kind.F, unit)
+                    for stage in placement.stages_of[rank]
+                    for unit in placement.units(stage, rank, num_units)
+                )
+                for rank in range(placement.num_ranks)
+            )
+            self._made[key] = self._finish(Program(rows, placement, num_units), frozenset())
+        return self._made[key]
+
+    def _finish(self, program: Program, recompute_stages: frozenset[int]) -> Program:
+        program = replace(program, skips=self._flow.skips())
+        if not is_lowered(program):
+            program = lower(program, recompute_stages=recompute_stages)
+        if violations := _verified(program):
+            raise UserError(f"{self.spec.describe()} is not a valid program: {violations[0]} ({len(violations)} in all; 'vpipe verify' lists them)")
+        return program
+
+    def num_updates(self, program: Program) -> int:
+        """How many updates stage 0 makes."""
+        row = program.rows[program.placement.ranks_of[0][0]]
+        return sum(action == Action(0, Kind.STEP) for action in row)
+
+    def unit_weight(self, chosen: Sequence[float]) -> list[float]:
+        """What each unit's loss is multiplied by: its share of the batch, or of the update that it is part of."""
+        if self.synchronous:
+            return list(chosen)
+        last = self.spec.program.num_stages - 1
+        replicas = self.spec.placement.num_replicas(last)
+        weights = [1.0] * self.num_units
+        for units in update_groups(self.spec.program)[last]:
+            for unit in units:
+                weights[unit] = replicas / len(units)
+        return weights
+
+    def mean_loss(self, losses: Mapping[tuple[int, int], float], weights: Sequence[float]) -> float:
+        """The weighted mean over units of what the stages contributed."""
+        total, share = 0.0, sum(weights)
+        for unit, weight in enumerate(weights):
+            contributions = (losses.get((stage, unit), 0.0) for stage in range(self.spec.program.num_stages))
+            total += weight * sum(contributions)
+        return total if self.synchronous and abs(share - 1) < 1e-9 else total / share
+
+
+@lru_cache(maxsize=64)
+def _verified(program: Program) -> tuple[Any, ...]:
+    return tuple(verify(program))

@@ -1,0 +1,44 @@
+"""Random numbers that do not depend on where or when a layer runs.
+
+Dropout in a pipeline must draw the same numbers whatever the schedule, the partition or the number of processes, and draw them again when
+an activation is recomputed. So the generator is seeded before each layer from (seed, unit, layer), where the unit is counted over the
+whole training run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def key(*numbers: int) -> int:
+    """A 64-bit number that differs in all bits when any argument differs (splitmix64 steps)."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_layer(seed: int, unit: int, layer: int) -> None:
+    """Seed the generators that a layer on this device draws from."""
+    number = key(seed, unit, layer)
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(number)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Give the caller back the random state that it had."""
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)

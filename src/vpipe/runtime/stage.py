@@ -1,0 +1,214 @@
+"""A stage: a slice of the model's layers, and what it remembers of each unit between forward and backward.
+
+    forward    runs the regions in order and keeps their graphs
+    recompute  runs the regions that kept nothing once more
+    backward   runs the graphs in reverse order
+    weight     runs what the backward deferred
+
+The stage knows nothing of ranks, messages or schedules: values come in as dicts and leave as dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.errors import UserError
+from vpipe.layer import describe
+from vpipe.runtime import deferred
+from vpipe.runtime.flow import Flow, Value
+from vpipe.runtime.region import Graph, Pending, Region, Run, detached, mapped
+from vpipe.runtime.wire import flatten
+from vpipe.runtime.weights import VersionedWeights, Weights
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass
+class Unit:
+    """What a stage remembers of one microbatch."""
+
+    version: int
+    run: Run
+    targets: Any = None
+    weight: float = 1.0
+    graphs: list[Graph | None] = field(default_factory=list)
+    values: dict[Value, Any] = field(default_factory=dict)
+    """Inputs of the regions that will be recomputed."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Buffers as the forward found them, where a recompute could see others."""
+    loss: Tensor | None = None
+    added: list[tuple[int, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How a stage runs; the same for all stages of a pipeline but for the layers named."""
+
+    versioned: bool = False
+    splits: bool = False
+    """Whether the program separates I and W at this stage."""
+    fused: bool = False
+    recompute: Collection[int] = ()
+    """Layers whose activations are computed again instead of kept."""
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+class Stage:
+    """Stage ``index`` of ``flow``, with the modules of its layers."""
+
+    def __init__(self, index: int, flow: Flow, modules: Mapping[int, nn.Module], loss: Loss, options: StageOptions) -> None:
+        self.index = index
+        self.flow = flow
+        self.modules = dict(modules)
+        self.is_last = index == flow.num_stages - 1
+        self.weights = VersionedWeights(modules) if options.versioned else Weights(modules)
+        self.units: dict[int, Unit] = {}
+        self.options = options
+        self.queue = deferred.WeightQueue(options.fused)
+        self._loss = loss
+        self._needs_restoring = any(True for module in modules.values() for _ in module.buffers())
+        if options.splits:
+            for module in modules.values():
+                deferred.install(module, self.queue)
+        self.regions = self._cut(options.recompute)
+
+    def _cut(self, recompute: Collection[int]) -> list[Region]:
+        """Neighbouring layers that are treated alike form one region."""
+        runs: list[list[int]] = []
+        for layer in self.modules:
+            if runs and (layer in recompute) == (runs[-1][-1] in recompute):
+                runs[-1].append(layer)
+            else:
+                runs.append([layer])
+        end = max(self.modules) + 1
+        return [self._region(run, run[0] in recompute, end) for run in runs]
+
+    def _region(self, run: list[int], recompute: bool, end: int) -> Region:
+        flow, last = self.flow, run[-1]
+        later = {value for layer in range(last + 1, len(flow.layers)) for value in flow.reads[layer]}
+        written = [(name, layer) for layer in run for name in flow.layers[layer].writes]
+        given = [value for value in written if value in later]
+        if self.is_last and last == end - 1:
+            given = list(flow.outputs())
+        return Region(
+            {layer: self.modules[layer] for layer in run},
+            {layer: flow.layers[layer] for layer in run},
+            {layer: flow.reads[layer] for layer in run},
+            given,
+            recompute,
+        )
+
+    @property
+    def recomputes(self) -> bool:
+        return any(region.recompute for region in self.regions)
+
+    def train(self, training: bool) -> None:
+        for module in self.modules.values():
+            module.train(training)
+
+    def forward(self, microbatch: int, unit: Unit, values: dict[Value, Any]) -> dict[Value, Any]:
+        """Run a unit; the values that other stages read, still attached to nothing but their gradient edges."""
+        self.weights.read(unit.version)
+        if self.recomputes and self._needs_restoring:
+            unit.buffers = {name: buffer.clone() for name, buffer in self._buffers()}
+        given: dict[Value, Any] = {}
+        for region in self.regions:
+            given.update(self._run(region, unit, values, build_graph=not region.recompute))
+            if region.recompute:
+                unit.values.update({value: values[value] for value in region.taken})
+            if region is not self.regions[-1]:
+                values.update({value: detached(given[value]) for value in region.given})
+        self.units[microbatch] = unit
+        return given
+
+    def _run(self, region: Region, unit: Unit, values: Mapping[Value, Any], build_graph: bool) -> dict[Value, Any]:
+        at_end = self.is_last and region is self.regions[-1]
+        loss = (lambda output: self._loss(output, unit.targets)) if at_end else None
+        outcome = region.forward(values, unit.run, loss, build_graph)
+        unit.graphs.append(outcome.graph)
+        unit.added.extend(outcome.added)
+        if outcome.loss is not None:
+            unit.loss = outcome.loss
+        self._check(region, outcome.given)
+        if build_graph:
+            return outcome.given
+        return {value: self._mark(region, unit, given) for value, given in outcome.given.items()}
+
+    def _mark(self, region: Region, unit: Unit, given: Any) -> Any:
+        """Without a graph, what would need a gradient: every float, where anything behind it does."""
+        trains = any(p.requires_grad for module in region.modules.values() for p in module.parameters())
+        tensors: list[Tensor] = []
+        for value in region.taken:
+            flatten(unit.values.get(value), tensors)
+        trains = trains or any(tensor.requires_grad for tensor in tensors)
+        return mapped(given, lambda t: t.detach().requires_grad_(trains and (t.is_floating_point() or t.is_complex())))
+
+    def _check(self, region: Region, given: Mapping[Value, Any]) -> None:
+        for value, found in given.items():
+            try:
+                flatten(found, [])
+            except UserError as error:
+                raise UserError(f"{region.name(value[1])} returned {describe(found)} as {value[0]!r}: {error}") from None
+
+    def evaluate(self, values: dict[Value, Any], run: Run, targets: Any, wants_loss: bool) -> tuple[dict[Value, Any], Tensor | None]:
+        """A forward without gradients; at the last stage the loss, or the output itself."""
+        loss = None
+        for region in self.regions:
+            at_end = wants_loss and self.is_last and region is self.regions[-1]
+            outcome = region.forward(values, run, (lambda output: self._loss(output, targets)) if at_end else None, build_graph=False)
+            values.update(outcome.given)
+            loss = outcome.loss
+        return values, loss
+
+    def recompute(self, microbatch: int) -> None:
+        """Fill in the graphs that the forward left out, with the weights, random numbers and buffers it had."""
+        unit = self.units[microbatch]
+        self.weights.read(unit.version)
+        current = {name: buffer.clone() for name, buffer in self._buffers()} if unit.buffers else {}
+        self._set_buffers(unit.buffers)
+        for index, region in enumerate(self.regions):
+            if region.recompute:
+                again = Unit(unit.version, unit.run, unit.targets)
+                self._run(region, again, unit.values, build_graph=True)
+                unit.graphs[index] = again.graphs[0]
+        unit.values.clear()
+        self._set_buffers(current)
+
+    def _buffers(self) -> list[tuple[str, Tensor]]:
+        return [(f"{layer}.{name}", buffer) for layer, module in self.modules.items() for name, buffer in module.named_buffers()]
+
+    def _set_buffers(self, saved: Mapping[str, Tensor]) -> None:
+        if saved:
+            with torch.no_grad():
+                for name, buffer in self._buffers():
+                    buffer.copy_(saved[name])
+
+    def backward(self, microbatch: int, pending: Pending, defer_weights: bool) -> Pending:
+        """Turn the gradients of what the unit gave into the gradients of what it took."""
+        unit = self.units[microbatch]
+        if defer_weights:
+            self.queue.open(microbatch)
+        try:
+            for region, graph in zip(reversed(self.regions), reversed(unit.graphs), strict=True):
+                assert graph is not None, f"stage {self.index} has no graph of microbatch {microbatch}: R must come before its backward"
+                region.backward(graph, pending, unit.weight)
+        finally:
+            self.queue.close()
+        unit.graphs.clear()
+        if not defer_weights:
+            self._finish(microbatch)
+        return pending
+
+    def weight_gradient(self, microbatch: int) -> None:
+        """Compute what the backward deferred."""
+        self.queue.run(microbatch)
+        self._finish(microbatch)
+
+    def _finish(self, microbatch: int) -> None:
+        self.weights.gather(self.units.pop(microbatch).version)

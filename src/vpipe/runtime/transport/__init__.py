@@ -1,0 +1,1 @@
+"""How values travel between ranks: one interface, several carriers."""

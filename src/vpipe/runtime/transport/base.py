@@ -1,0 +1,52 @@
+"""The interface between the engine and whatever carries its messages.
+
+A rank posts a receive before it needs the value, sends without waiting, and takes a value when it must have it. Messages of one channel
+(source stage, target stage, direction) arrive in the order in which they were sent. A few collective operations serve what concerns
+several ranks at once: initial weights, gradient norms, losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from vpipe.runtime.wire import Envelope
+
+
+class Transport(Protocol):
+    """What a rank sees of the others."""
+
+    rank: int
+    num_ranks: int
+
+    def begin_step(self, step: int) -> None:
+        """Called once before the actions of a step; every message of the step before has been taken."""
+
+    def post(self, envelope: Envelope, source_rank: int) -> None:
+        """Make room for a message that will come."""
+
+    def take(self, envelope: Envelope) -> Any:
+        """Wait for a posted message; its value, with tensors that need gradients marked so."""
+
+    def send(self, envelope: Envelope, target_rank: int, value: Any) -> None:
+        """Send a value; returns before it has arrived. The value may be changed or dropped afterwards."""
+
+    def end_step(self) -> None:
+        """Wait until everything that was sent has left."""
+
+    def all_gather(self, value: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """The flat tensors of all ``ranks``, in order. Every rank of the group calls it; ``sizes`` saves a round where they are known."""
+
+    def all_reduce(self, value: Tensor, ranks: Sequence[int]) -> None:
+        """Sum in place, in whatever order is fast."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank cannot go on."""
+
+    def close(self) -> None:
+        """Release what the transport holds."""

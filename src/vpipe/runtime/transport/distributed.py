@@ -1,0 +1,181 @@
+"""Ranks as processes: messages over ``torch.distributed``.
+
+One message is one block of bytes. Its receive must be posted before its size is known, so both ends of a channel agree on a capacity:
+what the largest message of an earlier step needed. A message that is larger sends its description first and its tensors after; from the
+next step on the capacity covers it. In a steady state every message is one transfer.
+
+gloo has no way to ask whether a send is done short of waiting for it, so a bounded number of sends may be under way on a channel; the
+next one waits for the oldest. That cannot deadlock: the verifier accepts only programs that run even if every send waits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vpipe.runtime.wire import Envelope, Packed, pack, unpack, unpack_head
+
+START_CAPACITY = 16 * 1024
+SENDS_UNDER_WAY = 4
+_OVERFLOW_TAGS = 1 << 20
+
+
+class Channel(NamedTuple):
+    """Everything that flows from one stage to another in one direction, between two ranks."""
+
+    source: int
+    target: int
+    backward: int
+    peer: int
+
+    @property
+    def tag(self) -> int:
+        """Equal at both ends; different for the channels between two ranks."""
+        return 1 + (self.source * 4096 + self.target) * 2 + self.backward
+
+
+class DistributedTransport:
+    """One process's end, over an initialised process group."""
+
+    def __init__(self, *, blocking: bool = False, timeout: float = 1800.0) -> None:
+        self.rank = dist.get_rank()
+        self.num_ranks = dist.get_world_size()
+        self._sends_under_way = 0 if blocking else SENDS_UNDER_WAY
+        self._timeout = timedelta(seconds=timeout)
+        self._capacity: dict[Channel, int] = defaultdict(lambda: START_CAPACITY)
+        self._wanted: dict[Channel, int] = {}
+        self._posted: dict[Envelope, tuple[Channel, Tensor, Any]] = {}
+        self._sent: dict[Channel, deque[tuple[Any, Tensor]]] = defaultdict(deque)
+        self._tails: list[tuple[Channel, Any, Tensor]] = []
+        self._groups: dict[tuple[int, ...], Any] = {}
+
+    def begin_step(self, step: int) -> None:
+        for channel, wanted in self._wanted.items():
+            self._capacity[channel] = max(self._capacity[channel], wanted)
+        self._wanted.clear()
+
+    def post(self, envelope: Envelope, source_rank: int) -> None:
+        channel = Channel(envelope.source, envelope.target, envelope.backward, source_rank)
+        block = torch.empty(self._capacity[channel], dtype=torch.uint8)
+        self._posted[envelope] = (channel, block, dist.irecv(block, source_rank, tag=channel.tag))
+
+    def take(self, envelope: Envelope) -> Any:
+        channel, block, work = self._posted.pop(envelope)
+        self._wait(work, f"waits for {envelope}", channel.peer)
+        layout = unpack_head(block, envelope)
+        if layout.num_bytes <= block.numel():
+            return unpack(block, layout)
+        self._wanted[channel] = max(layout.num_bytes, self._wanted.get(channel, 0))
+        base = layout.offsets[0] if layout.offsets else layout.num_bytes
+        tail = torch.empty(layout.num_bytes - base, dtype=torch.uint8)
+        if tail.numel():
+            self._wait(dist.irecv(tail, channel.peer, tag=channel.tag + _OVERFLOW_TAGS), f"waits for {envelope}", channel.peer)
+        return unpack(tail, layout, base)
+
+    def send(self, envelope: Envelope, target_rank: int, value: Any) -> None:
+        channel = Channel(envelope.source, envelope.target, envelope.backward, target_rank)
+        packed = pack(envelope, value)
+        capacity = self._capacity[channel]
+        if packed.layout.num_bytes <= capacity:
+            block = torch.empty(packed.layout.num_bytes, dtype=torch.uint8)
+            packed.write(block, capacity)
+            self._start(channel, block)
+        else:
+            self._send_large(channel, packed)
+
+    def _send_large(self, channel: Channel, packed: Packed) -> None:
+        layout = packed.layout
+        if packed.head_bytes > self._capacity[channel]:
+            raise RuntimeError(f"the description of {packed.envelope} takes {packed.head_bytes} bytes; too many separate tensors")
+        self._wanted[channel] = max(layout.num_bytes, self._wanted.get(channel, 0))
+        head = torch.empty(packed.head_bytes, dtype=torch.uint8)
+        packed.write(head, capacity=0)
+        self._start(channel, head)
+        if layout.offsets:
+            tail = torch.empty(layout.num_bytes - layout.offsets[0], dtype=torch.uint8)
+            packed.write_tensors(tail, layout.offsets[0])
+            # The peer asks for the tensors when it needs them, not when the program posts: waiting here could deadlock.
+            self._tails.append((channel, dist.isend(tail, channel.peer, tag=channel.tag + _OVERFLOW_TAGS), tail))
+
+    def _start(self, channel: Channel, block: Tensor) -> None:
+        under_way = self._sent[channel]
+        under_way.append((dist.isend(block, channel.peer, tag=channel.tag), block))
+        while len(under_way) > self._sends_under_way:
+            self._finish_oldest(channel)
+
+    def _finish_oldest(self, channel: Channel) -> None:
+        work, _ = self._sent[channel].popleft()
+        self._wait(work, _sending(channel), channel.peer)
+
+    def end_step(self) -> None:
+        for channel in self._sent:
+            while self._sent[channel]:
+                self._finish_oldest(channel)
+        for channel, work, _ in self._tails:
+            self._wait(work, _sending(channel), channel.peer)
+        self._tails.clear()
+
+    def _wait(self, work: Any, doing: str, peer: int) -> None:
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise ConnectionError(f"rank {self.rank} {doing}, but rank {peer} is gone or silent ({_first_line(error)})") from None
+
+    def all_gather(self, value: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Tensor]:
+        group = self._group(ranks)
+        flat = value.detach().contiguous().view(-1)
+        if sizes is None:
+            found = [torch.empty(1, dtype=torch.int64) for _ in ranks]
+            self._collective(lambda: dist.all_gather(found, torch.tensor([flat.numel()]), group=group))
+            sizes = [int(size) for size in found]
+        longest = max(sizes)
+        mine = torch.zeros(longest, dtype=value.dtype)
+        mine[: flat.numel()] = flat
+        blocks = [torch.empty(longest, dtype=value.dtype) for _ in ranks]
+        self._collective(lambda: dist.all_gather(blocks, mine, group=group))
+        return [block[:size] for block, size in zip(blocks, sizes, strict=True)]
+
+    def all_reduce(self, value: Tensor, ranks: Sequence[int]) -> None:
+        group = self._group(ranks)
+        self._collective(lambda: dist.all_reduce(value, group=group))
+
+    def _group(self, ranks: Sequence[int]) -> Any:
+        """The process group of ``ranks``; ``prepare_groups`` has made it."""
+        key = tuple(ranks)
+        return None if key == tuple(range(self.num_ranks)) else self._groups[key]
+
+    def prepare_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        """Make process groups: every rank calls this with the same list, as torch demands."""
+        for ranks in groups:
+            key = tuple(ranks)
+            if key not in self._groups and key != tuple(range(self.num_ranks)):
+                self._groups[key] = dist.new_group(list(key))
+
+    def _collective(self, call: Any) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise ConnectionError(f"rank {self.rank} lost another rank during a collective ({_first_line(error)})") from None
+
+    def barrier(self) -> None:
+        self._collective(dist.barrier)
+
+    def fail(self, error: BaseException) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _sending(channel: Channel) -> str:
+    return f"sends {'gradients' if channel.backward else 'activations'} of stage {channel.source} to stage {channel.target}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

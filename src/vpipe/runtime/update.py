@@ -1,0 +1,263 @@
+"""From gradients to the next weights: replicas, tied weights, the global norm, and the optimizer.
+
+In synchronous modes all ranks agree before the first stage of a batch updates: one exchange carries every parameter's gradient norm and
+the losses. So clipping uses the norm over all stages, summed in the order of layers whatever the partition, and a gradient that is not
+finite skips the update everywhere. Asynchronous modes have no such moment: they clip and skip stage by stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from vpipe.layer import TiedWeight
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.transport.base import Transport
+from vpipe.schedule.placement import Placement
+
+NO_GRADIENT = -1.0
+
+
+@dataclass
+class LossScale:
+    """What losses are multiplied by so that small fp16 gradients survive; all ranks change it alike."""
+
+    value: float = 1.0
+    dynamic: bool = False
+    growth_interval: int = 2000
+    good_steps: int = 0
+
+    def update(self, finite: bool) -> None:
+        if not self.dynamic:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self.good_steps == self.growth_interval:
+            self.value, self.good_steps = self.value * 2, 0
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """How gradients become updates."""
+
+    synchronous: bool = True
+    clip_norm: float | None = None
+    skip_nonfinite: bool = True
+    exact_reduction: bool = True
+    """Add replicas' gradients in their order; otherwise in whatever order is fast."""
+
+
+class Updater:
+    """One rank's updates."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        placement: Placement,
+        stages: Mapping[int, Stage],
+        optimizers: Mapping[int, Optimizer],
+        tied: Sequence[TiedWeight] = (),
+        options: UpdateOptions | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self.options = options or UpdateOptions()
+        self.optimizers = dict(optimizers)
+        self.scaler = loss_scale or LossScale()
+        self.num_skipped = 0
+        self.last_norm: float | None = None
+        self._transport = transport
+        self._placement = placement
+        self._stages = dict(stages)
+        self._tied = tuple(tied)
+        self._losses: dict[tuple[int, int], float] = {}
+        self._num_units = 0
+        self._verdict: tuple[bool, Tensor | None] | None = None
+        self.shared_losses: dict[tuple[int, int], float] | None = None
+        self._counts: list[list[tuple[int, int]]] | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.value
+
+    def begin(self, losses: dict[tuple[int, int], float], num_units: int) -> None:
+        self._losses, self._num_units = losses, num_units
+        self._verdict = None
+        self.shared_losses = None
+
+    def reduce(self, stage: Stage) -> None:
+        """Sum over the stage's replicas; in asynchronous modes the mean of the round."""
+        ranks = self._placement.ranks_of[stage.index]
+        for parameter in stage.weights.parameters.values():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._sum(parameter.grad, ranks)
+                if not self.options.synchronous:
+                    parameter.grad.div_(len(ranks))
+
+    def _sum(self, gradient: Tensor, ranks: Sequence[int]) -> None:
+        if not self.options.exact_reduction:
+            self._transport.all_reduce(gradient, ranks)
+            return
+        first, *rest = self._transport.all_gather(gradient, ranks, [gradient.numel()] * len(ranks))
+        total = first
+        for other in rest:
+            total = total + other
+        gradient.copy_(total.view_as(gradient))
+
+    def step(self, stage: Stage) -> None:
+        """The stage's next weight version."""
+        gradients = [p.grad for p in stage.weights.parameters.values() if p.grad is not None]
+        if self.options.synchronous:
+            if self._verdict is None:
+                self._verdict = self._agree()
+            finite, factor = self._verdict
+        else:
+            if self.loss_scale != 1.0:
+                torch._foreach_div_(gradients, self.loss_scale)
+            finite, factor = self._judge(_norms(stage)) if self._judges else (True, None)
+        stage.weights.before_update()
+        if finite:
+            if factor is not None and gradients:
+                torch._foreach_mul_(gradients, factor)
+            self.optimizers[stage.index].step()
+        else:
+            self.num_skipped += 1
+        self.optimizers[stage.index].zero_grad(set_to_none=True)
+        stage.weights.after_update()
+
+    @property
+    def _judges(self) -> bool:
+        return self.options.skip_nonfinite or self.options.clip_norm is not None
+
+    def _agree(self) -> tuple[bool, Tensor | None]:
+        """One exchange between all ranks: whether to update, and by what factor to clip."""
+        self._sum_tied()
+        if self.loss_scale != 1.0:
+            for stage in self._stages.values():
+                torch._foreach_div_([p.grad for p in stage.weights.parameters.values() if p.grad is not None], self.loss_scale)
+        if not self._judges:
+            return True, None
+        order = self._parameter_order()
+        mine = [_norms(self._stages[stage], self._tied) for stage in sorted(self._stages)]
+        losses = torch.tensor(self.local_losses(), dtype=torch.float64)
+        sizes = [sum(count for _, count in counts) + self._num_losses(rank) for rank, counts in enumerate(order)]
+        everyone = range(self._transport.num_ranks)
+        found = self._transport.all_gather(torch.cat([*(n.double() for n in mine), losses]), everyone, sizes)
+        self.shared_losses = {}
+        by_layer: dict[int, Tensor] = {}
+        for rank, (block, counts) in enumerate(zip(found, order, strict=True)):
+            at = 0
+            for layer, count in counts:
+                by_layer.setdefault(layer, block[at : at + count])  # replicas agree: the first will do
+                at += count
+            self.shared_losses.update(self._read_losses(rank, block[at:]))
+        norms = torch.cat([by_layer[layer] for layer in sorted(by_layer)]).float()
+        verdict = self._judge(norms)
+        self.scaler.update(verdict[0])
+        return verdict
+
+    def _judge(self, norms: Tensor) -> tuple[bool, Tensor | None]:
+        """The rule of ``torch.nn.utils.clip_grad_norm_``, and whether the norm is finite at all."""
+        norms = norms[norms != NO_GRADIENT]
+        total = torch.linalg.vector_norm(norms) if len(norms) else torch.zeros(())
+        self.last_norm = float(total)
+        finite = isfinite(self.last_norm) or not self.options.skip_nonfinite
+        if self.options.clip_norm is None:
+            return finite, None
+        return finite, torch.clamp(self.options.clip_norm / (total + 1e-6), max=1.0)
+
+    def _parameter_order(self) -> list[list[tuple[int, int]]]:
+        """Per rank, (layer, number of parameters) in the order of its block; asked once."""
+        if self._counts is None:
+            mine: list[int] = []
+            for index in sorted(self._stages):
+                counts: dict[int, int] = {}
+                for name in _named(self._stages[index], self._tied):
+                    layer = int(name.split(".", 1)[0])
+                    counts[layer] = counts.get(layer, 0) + 1
+                mine += [number for pair in counts.items() for number in pair]
+            found = self._transport.all_gather(torch.tensor(mine, dtype=torch.int64), range(self._transport.num_ranks))
+            self._counts = [[(int(a), int(b)) for a, b in block.view(-1, 2)] for block in found]
+        return self._counts
+
+    def _sum_tied(self) -> None:
+        """Add the gradients of tied parameters, in the order of their owners; every owner gets the sum."""
+        for tie in self._tied:
+            by_stage = {layer: stage for stage in self._stages.values() for layer in stage.modules}
+            ranks = self._ranks_of(tie)
+            owned = [(by_stage[layer], f"{layer}.{name}") for layer, name in tie.owners if layer in by_stage]
+            if not owned:
+                continue
+            parameters = [stage.weights.parameters[name] for stage, name in owned]
+            own = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+            blocks = self._transport.all_gather(torch.cat([g.flatten() for g in own]), ranks) if len(ranks) > 1 else None
+            total = self._sum_owners(tie, ranks, own, blocks)
+            for parameter in parameters:
+                parameter.grad = total.clone()
+
+    def _sum_owners(self, tie: TiedWeight, ranks: Sequence[int], own: list[Tensor], blocks: list[Tensor] | None) -> Tensor:
+        if blocks is None:
+            parts = own
+        else:
+            held = {rank: list(block.view(-1, *own[0].shape)) for rank, block in zip(ranks, blocks, strict=True)}
+            parts = [held[self._home(layer)].pop(0) for layer, _ in tie.owners]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def _home(self, layer: int) -> int:
+        """The first rank that holds a layer."""
+        return self._placement.ranks_of[self.stage_of_layer(layer)][0]
+
+    def stage_of_layer(self, layer: int) -> int:
+        any_stage = next(iter(self._stages.values()))
+        return any_stage.flow.stage_of(("", layer))
+
+    def _ranks_of(self, tie: TiedWeight) -> list[int]:
+        stages = {self.stage_of_layer(layer) for layer, _ in tie.owners}
+        return sorted({rank for stage in stages for rank in self._placement.ranks_of[stage]})
+
+    def local_losses(self) -> list[float]:
+        """What this rank's stages contribute to each unit's loss, stage by stage."""
+        stages = self._placement.stages_of[self._transport.rank]
+        return [self._losses.get((stage, unit), 0.0) for stage in stages for unit in range(self._num_units)]
+
+    def _num_losses(self, rank: int) -> int:
+        return len(self._placement.stages_of[rank]) * self._num_units
+
+    def _read_losses(self, rank: int, block: Tensor) -> dict[tuple[int, int], float]:
+        places = [(stage, unit) for stage in self._placement.stages_of[rank] for unit in range(self._num_units)]
+        return {place: value for place, value in zip(places, block.tolist(), strict=True) if value != 0.0}
+
+    def gather_losses(self) -> dict[tuple[int, int], float]:
+        """Every stage's contribution to every unit's loss; exchanged here unless the agreement has done so."""
+        if self.shared_losses is None:
+            everyone = range(self._transport.num_ranks)
+            sizes = [self._num_losses(rank) for rank in everyone]
+            blocks = self._transport.all_gather(torch.tensor(self.local_losses(), dtype=torch.float64), everyone, sizes)
+            self.shared_losses = {}
+            for rank, block in enumerate(blocks):
+                self.shared_losses.update(self._read_losses(rank, block))
+        return self.shared_losses
+
+
+def _named(stage: Stage, tied: Sequence[TiedWeight]) -> list[str]:
+    """The parameters that count towards the norm: a tied weight counts once, where it is first."""
+    later = {f"{layer}.{name}" for tie in tied for layer, name in tie.owners[1:]}
+    return [name for name in stage.weights.parameters if name not in later]
+
+
+def _norms(stage: Stage, tied: Sequence[TiedWeight] = ()) -> Tensor:
+    """The norm of each parameter's gradient, ``NO_GRADIENT`` where there is none."""
+    parameters = [stage.weights.parameters[name] for name in _named(stage, tied)]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    found = iter(torch._foreach_norm(gradients) if gradients else ())
+    return torch.stack([next(found).float() if p.grad is not None else torch.tensor(NO_GRADIENT) for p in parameters]) if parameters else torch.empty(0)

@@ -1,0 +1,149 @@
+"""Weight versions: which tensors a unit's forward and backward read, and where its gradient goes.
+
+A synchronous stage has one version: the module's own parameters. An asynchronous stage updates while units are in flight. Autograd
+refuses a backward through weights that an optimizer has changed in place, and assigning ``p.data`` silently mixes versions. So each
+version is a set of leaf tensors that the module's slots point to while a unit runs:
+
+    version 3 ── leaves ─┐                      the newest version shares its storage with the parameters;
+    version 4 ── leaves ─┼─ module slots        an update first moves the parameters to a copy, and only if
+    parameters ──────────┘  (during F and R)    a unit still needs the old values
+
+So a stage holds as many copies as versions are alive, W_s + 1 for PipeDream, and the optimizer's state once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.runtime.deferred import accumulate
+
+
+class Weights:
+    """The parameters of one stage."""
+
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        """``"<layer>.<name>"`` → parameter, in the order of layers; a parameter that a layer uses twice appears once."""
+        for layer, module in modules.items():
+            for name, parameter in module.named_parameters():
+                self.parameters[f"{layer}.{name}"] = parameter
+
+    @property
+    def num_versions(self) -> int:
+        return 1
+
+    def begin(self, uses: Sequence[int]) -> None:
+        """A program begins; version ``v`` will be read by ``uses[v]`` units."""
+
+    def read(self, version: int) -> None:
+        """The forward or recompute that follows reads this version."""
+
+    def gather(self, version: int) -> None:
+        """A unit's backward at this version is complete: its gradient belongs to the parameters."""
+
+    def before_update(self) -> None:
+        """The parameters are about to change."""
+
+    def after_update(self) -> None:
+        """The parameters are the next version."""
+
+    def end(self) -> None:
+        """Drained: nothing is in flight, the next unit reads the newest version."""
+
+
+class VersionedWeights(Weights):
+    """Parameters of a stage that updates while units are in flight."""
+
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+        super().__init__(modules)
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._slots = [
+            (part, slot, names[id(parameter)])
+            for module in modules.values()
+            for part in module.modules()
+            for slot, parameter in part.named_parameters(recurse=False)
+        ]
+        self._leaves: dict[int, dict[str, Tensor]] = {}
+        self._uses: list[int] = []
+        self._newest = 0
+        self._installed: int | None = None
+        self.most_versions = 1
+
+    @property
+    def num_versions(self) -> int:
+        return len(self._leaves)
+
+    def begin(self, uses: Sequence[int]) -> None:
+        self._uses = list(uses)
+        self._newest = 0
+        self._leaves = {0: self._fresh()}
+        self._installed = None
+
+    def _fresh(self) -> dict[str, Tensor]:
+        """Leaves that share the parameters' storage but not their version counters."""
+        return {name: p.data.requires_grad_(p.requires_grad) for name, p in self.parameters.items()}
+
+    def read(self, version: int) -> None:
+        if version == self._installed:
+            return
+        leaves = self._leaves[version]
+        for part, slot, name in self._slots:
+            part._parameters[slot] = leaves[name]  # type: ignore[assignment]
+        self._installed = version
+
+    def gather(self, version: int) -> None:
+        for name, leaf in self._leaves[version].items():
+            if leaf.grad is not None:
+                accumulate(self.parameters[name], leaf.grad)
+                leaf.grad = None
+        self._uses[version] -= 1
+        self._drop_unused()
+
+    def before_update(self) -> None:
+        if self._uses[self._newest] > 0:
+            for parameter in self.parameters.values():
+                parameter.data = parameter.data.clone()
+
+    def after_update(self) -> None:
+        self._newest += 1
+        self._leaves[self._newest] = self._fresh()
+        if len(self._uses) <= self._newest:
+            self._uses.append(0)
+        self._drop_unused()
+        self.most_versions = max(self.most_versions, len(self._leaves))
+
+    def _drop_unused(self) -> None:
+        for version in self._unused():
+            del self._leaves[version]
+
+    def _unused(self) -> list[int]:
+        return [version for version in self._leaves if version != self._newest and self._uses[version] == 0]
+
+    def end(self) -> None:
+        for part, slot, name in self._slots:
+            part._parameters[slot] = self.parameters[name]
+        self._leaves = {}
+        self._installed = None
+
+
+def check_sharing(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, str]]:
+    """Pairs of names of one parameter that two layers hold: they must be declared as tied, or stages would drift apart."""
+    first: dict[int, str] = {}
+    for layer, module in modules.items():
+        for name, parameter in module.named_parameters():
+            here = f"{layer}.{name}"
+            if first.setdefault(id(parameter), here) != here:
+                yield first[id(parameter)], here
+
+
+def count_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def no_grad_copy(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Detached copies, for state dicts and comparisons."""
+    with torch.no_grad():
+        return {name: parameter.detach().clone() for name, parameter in parameters.items()}

@@ -1,0 +1,204 @@
+"""What travels between stages: any tuple, list or dict of tensors, numbers, strings and ``None``, as one block of bytes.
+
+A message describes itself, because shapes may change from microbatch to microbatch and because two ranks that disagree must say so in
+words instead of computing with each other's garbage:
+
+    ┌ prefix ─────────────────────────────────┬ layout ┬ pad ┬ tensor 0 ┬ pad ┬ tensor 1 …
+    │ magic, step, stages, microbatch, sizes  │ JSON   │     │ raw bytes, aligned to 64
+    └─────────────────────────────────────────┴────────┴─────┴──────────┴─────┴──────────
+
+The layout is plain JSON, never pickle: reading a message can run no code. Layouts repeat, so both sides keep them in a cache.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vpipe.errors import UserError
+
+ALIGN = 64
+_PREFIX = struct.Struct("<8sqiiiiqq")
+_MAGIC = b"vpipe\x00\x00\x01"
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    )
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+Structure = tuple[Any, ...]
+"""A value without its tensors: nested tuples that hash. ``("T",)`` stands for the next tensor."""
+
+
+class Envelope(NamedTuple):
+    """Which message this is. ``backward`` is 1 for gradients."""
+
+    step: int
+    source: int
+    target: int
+    microbatch: int
+    backward: int
+
+    def __str__(self) -> str:
+        what = "gradients" if self.backward else "activations"
+        return f"{what} of step {self.step}, microbatch {self.microbatch}, stage {self.source} → {self.target}"
+
+
+class Facts(NamedTuple):
+    """What must be known of a tensor before its bytes come."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    needs_grad: bool
+
+
+class Layout(NamedTuple):
+    """The form of a message: its structure, its tensors, and where their bytes lie."""
+
+    structure: Structure
+    facts: tuple[Facts, ...]
+    offsets: tuple[int, ...]
+    text: bytes
+    num_bytes: int
+
+
+def flatten(value: Any, tensors: list[Tensor]) -> Structure:
+    """The structure of ``value``; its tensors are appended to ``tensors`` in order."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ("T",)
+    if value is None or isinstance(value, bool | int | float | str):
+        return ("v", value)
+    if type(value) in (tuple, list):
+        return ("t" if type(value) is tuple else "l", *[flatten(part, tensors) for part in value])
+    if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+        return ("d", *[(key, flatten(part, tensors)) for key, part in value.items()])
+    raise UserError(
+        f"a {type(value).__name__} cannot travel between stages; pass tensors, numbers, strings, None, or tuples, lists and dicts of them"
+    )
+
+
+def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
+    """The value of a structure; ``take`` yields its tensors in order."""
+    match structure[0]:
+        case "T":
+            return take()
+        case "v":
+            return structure[1]
+        case "t":
+            return tuple(unflatten(part, take) for part in structure[1:])
+        case "l":
+            return [unflatten(part, take) for part in structure[1:]]
+        case _:
+            return {key: unflatten(part, take) for key, part in structure[1:]}
+
+
+@lru_cache(maxsize=1024)
+def _layout(structure: Structure, facts: tuple[Facts, ...]) -> Layout:
+    tensors = [[_name(fact.dtype), list(fact.shape), fact.needs_grad] for fact in facts]
+    text = json.dumps([structure, tensors], separators=(",", ":")).encode()
+    offset = _aligned(_PREFIX.size + len(text))
+    offsets = []
+    for fact in facts:
+        offsets.append(offset)
+        offset = _aligned(offset + fact.dtype.itemsize * _count(fact.shape))
+    return Layout(structure, facts, tuple(offsets), text, offset)
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: bytes) -> Layout:
+    structure, tensors = json.loads(text)
+    facts = tuple(Facts(_DTYPES[name], tuple(shape), bool(needs_grad)) for name, shape, needs_grad in tensors)
+    return _layout(_hashable(structure), facts)
+
+
+def _hashable(structure: Any) -> Any:
+    return tuple(_hashable(part) for part in structure) if isinstance(structure, list) else structure
+
+
+def _name(dtype: torch.dtype) -> str:
+    if dtype not in _NAMES:
+        raise UserError(f"tensors of {dtype} cannot travel between stages; use one of {', '.join(sorted(_DTYPES))}")
+    return _NAMES[dtype]
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    number = 1
+    for size in shape:
+        number *= size
+    return number
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN) * ALIGN
+
+
+class Packed(NamedTuple):
+    """A message ready to go: its form, and the function that writes it into a block of ``layout.num_bytes``."""
+
+    envelope: Envelope
+    layout: Layout
+    tensors: list[Tensor]
+
+    def write(self, block: Tensor, capacity: int) -> None:
+        """The whole message where it fits into ``capacity``, else its description alone: the tensors then follow by themselves."""
+        layout = self.layout
+        head = _PREFIX.pack(_MAGIC, *self.envelope, len(layout.text), layout.num_bytes) + layout.text
+        view = block.numpy().data
+        view[: len(head)] = head
+        if layout.num_bytes <= capacity:
+            self.write_tensors(block, 0)
+
+    def write_tensors(self, block: Tensor, base: int) -> None:
+        """The tensors alone, as if the message began at ``base`` before the block."""
+        for tensor, fact, offset in zip(self.tensors, self.layout.facts, self.layout.offsets, strict=True):
+            _slot(block, fact, offset - base).copy_(tensor)
+
+    @property
+    def head_bytes(self) -> int:
+        return _aligned(_PREFIX.size + len(self.layout.text))
+
+
+def pack(envelope: Envelope, value: Any) -> Packed:
+    """Describe a value; nothing is copied yet."""
+    tensors: list[Tensor] = []
+    structure = flatten(value, tensors)
+    facts = tuple(Facts(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors)
+    return Packed(envelope, _layout(structure, facts), [tensor.detach() for tensor in tensors])
+
+
+def unpack_head(block: Tensor, expected: Envelope) -> Layout:
+    """The form of the message that begins in ``block``; an error in words where it is not the expected one."""
+    view = block.numpy().data
+    magic, *fields, length, _ = _PREFIX.unpack_from(view)
+    if magic != _MAGIC:
+        raise RuntimeError(f"expected {expected}, but the bytes that came are no vpipe message: do all ranks run the same vpipe?")
+    found = Envelope(*fields)
+    if found != expected:
+        raise RuntimeError(f"expected {expected}, but received {found}: the ranks run different programs or steps")
+    return _parsed(bytes(view[_PREFIX.size : _PREFIX.size + length]))
+
+
+def unpack(block: Tensor, layout: Layout, base: int = 0) -> Any:
+    """The value whose tensors lie in ``block``. The tensors are views; those that need a gradient are marked so."""
+    slots = iter(zip(layout.facts, layout.offsets, strict=True))
+
+    def take() -> Tensor:
+        fact, offset = next(slots)
+        return _slot(block, fact, offset - base).requires_grad_(fact.needs_grad)
+
+    return unflatten(layout.structure, take)
+
+
+def _slot(block: Tensor, fact: Facts, offset: int) -> Tensor:
+    end = offset + fact.dtype.itemsize * _count(fact.shape)
+    return block[offset:end].view(fact.dtype).view(fact.shape)
