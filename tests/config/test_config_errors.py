@@ -145,6 +145,16 @@ def test_rules_between_fields(tmp_path: Path, text: str, said: str) -> None:
     assert said in problems(tmp_path, GOOD + text)
 
 
+def test_huggingface_and_its_keys_go_together(tmp_path: Path) -> None:
+    data = "\ndataset: {name: text}"
+    assert "model.config is null, but name: huggingface needs it" in problems(
+        tmp_path, "model: {name: huggingface}" + data
+    )
+    told = problems(tmp_path, "model: {name: gpt, config: {a: 1}, directory: x}" + data)
+    assert "model.config is only read with name: huggingface, not with 'gpt'" in told
+    assert "model.directory is only read with name: huggingface" in told
+
+
 def test_a_bert_partition_must_add_up(tmp_path: Path) -> None:
     text = "model: {name: bert, num_layers: 24}\ndataset: {name: bert}\nparallel: {partition: [12, 13, 13, 12]}"
     told = problems(tmp_path, text)

@@ -152,7 +152,7 @@ def test_overrides_win_over_the_file_and_are_read_like_it(tmp_path: Path) -> Non
     overrides = [
         "training.learning_rate=1e-3", "training.epochs=1", "training.epochs=5", "model.extra.dropout=0.1",
         "parallel.partition=[1, 2, 3, 4]", "launch.slurm.time=01:30:00", "checkpoint.directory=null",
-        "model.weights=w=1",
+        "dataset.path=w=1",
     ]  # fmt: skip
     config = load(file, overrides, scheduler="1f1b").config
     assert (config.training.learning_rate, config.training.epochs) == (1e-3, 5)
@@ -160,7 +160,7 @@ def test_overrides_win_over_the_file_and_are_read_like_it(tmp_path: Path) -> Non
     assert config.parallel.partition == (1, 2, 3, 4)
     assert config.parallel.scheduler == "1f1b"
     assert config.launch.slurm.time == "01:30:00"
-    assert config.model.weights == str(Path.cwd() / "w=1"), "a path on the command line is seen from where it is typed"
+    assert config.dataset.path == str(Path.cwd() / "w=1"), "a path on the command line is seen from where it is typed"
 
 
 def test_paths_of_a_file_are_seen_from_the_file(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_vpipes_file_becomes_our_sections(tmp_path: Path) -> None:
     config = loaded.config
     assert (config.model.name, config.model.num_layers, config.model.hidden_size) == ("bert", 24, 1024)
     assert (config.dataset.name, config.dataset.path) == ("bert", str(tmp_path / "data"))
-    assert (config.dataset.batch_size, config.training.num_microbatches) == (16, 1)
+    assert (config.dataset.batch_size, config.training.num_microbatches) == (16 * 32, 32)
     assert (config.training.optimizer, config.training.learning_rate, config.training.epochs) == ("lamb", 0.03, 2)
     assert (config.parallel.scheduler, config.parallel.backend) == ("pipedream", "gloo")
     assert (config.parallel.partition, config.parallel.recompute) == ((12, 13, 13, 11), (0.3, 0, 0, 0))
@@ -82,6 +82,12 @@ def test_bsp_is_gpipe_with_32_units_unless_told(tmp_path: Path) -> None:
     )
     config = load(written(tmp_path, {"sync_mode": "bsp", "num_microbatches": 4})).config
     assert (config.training.num_microbatches, config.dataset.batch_size) == (4, 64)
+
+
+def test_frequencies_in_units_become_iterations(tmp_path: Path) -> None:
+    observe = load(written(tmp_path, {"print_frequency": 100, "verbose_frequency": 0})).config.observe
+    assert (observe.log_interval, observe.verbose_interval) == (3, 0)
+    assert load(written(tmp_path, {"print_frequency": 1})).config.observe.log_interval == 1
 
 
 def test_macrobatch_is_2bw(tmp_path: Path) -> None:
@@ -123,6 +129,7 @@ def test_replicas_depths_and_machines_follow_the_rank_map(tmp_path: Path) -> Non
     assert config.parallel.depths == (3, 2, 1, 0)
     assert config.launch.machines == ("a:0", "e:0", "b:0", "c:0", "d:0"), "our ranks are numbered stage by stage"
     assert config.num_ranks == 5
+    assert config.training.num_microbatches == 32, "whole rounds of two"
 
 
 def test_tensor_parallel_groups_become_one_rank_each_with_a_warning(tmp_path: Path) -> None:

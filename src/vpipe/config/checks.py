@@ -32,17 +32,17 @@ def _model(config: PipelineConfig) -> Iterator[Problem]:
     model = config.model
     if model.vocab_size == 0:
         yield _broken("is 0 but must be -1 (ask the data set) or at least 1", "model.vocab_size")
-    if model.name == "huggingface" and model.config is None and model.weights is None:
+    if model.name == "huggingface" and model.config is None and model.directory is None:
         yield _broken(
             "is null, but name: huggingface needs it; give a directory, a JSON file or {model_type: ...}",
             "model.config",
             "model.name",
-            "model.weights",
+            "model.directory",
         )
-    if model.name != "huggingface" and model.config is not None:
-        yield _broken(
-            f"is only read with name: huggingface, not with {model.name!r}; remove it", "model.config", "model.name"
-        )
+    for key in ("config", "directory"):
+        if model.name != "huggingface" and getattr(model, key) is not None:
+            text = f"is only read with name: huggingface, not with {model.name!r}; remove it"
+            yield _broken(text, f"model.{key}", "model.name")
     partition = config.parallel.partition
     if model.name == "bert" and isinstance(partition, tuple) and sum(partition) != 2 * model.num_layers + 1:
         yield _broken(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 READ: tuple[Key, ...] = (
     ("model", "config"),
-    ("model", "weights"),
+    ("model", "directory"),
     ("dataset", "path"),
     ("parallel", "partition"),
     ("launch", "container", "image"),

@@ -27,8 +27,8 @@ and the value that would do.
 - `vpipe train job.yaml --print-config` prints the resolved config, every field with its explanation.
 - VPipe's flat YAML files load too ([from-vpipe.md](from-vpipe.md)), and OurGPipe's
   ([from-ourgpipe.md](from-ourgpipe.md)).
-- What is read (`dataset.path`, `model.config`, `model.weights`, a plan) lies relative to the YAML file; in a `--set` it
-  lies relative to the working directory. What is written goes to the working directory.
+- What is read (`dataset.path`, `model.config`, `model.directory`, a plan) lies relative to the YAML file; in a `--set`
+  it lies relative to the working directory. What is written goes to the working directory.
 
 YAML as it is read here: `1e-4` is a number; only `true` and `false` are booleans (`no` is a word); `010`, a key given
 twice, aliases, merge keys and tags are refused, and so is a file of more than 1 MB.

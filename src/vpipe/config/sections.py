@@ -35,8 +35,8 @@ class ModelConfig(Section):
     config: Text | dict[str, Any] | None = worded(None, "a path, a mapping or null")
     """For name: huggingface. The model's configuration: a directory or JSON file, or its keys written here (model_type
     and sizes). Nothing is downloaded."""
-    weights: Text | None = worded(None, "a path or null")
-    """Directory of Hugging Face safetensors to start from; null starts from random weights."""
+    directory: Text | None = worded(None, "a path or null")
+    """For name: huggingface. Directory with config.json and safetensors to start from; null: random weights."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Options of this model alone. gpt: head_size, ff_low_rank, dropout; llama: num_kv_heads, intermediate_size,
     rms_norm_eps, rope_theta."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-UNITS_PER_BSP_UPDATE = 32
+UNITS = 32
+"""Units per iteration: the fixed number of a ``bsp`` update in VPipe, and how asynchronous runs are counted here."""
 STEP_EPOCHS = 30
 """VPipe's ``step`` policy divided the rate by ten every thirty epochs."""
 WARMUP = 0.01
@@ -17,8 +18,6 @@ RENAMED = {
     "learning_rate": "training.learning_rate",
     "log_directory": "observe.directory",
     "machines": "launch.machines",
-    "print_frequency": "observe.log_interval",
-    "verbose_frequency": "observe.verbose_interval",
     "weight_decay": "training.weight_decay",
     # What VPipe's scripts took from their command line or fixed in code:
     "hidden_size": "model.hidden_size",
@@ -33,7 +32,8 @@ RENAMED = {
 }
 READ = (
     *("batch_size", "config_file", "container", "learning_rate_policy", "lr_warmup", "macrobatch", "model_type"),
-    *("no_input_pipelining", "num_microbatches", "partition", "recompute", "sync_mode", "synthetic_data"),
+    *("no_input_pipelining", "num_microbatches", "partition", "print_frequency", "recompute", "sync_mode"),
+    *("synthetic_data", "verbose_frequency"),
 )
 MEANINGLESS = {
     "directory": "names code that vpipe never imports; model_type chooses the model",

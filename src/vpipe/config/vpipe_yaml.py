@@ -5,8 +5,9 @@ and ``module`` named Python code to import. They are never imported: ``model_typ
 help to find the two JSON files, which VPipe looked up beside that code.
 
 A *unit* (VPipe's minibatch) is what flows through the pipe, and VPipe's ``batch_size`` is the size of one unit. Our
-``dataset.batch_size`` is ``num_microbatches`` units: one in asynchronous runs, 32 in ``bsp`` unless the file says
-otherwise (VPipe's fixed number), one per stage with ``macrobatch``.
+``dataset.batch_size`` is one iteration, ``num_microbatches`` units: 32 unless the file says otherwise (VPipe's fixed
+number for ``bsp``; asynchronous runs update after every unit all the same), one per stage with ``macrobatch``.
+Frequencies, which VPipe counts in units, become iterations.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from vpipe.config.vpipe_keys import (
     MEANINGLESS,
     RENAMED,
     STEP_EPOCHS,
-    UNITS_PER_BSP_UPDATE,
+    UNITS,
     WARMUP,
 )
 from vpipe.errors import nearest
@@ -210,7 +212,8 @@ class _Translation:
 
     def units(self, scheduler: str, num_stages: int | None) -> None:
         """Our batch is ``num_microbatches`` of VPipe's units."""
-        default = {"gpipe": UNITS_PER_BSP_UPDATE, "pipedream": 1}.get(scheduler, num_stages or 4)
+        replicas = lcm(*self.made["parallel"].get("replicas", [1]))
+        default = (num_stages or 4) if scheduler == "pipedream-2bw" else -(-UNITS // replicas) * replicas
         count = self.old.get("num_microbatches", default)
         self.put(
             "training.num_microbatches", count, "num_microbatches" if "num_microbatches" in self.old else "sync_mode"
@@ -222,6 +225,15 @@ class _Translation:
             self.put("dataset.batch_size", unit * count, "batch_size")
         else:
             self.put("dataset.batch_size", unit, "batch_size")
+        for name, key in (
+            ("print_frequency", "observe.log_interval"),
+            ("verbose_frequency", "observe.verbose_interval"),
+        ):
+            every = self.old.get(name)
+            if type(every) is int and type(count) is int and every > 0 and count > 0:
+                self.put(key, max(1, every // count), name)
+            elif name in self.old:
+                self.put(key, every, name)
 
     def learning_rate(self) -> None:
         policy, epochs = self.old.get("learning_rate_policy"), self.old.get("epochs")
