@@ -18,6 +18,9 @@ from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.authoring import B, F, I, W
 from vpipe.schedule.placement import Placement
 
+GROWTH = {F: 1, I: 0, B: -1, W: -1}
+"""By how many forwards the held activations grow."""
+
 Rule = Literal["in order", "weights last", "deepest first"]
 """Which of the ready actions a rank takes: the first in its planned order; the same, but W only if nothing else is
 ready; or I before F before W, and among forwards the deepest stage."""
@@ -47,7 +50,7 @@ def squeeze(
         for rank, action in taken:
             rows[rank].append(action)
             done.add(action)
-            held[rank] += _growth(action)
+            held[rank] += GROWTH[action.kind]
         now += 1
     return now, rows
 
@@ -66,8 +69,9 @@ def _ready(actions: list[Action], held: int, memory: int, done: set[Action], las
                 ready.append(index)
             if len(seen) == 6:
                 break
-        held += _growth(action)
-        highest = max(highest, held)
+        held += GROWTH[action.kind]
+        if held > highest:
+            highest = held
     return ready
 
 
@@ -78,10 +82,6 @@ def _needs(action: Action, last: int) -> list[Action]:
     if kind is I:
         return [Action(stage, F, k)] if stage == last else [Action(stage, F, k), Action(stage + 1, I, k)]
     return [Action(stage, I, k)]
-
-
-def _growth(action: Action) -> int:
-    return {F: 1, B: -1, W: -1}.get(action.kind, 0)
 
 
 def _preference(rule: Rule, action: Action, index: int) -> tuple[int, int, int]:
@@ -148,7 +148,7 @@ def greedy(
         heappush(calls, (end, rank))
         chooser.row.append(action)
         count[stage, kind] += 1
-        chooser.held += _growth(action)
+        chooser.held += GROWTH[kind]
         if kind is F:
             chooser.ahead += 1
             arrive(*((stage + 1, F) if stage < last else (stage, backward)), k, end)

@@ -55,7 +55,6 @@ def v_half(num_ranks: int, num_microbatches: int) -> Program:
     tries: list[tuple[Offsets, Rule]] = [
         ((2, 1, 2, 1), "weights last"),
         ((1, 1, 1, 1), "deepest first"),
-        ((1, 1, 1, 1), "in order"),
     ]
     return _best(num_ranks, num_microbatches, (num_ranks + 2) // 2, tries)
 
@@ -71,6 +70,7 @@ def _best(p: int, m: int, memory: int, tries: list[tuple[Offsets, Rule]]) -> Pro
     placement = vee(p)
     repeated = {offsets: _repeat(p, m, offsets) for offsets, _ in tries}
     found = [squeeze(placement, repeated[offsets], 2 * memory, rule) for offsets, rule in tries]
+    assert any(found), f"v-half or v-min got stuck on {p} ranks with {m} microbatches"
     _, rows = min((each for each in found if each is not None), key=lambda each: each[0])
     return batch(placement, m, rows)
 
