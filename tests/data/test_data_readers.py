@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from vpipe.data import code_search_net as csn
 from vpipe.data import tokenizer as tk
 from vpipe.data.bert_hdf5 import BertShards, _open
 from vpipe.data.fairseq import Dictionary, write_sentences
+from vpipe.errors import UserError
 
 
 def texts_of(data: DataSet, tokens: torch.Tensor) -> str:
@@ -137,6 +140,37 @@ def test_text_files_named_after_splits(tmp_path: Path) -> None:
     assert data.valid is not None
     assert texts_of(data, data.batch([0]).inputs[0]) == "train wo"
     assert texts_of(data, data.valid.batch([0]).inputs[0]) == "valid wo"
+
+
+def test_a_text_folder_may_hold_a_training_guide(tmp_path: Path) -> None:
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "training-guide.md").write_text("guide " * 20)
+    (tmp_path / "test.plan.md").write_text("plan " * 20)
+    (tmp_path / "z.md").write_text("zebra " * 20)
+    data = load("text", path=tmp_path, sequence_length=8, extra={"tokenizer": "char"})
+    assert {"g", "z"} <= set(data.tokenizer.get_vocab())
+    assert "p" not in data.tokenizer.get_vocab(), "test.plan.md says it is held out"
+
+
+def test_parquet_is_read_where_pyarrow_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyarrow is not a dependency; a stand-in with its two calls shows what is asked of it."""
+
+    class ParquetFile:
+        def __init__(self, file: Path) -> None:
+            if file.stat().st_size == 0:
+                raise ValueError("Parquet file size is 0 bytes")
+
+        def iter_batches(self) -> list[Any]:
+            return [SimpleNamespace(to_pylist=lambda: functions(HUB, "train", 2))] * 2
+
+    stand_in = SimpleNamespace(ParquetFile=ParquetFile)
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=stand_in))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", stand_in)
+    (tmp_path / "train-0.parquet").write_bytes(b"PAR1")
+    assert len(list(csn.read_functions([tmp_path / "train-0.parquet"], tmp_path, "train"))) == 4
+    (tmp_path / "train-0.parquet").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train-0\.parquet is damaged behind row 0"):
+        list(csn.read_functions([tmp_path / "train-0.parquet"], tmp_path, "train"))
 
 
 def translation_folder(root: Path) -> Path:

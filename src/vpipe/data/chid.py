@@ -15,7 +15,8 @@ import numpy as np
 
 from vpipe.data.dataset import DataSet, check_vocabulary, hold_out
 from vpipe.data.files import existing, find_files, read_text, split_of
-from vpipe.data.language_model import PaddedDocuments, Tokens
+from vpipe.data.language_model import PaddedDocuments
+from vpipe.data.token_cache import Tokens
 from vpipe.errors import UserError
 
 VOCAB_SIZE = 30000

@@ -8,6 +8,7 @@ code`` writes one from the standard library.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from vpipe.data.dataset import DataSet, hold_out
 from vpipe.data.files import existing, find_files, json_lines, split_of
 from vpipe.data.language_model import from_documents
+from vpipe.data.token_cache import cache_for
 from vpipe.data.tokenizer import choose
 from vpipe.errors import UserError
 
@@ -55,14 +57,16 @@ def load(
         return islice(read_functions(files, root, split, language), limit)
 
     chosen = choose(tokenizer, vocab_size, root, lambda: functions("train"))
-    train = from_documents(
-        functions("train"), chosen, sequence_length, pack=pack, where=f"the training split of {root}"
-    )
+
+    def part(split: str) -> DataSet:
+        where = f"the {split} split of {root}"
+        cache = cache_for(root, files, chosen, split, language, limit)
+        return from_documents(partial(functions, split), chosen, sequence_length, pack=pack, where=where, cache=cache)
+
+    train = part("train")
     if next(functions("valid"), None) is None:
         return hold_out(train, test_size, seed)
-    train.valid = from_documents(
-        functions("valid"), chosen, sequence_length, pack=pack, where=f"the validation split of {root}"
-    )
+    train.valid = part("valid")
     return train
 
 
@@ -118,7 +122,10 @@ def _records(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             "install it with: pip install pyarrow, or use .jsonl files"
         ) from None
     row = 0
-    for batch in parquet.ParquetFile(file).iter_batches():
-        for record in batch.to_pylist():
-            row += 1
-            yield row, record
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches():
+            for record in batch.to_pylist():
+                row += 1
+                yield row, record
+    except (ValueError, OSError) as error:  # pyarrow's own exceptions derive from these
+        raise UserError(f"{file} is damaged behind row {row} ({error}); copy it again") from None

@@ -112,6 +112,12 @@ def split_of(path: Path, root: Path) -> str | None:
     return None
 
 
+def named_split(path: Path) -> str | None:
+    """The split that a whole part of the file's name says, as in ``train.txt`` or ``wiki.valid.txt``; nothing looser,
+    for a folder of texts may well hold a ``training-guide.md``."""
+    return next((_SPLIT_WORDS[part] for part in path.name.lower().split(".") if part in _SPLIT_WORDS), None)
+
+
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a text file, gzipped or not, numbered from 1, without their ends."""
     try:

@@ -8,18 +8,16 @@ further.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from vpipe.data.dataset import IGNORE, Batch, DataSet
+from vpipe.data.dataset import IGNORE, Batch, DataSet, check_vocabulary
+from vpipe.data.token_cache import TokenCache, Tokens
 from vpipe.data.tokenizer import encode, end_of_text, padding
 from vpipe.errors import UserError
-
-Tokens = NDArray[np.int32]
 
 
 class TokenBlocks(DataSet):
@@ -81,23 +79,34 @@ class PaddedDocuments(DataSet):
 
 
 def from_documents(
-    documents: Iterable[str], tokenizer: Any, sequence_length: int, *, pack: bool, where: str
+    documents: Callable[[], Iterable[str]],
+    tokenizer: Any,
+    sequence_length: int,
+    *,
+    pack: bool,
+    where: str,
+    cache: TokenCache | None = None,
 ) -> DataSet:
     """Texts as a data set, an end-of-text token after each."""
     if sequence_length < 1:
         raise UserError(f"sequence_length is {sequence_length}; it must be 1 or more")
     end = end_of_text(tokenizer)
     tail = np.asarray([] if end is None else [end], dtype=np.int32)
-    pieces = [np.concatenate([ids, tail]) for ids in encode(tokenizer, documents)]
+
+    def pieces() -> Iterator[Tokens]:
+        return (np.concatenate([ids, tail]) for ids in encode(tokenizer, documents()))
+
     vocab_size = int(tokenizer.get_vocab_size())
     data: DataSet
     if pack:
-        stream = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
+        stream = (cache or TokenCache(None)).stream(pieces)
+        check_vocabulary(stream, vocab_size, where)
         data = TokenBlocks(stream, sequence_length, vocab_size, tokenizer)
         size = f"{len(stream)} tokens, fewer than the {sequence_length + 1} of one sequence and its targets"
     else:
-        data = PaddedDocuments(pieces, sequence_length, vocab_size, pad_id=padding(tokenizer), tokenizer=tokenizer)
-        size = f"{len(pieces)} documents, none of two tokens"
+        rows = list(pieces())
+        data = PaddedDocuments(rows, sequence_length, vocab_size, pad_id=padding(tokenizer), tokenizer=tokenizer)
+        size = f"{len(rows)} documents, none of two tokens"
     if len(data) == 0:
         raise UserError(f"{where} has {size}; use more text or a smaller sequence_length")
     return data

@@ -89,7 +89,9 @@ def _make(kind: str, num: int, length: int, vocab_size: int, random: np.random.G
         source, target_out = tokens(length), tokens(length)
         source[:, -1] = target_out[:, -1] = EOS
         target_in = torch.cat([torch.full((num, 1), EOS, dtype=torch.int64), target_out[:, :-1]], dim=1)
-        return Synthetic({"source": source, "target_in": target_in}, target_out, vocab_size, PAD, PAD)
+        made = Synthetic({"source": source, "target_in": target_in}, target_out, vocab_size, PAD, PAD)
+        made.lengths = np.full(num, length, dtype=np.int64)  # so that batches by tokens work as with real pairs
+        return made
     answers = tokens(length)
     masked = torch.from_numpy(random.random((num, length)) < _MASKED_SHARE)
     masked[:, 0] = True  # an example without any label would make its loss undefined

@@ -18,7 +18,7 @@ from vpipe.data.manifest import Manifest, checksums, new_folder
 from vpipe.errors import UserError, nearest
 
 Progress = Callable[[int, int], None]
-"""Called with how much is done and how much there is, in a unit of the builder's choice; both may be 0 at first."""
+"""Called with how much is done and how much there is, in the builder's unit; both begin anew with another phase."""
 
 _BUILDERS = ("bert", "code", "text", "translation")
 

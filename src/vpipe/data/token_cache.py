@@ -1,0 +1,96 @@
+"""Large corpora are tokenized once, not once per process and run.
+
+The real CodeSearchNet takes minutes to encode, and two ranks of every run need it. The stream of a large corpus is kept
+in ``.vpipe/`` beside the data, under a name made from everything it depends on: the files, the tokenizer, the options.
+It is then mapped, not read, so ranks of one machine share it. Where the folder cannot be written, or the disk is full,
+the stream stays in memory: a cache must never be the reason that a run fails.
+
+    file    "VPTOKEN1"  u64 count  i32 ids[count]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+
+SMALLEST = 16 * 2**20
+"""Bytes of source files below which a corpus is encoded anew each time."""
+FOLDER = ".vpipe"
+_HEADER = struct.Struct("<8sQ")
+_MAGIC = b"VPTOKEN1"
+
+
+class TokenCache:
+    """Where the stream of one corpus is kept; ``path`` is None where it is not worth keeping."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def stream(self, make: Callable[[], Iterable[Tokens]]) -> Tokens:
+        """The ids of all pieces of ``make()`` end to end, from the cache if they are there."""
+        if self.path is None:
+            return _in_memory(make())
+        kept = _read(self.path)
+        if kept is None:
+            try:
+                _write(self.path, make())
+            except OSError:
+                return _in_memory(make())
+            kept = _read(self.path)
+        return _in_memory(make()) if kept is None else kept
+
+
+def cache_for(root: Path, files: Sequence[Path], tokenizer: Any, *options: object) -> TokenCache:
+    """The cache of the corpus ``files``, read with ``options``. A file that is written to again is another corpus."""
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    if sum(size for _, size, _ in states) < SMALLEST:
+        return TokenCache(None)
+    key = hashlib.sha256(repr((states, options, tokenizer.to_str())).encode()).hexdigest()[:32]
+    return TokenCache((root if root.is_dir() else root.parent) / FOLDER / f"{key}.tokens")
+
+
+def _in_memory(pieces: Iterable[Tokens]) -> Tokens:
+    collected = list(pieces)
+    return np.concatenate(collected) if collected else np.zeros(0, dtype=np.int32)
+
+
+def _read(path: Path) -> Tokens | None:
+    """The mapped stream, or None if there is none or it is not whole."""
+    try:
+        with path.open("rb") as file:
+            magic, count = _HEADER.unpack(file.read(_HEADER.size))
+            if magic != _MAGIC or os.fstat(file.fileno()).st_size != _HEADER.size + 4 * count or count == 0:
+                return None
+        return np.asarray(np.memmap(path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(count,)))
+    except (OSError, struct.error, ValueError):
+        return None
+
+
+def _write(path: Path, pieces: Iterable[Tokens]) -> None:
+    """Piece by piece, into a file of this process that takes its name when it is whole."""
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
+        try:
+            count = 0
+            file.write(_HEADER.pack(_MAGIC, count))
+            for piece in pieces:
+                file.write(piece.astype("<i4").tobytes())
+                count += len(piece)
+            file.seek(0)
+            file.write(_HEADER.pack(_MAGIC, count))
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
