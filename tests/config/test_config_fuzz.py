@@ -114,15 +114,12 @@ def test_words_of_a_command_line_hold_no_tricks(payload: str) -> None:
         PipelineConfig.from_dict({**base, "parallel": {"scheduler": payload}})
 
 
-@pytest.mark.parametrize("payload", ["-v/:/x", "--privileged", "a b", "a\nb", "", "\0", " a", "a\tb"])
+@pytest.mark.parametrize("payload", ["-v/:/x", "--privileged", "a\nb", "", "\0", " a", "a\tb", "$(id)"])
 def test_container_images_and_binds_hold_no_options(payload: str) -> None:
     base = {"model": {"name": "gpt"}, "dataset": {"name": "text"}}
     for container in ({"kind": "docker", "image": payload}, {"kind": "docker", "image": "x", "binds": [payload]}):
-        if payload == "a b" and "binds" in container:
-            continue  # a folder may have a space in its name; a bind is one word of an argument list
-        if payload == "a b" or not payload or payload.strip() != payload or not payload.isalnum():
-            with pytest.raises(UserError):
-                PipelineConfig.from_dict({**base, "launch": {"container": container}})
+        with pytest.raises(UserError):
+            PipelineConfig.from_dict({**base, "launch": {"container": container}})
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
