@@ -1,7 +1,7 @@
 """What actions cost: the numbers that turn an order into a timeline.
 
-Times of a stage are its own. ``uniform`` takes the numbers that papers use, the time of one rank's whole share of a microbatch, and
-divides them by the number of stages a rank holds.
+Times of a stage are its own. ``uniform`` takes the numbers that papers use, the time of one rank's whole share of a
+microbatch, and divides them by the number of stages a rank holds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A program as arrays: what the readers of large programs work on.
 
-Half a million actions are too many to look at one by one in Python for every question. ``Flat`` holds stage, kind, microbatch and rank
-of every action, rank by rank, and finds actions by value in one look-up.
+Half a million actions are too many to look at one by one in Python for every question. ``Flat`` holds stage, kind,
+microbatch and rank of every action, rank by rank, and finds actions by value in one look-up.
 """
 
 from __future__ import annotations
@@ -94,4 +94,5 @@ class Flat:
 def padded(lists: Sequence[Sequence[int]]) -> Ints:
     """A matrix with one row a list, filled up with ``NONE``."""
     width = max(map(len, lists), default=0)
-    return np.array([[*values, *[NONE] * (width - len(values))] for values in lists], np.int64).reshape(len(lists), width)
+    filled = [[*values, *[NONE] * (width - len(values))] for values in lists]
+    return np.array(filled, np.int64).reshape(len(lists), width)

@@ -10,25 +10,32 @@ Each pass takes a program and returns another; every result verifies.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.program import Program, Row
-from vpipe.schedule.semantics import COMMUNICATION, INPUT_GRADIENT, peers
+from vpipe.schedule.semantics import COMMUNICATION, INPUT_GRADIENT, LANE, WEIGHT_GRADIENT, Lane, peers
+from vpipe.schedule.timeline import Transport, run
 
 POST_AHEAD = 2
-"""How many compute actions before its use a receive is posted. A receive that is posted late exposes the whole transfer; one that is
-posted very early holds a buffer for nothing. With 2, data can arrive during the whole action before the one that needs it."""
+"""How many compute actions before its use a receive is posted. A receive that is posted late exposes the whole
+transfer; one that is posted very early holds a buffer for nothing. With 2, data can arrive during the whole action
+before the one that needs it."""
 
 SWAP_AHEAD = 2
 """How many compute actions before its use a swapped unit is fetched."""
 
 
 def lower(
-    program: Program, *, recompute_stages: Collection[int] = (), swap_stages: Collection[int] = (), post_ahead: int = POST_AHEAD
+    program: Program,
+    *,
+    recompute_stages: Collection[int] = (),
+    swap_stages: Collection[int] = (),
+    post_ahead: int = POST_AHEAD,
 ) -> Program:
     """The executable program."""
     program = recompute(program, recompute_stages)
@@ -80,12 +87,18 @@ def swap(program: Program, stages: Collection[int]) -> Program:
 
 
 def reduce(program: Program) -> Program:
-    """``REDUCE`` before every ``STEP`` of a stage that has replicas."""
+    """``REDUCE`` before every ``STEP`` of a stage that has replicas, where it is not there already."""
 
     def row(actions: Row) -> Iterator[Action]:
+        reduced: set[int] = set()
         for action in actions:
-            if action.kind is Kind.STEP and program.placement.num_replicas(action.stage) > 1:
-                yield Action(action.stage, Kind.REDUCE)
+            stage, kind, _ = action
+            if kind is Kind.STEP and program.placement.num_replicas(stage) > 1 and stage not in reduced:
+                yield Action(stage, Kind.REDUCE)
+            if kind is Kind.REDUCE:
+                reduced.add(stage)
+            elif kind is Kind.STEP or kind in WEIGHT_GRADIENT:
+                reduced.discard(stage)
             yield action
 
     return program.with_rows(map(row, program.rows)) if program.placement.has_replicas else program
@@ -94,12 +107,42 @@ def reduce(program: Program) -> Program:
 def communicate(program: Program, post_ahead: int = POST_AHEAD) -> Program:
     """``SEND`` right after each result that another rank needs; ``RECV`` ``post_ahead`` compute actions before its use.
 
-    Between two ranks, receives are posted in the order of the sends: NCCL matches by order alone. A message that is sent early and
-    used late is therefore received early.
+    Between two ranks, receives are posted in the order of the sends: NCCL matches by order alone. A message that is
+    sent early and used late is therefore received early. Where a rank holds several stages, or tensors skip stages, two
+    ranks may send to each other long before either needs what it gets; there a receive is also posted no later than its
+    send, so that even a blocking send never waits for a rank that waits for it.
     """
+    lowered = _communicate(program, post_ahead, None)
+    if program.num_stages == program.num_ranks and not program.skips:
+        return lowered
+    return _communicate(program, post_ahead, _sent_during(lowered))
+
+
+def _sent_during(lowered: Program) -> dict[Action, int]:
+    """For each RECV, the compute action of its rank (its place in the lane) that runs when the message is sent."""
+    timeline = run(lowered, transport=Transport.BUFFERED)
+    if timeline.stuck:
+        return {}
+    flat = timeline.flat
+    ends = [[timeline.end[event] for event in lane] for lane in timeline.lanes]
+    found: dict[Action, int] = {}
+    for send, receive, departed in zip(
+        timeline.transfers.send, timeline.transfers.receive, timeline.departed, strict=True
+    ):
+        assert flat.rank[send] != flat.rank[receive]
+        action = flat.action(int(receive))
+        during = bisect_left(ends[int(flat.rank[receive])], departed)
+        found[action] = min(during, found.get(action, during))
+    return found
+
+
+def _communicate(program: Program, post_ahead: int, posted_by: Mapping[Action, int] | None) -> Program:
+    """One round of placing; ``posted_by`` are further bounds on the places of receives."""
     targets = _targets(program)
     rows: list[list[Action]] = []
-    queues: list[dict[int, list[Action]]] = [defaultdict(list) for _ in program.rows]  # target rank → source rank → receives
+    queues: list[dict[int, list[Action]]] = [
+        defaultdict(list) for _ in program.rows
+    ]  # target rank → source rank → receives
     for source, actions in enumerate(program.rows):
         row: list[Action] = []
         for action in actions:
@@ -114,8 +157,8 @@ def communicate(program: Program, post_ahead: int = POST_AHEAD) -> Program:
                         queues[target][source].append(Action(reader, receive, microbatch))
         rows.append(row)
     return program.with_rows(
-        _with_receives(row, compute, list(queue.values()), post_ahead)
-        for row, compute, queue in zip(rows, program.rows, queues, strict=True)
+        _with_receives(row, list(queue.values()), post_ahead, posted_by or {})
+        for row, queue in zip(rows, queues, strict=True)
     )
 
 
@@ -141,12 +184,18 @@ def _targets(program: Program) -> dict[tuple[bool, int, int], list[tuple[int, in
     }
 
 
-def _with_receives(row: list[Action], compute: Row, queues: list[list[Action]], post_ahead: int) -> Iterator[Action]:
+def _with_receives(
+    row: list[Action], queues: list[list[Action]], post_ahead: int, posted_by: Mapping[Action, int]
+) -> Iterator[Action]:
     """``row`` with each RECV placed before the compute action that it is posted ahead of, in the order of its queue."""
     post_at: dict[tuple[int, Kind, int], int] = {}
+    compute = [action for action in row if LANE[action.kind] is Lane.COMPUTE]
     for index, (stage, kind, microbatch) in enumerate(compute):
         if kind in _RECEIVED_BY:
-            post_at[stage, _RECEIVED_BY[kind], microbatch] = index
+            post_at[stage, _RECEIVED_BY[kind], microbatch] = max(0, index - post_ahead)
+    for receive, index in posted_by.items():
+        if receive in post_at:
+            post_at[receive] = min(post_at[receive], index)
     settled = False
     while not settled:  # once for a chain; a receive from several sources may have to move again
         settled = True
@@ -160,10 +209,10 @@ def _with_receives(row: list[Action], compute: Row, queues: list[list[Action]], 
     before: dict[int, list[Action]] = defaultdict(list)
     for receive in _merged(queues):
         if receive in post_at:
-            before[max(0, post_at[receive] - post_ahead)].append(receive)
+            before[post_at[receive]].append(receive)
     index = 0
     for action in row:
-        if action.kind not in COMMUNICATION:
+        if LANE[action.kind] is Lane.COMPUTE:
             if index in before:
                 yield from before[index]
             index += 1
@@ -171,7 +220,7 @@ def _with_receives(row: list[Action], compute: Row, queues: list[list[Action]], 
 
 
 def _merged(queues: list[list[Action]]) -> Iterator[Action]:
-    """Every receive once, in an order that keeps the order of each queue (where the queues do not contradict each other)."""
+    """Every receive once, in an order that keeps the order of each queue, where they do not contradict each other."""
     if sum(map(len, queues)) == len({receive for queue in queues for receive in queue}):
         for queue in queues:
             yield from queue

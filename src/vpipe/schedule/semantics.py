@@ -1,7 +1,8 @@
 """What every action means: the only place where the rules of a pipeline are stated.
 
-``verify``, ``simulate``, ``lower`` and the runtime all ask here what an action waits for, which lane it occupies, what it allocates
-and frees, and which weights it reads. A rule that is stated twice is a rule that will one day disagree with itself.
+``verify``, ``simulate``, ``lower`` and the runtime all ask here what an action waits for, which lane it occupies, what
+it allocates and frees, and which weights it reads. A rule that is stated twice is a rule that will one day disagree
+with itself.
 
     F(s,k)       needs  the forwards of the stages it reads
     B(s,k)       needs  F(s,k) and the backwards of the stages that read it; by law B = I, then W
@@ -28,7 +29,7 @@ class Lane(Enum):
     SWAP = "swap"
 
 
-LANE = {kind: Lane.COMPUTE for kind in Kind} | {
+LANE = dict.fromkeys(Kind, Lane.COMPUTE) | {
     Kind.SEND_F: Lane.LINK,
     Kind.RECV_F: Lane.LINK,
     Kind.SEND_B: Lane.LINK,
@@ -58,8 +59,8 @@ class Where(Enum):
 class Need(NamedTuple):
     """One requirement: any of ``kinds`` at ``where``, for the same microbatch.
 
-    A need at ``WRITERS`` or ``READERS`` is met directly on the same rank, and by ``received_by`` at this stage where the other stage
-    lives elsewhere. An ``optional`` need counts only where the program has such an action.
+    A need at ``WRITERS`` or ``READERS`` is met directly on the same rank, and by ``received_by`` at this stage where
+    the other stage lives elsewhere. An ``optional`` need counts only where the program has such an action.
     """
 
     kinds: tuple[Kind, ...]
@@ -128,8 +129,8 @@ VersionTable = dict[tuple[int, int], int]
 def update_groups(program: Program) -> list[list[list[int]]]:
     """``groups[stage][n]``: the units whose gradients the stage's update ``n`` consumes, in order.
 
-    With replicas, update ``n`` of a stage is the round of all its replicas' updates ``n``. Gradients after the last ``STEP`` form a
-    last, open group; a program without ``STEP`` has one such group.
+    With replicas, update ``n`` of a stage is the round of all its replicas' updates ``n``. Gradients after the last
+    ``STEP`` form a last, open group; a program without ``STEP`` has one such group.
     """
     groups: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(program.num_stages)]
     for row in program.rows:
@@ -160,12 +161,12 @@ def version_table(program: Program) -> VersionTable:
             elif kind is Kind.F:
                 table[stage, microbatch] = made[stage]
     if program.versions is Versions.VERTICAL:
-        return {(stage, microbatch): table[0, microbatch] for stage, microbatch in table}
+        return {place: table.get((0, place[1]), version) for place, version in table.items()}
     return table
 
 
 def staleness(program: Program, table: VersionTable | None = None) -> list[int]:
-    """Per stage, the most updates that lie between the weights a unit read and the weights its gradient is applied to."""
+    """Per stage, the most updates between the weights that a unit read and those its gradient is applied to."""
     table = version_table(program) if table is None else table
     worst = [0] * program.num_stages
     for stage, groups in enumerate(update_groups(program)):
@@ -176,7 +177,7 @@ def staleness(program: Program, table: VersionTable | None = None) -> list[int]:
 
 
 def live_versions(program: Program, table: VersionTable | None = None) -> list[int]:
-    """Per stage, the most weight versions that must be held at once on one of its ranks: W_s + 1 for PipeDream, never more."""
+    """Per stage, the most weight versions that one of its ranks holds at once: W_s + 1 for PipeDream, never more."""
     table = version_table(program) if table is None else table
     worst = [1] * program.num_stages
     for row in program.rows:

@@ -94,8 +94,8 @@ class Simulation:
     def memory(self, rank: int) -> tuple[Array, Array]:
         """Times and the activations held from each on, in the unit of ``StageCosts.activations``.
 
-        A unit's activations live from the start of F to the end of B or W. Between F and R, or between OUT and IN, only ``kept``
-        of them remains. What ends at a time is freed before what starts at that time is allocated.
+        A unit's activations live from the start of F to the end of B or W. Between F and R, or between OUT and IN, only
+        ``kept`` of them remains. What ends at a time is freed before what starts at that time is allocated.
         """
         flat = self.timeline.flat
         mine = slice(int(flat.row_start[rank]), int(flat.row_start[rank + 1]))

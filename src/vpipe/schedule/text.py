@@ -1,8 +1,9 @@
 """Programs on paper: torch's CSV, one row a rank, one cell an action.
 
-The form that ``torch.distributed.pipelining`` dumps and loads, so schedules travel both ways. Reading also takes what torch writes and
-vpipe does not: empty cells (idle slots), compound cells such as ``(1F3;2B1)OVERLAP_F_B`` (read as their parts in order), ``REDUCE_GRAD``
-(our ``REDUCE``), and ``UNSHARD``/``RESHARD`` (the business of a sharded weight store: left out).
+The form that ``torch.distributed.pipelining`` dumps and loads, so schedules travel both ways. Reading also takes what
+torch writes and vpipe does not: empty cells (idle slots), compound cells such as ``(1F3;2B1)OVERLAP_F_B`` (read as
+their parts in order), ``REDUCE_GRAD`` (our ``REDUCE``), and ``UNSHARD``/``RESHARD`` (the business of a sharded weight
+store: left out).
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ MAX_BYTES = 512 * 2**20
 _COMPOUND = re.compile(r"\((.*)\)OVERLAP_F_B")
 _SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)\d*")
 _REDUCE_GRAD = re.compile(r"(\d+)REDUCE_GRAD\d*")
+_HUGE = re.compile(r"\d{10}")
+
+Cells = list[list[tuple[int, Action]]]
+"""Per row, the actions and the columns (from 1) in which they stand."""
 
 
 def to_csv(program: Program) -> str:
@@ -32,34 +37,72 @@ def to_csv(program: Program) -> str:
 
 def from_csv(text: str, source: str = "the CSV", versions: Versions = Versions.NEWEST) -> Program:
     """The program that a CSV writes; ``UserError`` with row and column where it writes none."""
-    rows = []
-    for number, cells in enumerate(csv.reader(io.StringIO(text)), 1):
-        rows.append(tuple(action for column, cell in enumerate(cells, 1) for action in _cell(cell, source, number, column)))
-    while rows and not rows[-1]:
-        rows.pop()
-    if not rows:
-        raise UserError(f"{source} holds no action; a schedule is one row a rank, one cell an action, such as 0F0,0F1,0B0,0B1")
-    for number, row in enumerate(rows, 1):
-        if not row:
-            raise UserError(f"{source}, row {number}: rank {number - 1} does nothing; give every rank a row with actions")
-    units = max((action.microbatch for row in rows for action in row), default=-1) + 1
-    return Program(tuple(rows), _placement(rows, source), units, versions)
+    return from_cells(cells(text, source), source, versions)
 
 
 def read_csv(path: str | Path, versions: Versions = Versions.NEWEST) -> Program:
     """``from_csv`` of a file."""
+    return from_csv(read_text(path), str(path), versions)
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a CSV file; ``UserError`` for what is no text."""
     path = Path(path)
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UserError(f"{path} has {path.stat().st_size} bytes; a schedule has at most {MAX_BYTES}")
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not text (byte {error.start}); a schedule is a CSV file of actions such as 0F0") from None
+        data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    if "\0" in text:
-        raise UserError(f"{path} is not text (byte {text.index(chr(0))}); a schedule is a CSV file of actions such as 0F0")
-    return from_csv(text, str(path), versions)
+    return decode(data, str(path))
+
+
+def decode(data: bytes, source: str) -> str:
+    """Bytes as text; ``UserError`` with the place of the first byte that is none."""
+    try:
+        text = data.decode("utf-8-sig")
+        broken = text.find("\0")
+    except UnicodeDecodeError as error:
+        broken = error.start
+    if broken >= 0:
+        raise UserError(f"{source} is not text (byte {broken}); a schedule is a CSV file of actions such as 0F0")
+    return text
+
+
+def cells(text: str, source: str = "the CSV") -> Cells:
+    """The actions of a CSV and where they stand."""
+    rows: Cells = []
+    try:
+        for number, row in enumerate(csv.reader(io.StringIO(text, newline="")), 1):
+            places = enumerate(row, 1)
+            rows.append([(column, action) for column, cell in places for action in _cell(cell, source, number, column)])
+    except csv.Error as error:
+        raise UserError(f"{source}, row {len(rows) + 1} is no row of a CSV file: {error}") from None
+    while rows and not rows[-1]:
+        rows.pop()
+    if not rows:
+        raise UserError(f"{source} holds no action; write one row a rank, one cell an action, such as 0F0,0F1,0B0,0B1")
+    for number, found in enumerate(rows, 1):
+        if not found:
+            raise UserError(f"{source}, row {number}: rank {number - 1} does nothing; give every rank a row of actions")
+    return rows
+
+
+def from_cells(rows: Cells, source: str, versions: Versions = Versions.NEWEST) -> Program:
+    """The program of these cells: its placement and its number of microbatches follow from them."""
+    total = sum(map(len, rows))
+    units = 1
+    for number, row in enumerate(rows, 1):
+        for column, action in row:
+            for noun, index in (("stage", action.stage), ("microbatch", action.microbatch)):
+                if index >= total:
+                    raise UserError(
+                        f"{source}, row {number}, column {column}: {action} is of {noun} {index}, but there are only "
+                        f"{total} actions; {noun} numbers start at 0 and have no gaps"
+                    )
+            units = max(units, action.microbatch + 1)
+    actions = tuple(tuple(action for _, action in row) for row in rows)
+    return Program(actions, _placement(actions, source), units, versions)
 
 
 def _cell(cell: str, source: str, row: int, column: int) -> Iterator[Action]:
@@ -73,12 +116,14 @@ def _cell(cell: str, source: str, row: int, column: int) -> Iterator[Action]:
     if reduced := _REDUCE_GRAD.fullmatch(cell):
         cell = f"{reduced[1]}REDUCE"
     try:
+        if len(cell) > 40 or _HUGE.search(cell) or not cell.isascii():
+            raise ValueError(f"{cell[:40]!r} is not an action such as 0F3, 1SEND_F0 or 2STEP")
         yield parse(cell)
     except ValueError as error:
         raise UserError(f"{source}, row {row}, column {column}: {error}") from None
 
 
-def _placement(rows: list[tuple[Action, ...]], source: str) -> Placement:
+def _placement(rows: tuple[tuple[Action, ...], ...], source: str) -> Placement:
     """Who holds which stage: the ranks that take its units in turn, or else the one that runs most of it."""
     votes: dict[int, Counter[int]] = defaultdict(Counter)
     units: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -87,9 +132,10 @@ def _placement(rows: list[tuple[Action, ...]], source: str) -> Placement:
             votes[stage][rank] += 1
             if kind not in OF_A_STAGE:
                 units[stage, rank].add(microbatch)
-    missing = sorted(set(range(max(votes) + 1)) - set(votes))
-    if missing:
-        raise UserError(f"{source}: stage {missing[0]} is on no rank, though stage {max(votes)} is; stages are numbered without a gap")
+    last = max(votes)
+    missing = next((stage for stage in range(last) if stage not in votes), None)
+    if missing is not None:
+        raise UserError(f"{source}: stage {missing} is on no rank, though stage {last} is; is a row missing?")
     ranks_of = []
     for stage in range(len(votes)):
         ranks = sorted(votes[stage], key=lambda rank: min(units[stage, rank], default=0))
@@ -99,7 +145,9 @@ def _placement(rows: list[tuple[Action, ...]], source: str) -> Placement:
         )
         ranks_of.append(tuple(ranks) if turns else (votes[stage].most_common(1)[0][0],))
     held = {rank for ranks in ranks_of for rank in ranks}
-    idle = sorted(set(range(len(rows))) - held)
-    if idle:
-        raise UserError(f"{source}, row {idle[0] + 1}: rank {idle[0]} holds no stage of its own; every rank holds at least one")
+    idle = next((rank for rank in range(len(rows)) if rank not in held), None)
+    if idle is not None:
+        raise UserError(
+            f"{source}, row {idle + 1}: rank {idle} holds no stage of its own; every rank holds at least one"
+        )
     return Placement(tuple(ranks_of))

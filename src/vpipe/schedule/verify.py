@@ -1,16 +1,17 @@
 """Whether a program is right, before anything runs.
 
-``verify`` returns every violation, not the first: what is missing, what comes twice, what stands on the wrong rank or in the wrong order,
-sends and receives that do not match, a deadlock under the chosen transport, memory beyond a bound, and updates that lose or mix
-gradients. It knows no rules of its own: it asks ``semantics`` and runs the event loop of ``timeline``.
+``verify`` returns every violation, not the first: what is missing, what comes twice, what stands on the wrong rank or
+in the wrong order, sends and receives that do not match, a deadlock under the chosen transport, memory beyond a bound,
+and updates that lose or mix gradients. What an action needs it asks ``semantics``; what hangs, the event loop of
+``timeline``; what becomes of weights, ``updates``.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from vpipe.schedule import updates
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.lower import communicate, is_lowered, reduce
 from vpipe.schedule.program import Program
@@ -18,30 +19,13 @@ from vpipe.schedule.semantics import (
     COMMUNICATION,
     NEEDS,
     SEND_OF,
-    WEIGHT_GRADIENT,
     Where,
     messages_of,
     peers,
-    version_table,
 )
 from vpipe.schedule.simulate import simulate
 from vpipe.schedule.timeline import Transport, run
-
-
-@dataclass(frozen=True, order=True)
-class Violation:
-    """Something wrong at ``rows[rank][index]``; index -1 is the row as a whole."""
-
-    rank: int
-    index: int
-    action: str
-    reason: str
-
-    def __str__(self) -> str:
-        place = (
-            f", action {self.index} ({self.action})" if self.index >= 0 else f", {self.action}" if self.action else ""
-        )
-        return f"rank {self.rank}{place}: {self.reason}"
+from vpipe.schedule.violation import Violation
 
 
 def verify(
@@ -50,18 +34,20 @@ def verify(
     transport: Transport = Transport.RENDEZVOUS,
     max_activations: float | None = None,
 ) -> list[Violation]:
-    """Every violation, in the order of ranks and actions; an empty list means that the program runs and computes the right thing.
+    """Every violation, in the order of ranks and actions; none: the program runs and computes the right thing.
 
-    A program that says nothing of communication is completed by lowering first. The index of a violation counts the actions of the
-    program as it was given.
+    A program that says nothing of communication is completed by lowering first. The index of a violation counts the
+    actions of the program as it was given. What makes other checks meaningless ends the search.
     """
-    executable = program if is_lowered(program) else communicate(reduce(program))
     place = _places(program)
-    found = [*_strangers(program)]
-    if not found:
-        found += [*_duplicates(program), *_incomplete(program), *_disorder(program), *_updates(program)]
-        found += [*_unmet_needs(executable, place), *_unmatched(executable, place), *_crossed(executable, place)]
-        found += [*_unborn_versions(program), *_lost_swaps(program)]
+    found = [*_strangers(program), *_duplicates(program), *_incomplete(program)]
+    if any(_strangers(program)):
+        return sorted(set(found))
+    lowered = is_lowered(program)
+    found += updates.violations(program, lowered)
+    executable = program if lowered else communicate(reduce(program))
+    found += [*_unmet_needs(executable, place), *_unmatched(executable, place), *_crossed(executable, place)]
+    found += _lost_swaps(program)
     if not found:
         found += _deadlock(executable, transport, place)
     if not found and max_activations is not None:
@@ -127,77 +113,6 @@ def _incomplete(program: Program) -> Iterator[Violation]:
                 written = ", ".join(f"{stage}{kind}{microbatch}" for kind in sorted(back)) or "nothing"
                 yield Violation(
                     rank, -1, "", f"the backward {unit} must be one B, or I and W; the program has {written}"
-                )
-
-
-def _disorder(program: Program) -> Iterator[Violation]:
-    """Per stage, F, the input gradients and the weight gradients each run in increasing microbatch."""
-    for rank, row in enumerate(program.rows):
-        last: dict[tuple[int, str], Action] = {}
-        for index, action in enumerate(row):
-            stage, kind, microbatch = action
-            streams = {Kind.F: ["forward"], Kind.B: ["input", "weight"], Kind.I: ["input"], Kind.W: ["weight"]}.get(
-                kind, []
-            )
-            for stream in streams:
-                before = last.get((stage, stream))
-                if before is not None and before.microbatch > microbatch:
-                    yield Violation(
-                        rank, index, str(action), f"runs after {before}, but microbatches go in increasing order"
-                    )
-                last[stage, stream] = action
-
-
-def _updates(program: Program) -> Iterator[Violation]:
-    """Where a program updates weights, no update is empty, no gradient is left over, and the replicas of a stage update equally often."""
-    if not any(action.kind is Kind.STEP for _, action in program.actions()):
-        return
-    steps: dict[tuple[int, int], int] = Counter()
-    for rank, row in enumerate(program.rows):
-        gathered: dict[int, list[Action]] = defaultdict(list)
-        reduced: dict[int, int] = {}
-        for index, action in enumerate(row):
-            stage, kind, _ = action
-            if kind in WEIGHT_GRADIENT:
-                gathered[stage].append(action)
-                reduced.pop(stage, None)
-            elif kind is Kind.REDUCE:
-                if stage in reduced:
-                    yield Violation(rank, index, str(action), f"reduces again what was reduced at {reduced[stage]}")
-                reduced[stage] = index
-            elif kind is Kind.STEP:
-                steps[stage, rank] += 1
-                if not gathered.pop(stage, None):
-                    yield Violation(rank, index, str(action), f"stage {stage} has no new gradient to apply")
-                reduced.pop(stage, None)
-        for stage, left in gathered.items():
-            yield Violation(rank, -1, "", f"no {stage}STEP follows {left[-1]}: its gradient is never applied")
-    for stage, ranks in enumerate(program.placement.ranks_of):
-        counts = {rank: steps[stage, rank] for rank in ranks}
-        if len(set(counts.values())) > 1:
-            yield Violation(
-                ranks[0],
-                -1,
-                "",
-                f"the replicas of stage {stage} update {_words(counts.values())} times: they would differ",
-            )
-
-
-def _unborn_versions(program: Program) -> Iterator[Violation]:
-    """No unit reads weights that its stage has not made yet."""
-    table = version_table(program)
-    for rank, row in enumerate(program.rows):
-        made: dict[int, int] = Counter()
-        for index, action in enumerate(row):
-            stage, kind, microbatch = action
-            made[stage] += kind is Kind.STEP
-            wanted = table.get((stage, microbatch), 0)
-            if kind is Kind.F and wanted > made[stage]:
-                yield Violation(
-                    rank,
-                    index,
-                    str(action),
-                    f"reads weight version {wanted}, but stage {stage} has made {made[stage]} updates",
                 )
 
 
@@ -273,7 +188,7 @@ def _crossed(program: Program, place: Places) -> Iterator[Violation]:
             continue  # equal, or reported as unmatched
         number = next(i for i, (a, b) in enumerate(zip(sent, taken, strict=True)) if a != b)
         receive = next(receive for send, receive in expected if send == taken[number])
-        reason = f"takes message {number} from rank {source}, which is {sent[number]}: sends and receives are in different order"
+        reason = f"takes message {number} from rank {source}, which is {sent[number]}: the orders differ"
         yield _at(place, receive, target, reason)
 
 

@@ -1,0 +1,178 @@
+"""The rules of weights: in which order gradients are gathered, what an update takes, which version a unit reads.
+
+A program that breaks them runs to its end and trains something else. ``verify`` asks here.
+
+    order      per stage, forwards and weight gradients each run in increasing microbatch: sums and buffers have one
+    updates    every gradient is applied once, with those of the replicas; all stages update in step
+    versions   the version that unit k reads is max(0, k - W) // u, for one W of the stage and u units per update
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.program import Program, Versions
+from vpipe.schedule.semantics import WEIGHT_GRADIENT, version_table
+from vpipe.schedule.violation import Violation
+
+
+def violations(program: Program, lowered: bool) -> Iterator[Violation]:
+    """Every broken rule. Where the program is not ``lowered``, REDUCE need not be there yet."""
+    yield from _disorder(program)
+    if any(kind is Kind.STEP for row in program.rows for _, kind, _ in row):
+        broken = [*_lost_gradients(program), *_lonely_replicas(program, lowered), *_uneven(program)]
+        yield from broken
+        if not broken:
+            yield from _unborn(program)
+            yield from _irregular(program)
+
+
+def _disorder(program: Program) -> Iterator[Violation]:
+    """F advances a stage's buffers, B and W add to its gradient: each in increasing microbatch. I is free."""
+    for rank, row in enumerate(program.rows):
+        last: dict[tuple[int, bool], Action] = {}
+        for index, action in enumerate(row):
+            stage, kind, microbatch = action
+            if kind is Kind.F or kind in WEIGHT_GRADIENT:
+                before = last.get((stage, kind is Kind.F))
+                if before is not None and before.microbatch > microbatch:
+                    yield Violation(
+                        rank, index, str(action), f"runs after {before}, but microbatches go in increasing order"
+                    )
+                last[stage, kind is Kind.F] = action
+
+
+def _lost_gradients(program: Program) -> Iterator[Violation]:
+    """No update is empty, and no gradient is left over."""
+    for rank, row in enumerate(program.rows):
+        gathered: dict[int, Action] = {}
+        for index, action in enumerate(row):
+            stage, kind, _ = action
+            if kind in WEIGHT_GRADIENT:
+                gathered[stage] = action
+            elif kind is Kind.STEP and gathered.pop(stage, None) is None:
+                yield Violation(rank, index, str(action), f"stage {stage} has no new gradient to apply")
+        for stage, left in gathered.items():
+            yield Violation(rank, -1, "", f"no {stage}STEP follows {left}: its gradient is never applied")
+
+
+def _lonely_replicas(program: Program, lowered: bool) -> Iterator[Violation]:
+    """The replicas of a stage reduce and update equally often, and reduce all of a gradient before they apply it."""
+    for stage, ranks in enumerate(program.placement.ranks_of):
+        if len(ranks) == 1:
+            continue
+        for counted in (Kind.STEP, Kind.REDUCE):
+            counts = {rank: program.rows[rank].count(Action(stage, counted)) for rank in ranks}
+            if len(set(counts.values())) > 1:
+                often = " and ".join(f"{count} times on rank {rank}" for rank, count in counts.items())
+                yield Violation(ranks[0], -1, f"{stage}{counted}", f"runs {often}: the replicas would differ")
+        reduces = lowered or any(Action(stage, Kind.REDUCE) in program.rows[rank] for rank in ranks)
+        for rank in ranks if reduces else ():
+            yield from _unreduced(program, stage, rank)
+
+
+def _unreduced(program: Program, stage: int, rank: int) -> Iterator[Violation]:
+    reduced = False
+    for index, action in enumerate(program.rows[rank]):
+        if action.stage != stage:
+            continue
+        if action.kind is Kind.REDUCE and reduced:
+            yield Violation(rank, index, str(action), "reduces what is reduced already")
+        if action.kind is Kind.STEP and not reduced:
+            yield Violation(
+                rank, index, str(action), f"applies a gradient that the other replicas of stage {stage} have not shared"
+            )
+        if action.kind is Kind.REDUCE or action.kind in WEIGHT_GRADIENT or action.kind is Kind.STEP:
+            reduced = action.kind is Kind.REDUCE
+
+
+def _uneven(program: Program) -> Iterator[Violation]:
+    """An update takes equally many units each time (the last may take fewer), and the same units on every stage.
+
+    Stages with different numbers of replicas agree on the units per update, or on the units per update of a replica.
+    """
+    sizes = {(stage, rank): _group_sizes(program, stage, rank) for stage, rank in _holders(program)}
+    for (stage, rank), groups in sizes.items():
+        if any(size != groups[0] for size in groups[:-1]) or (groups and groups[-1] > groups[0]):
+            yield Violation(
+                rank, -1, f"{stage}STEP", f"the updates of stage {stage} take {_list(groups)} units, not equally many"
+            )
+    for (stage, rank), (other, other_rank) in pairwise(sizes):
+        mine, theirs = sizes[stage, rank], sizes[other, other_rank]
+        replicas, others = program.placement.num_replicas(stage), program.placement.num_replicas(other)
+        alike = mine == theirs if replicas == others else _agree(mine, theirs, replicas, others)
+        if not alike:
+            reason = f"the updates of stage {stage} take {_list(mine)} units, those of stage {other} {_list(theirs)}"
+            yield Violation(other_rank, -1, f"{other}STEP", reason)
+
+
+def _agree(mine: list[int], theirs: list[int], replicas: int, others: int) -> bool:
+    return mine[:1] == theirs[:1] or [size * replicas for size in mine[:1]] == [size * others for size in theirs[:1]]
+
+
+def _holders(program: Program) -> Iterator[tuple[int, int]]:
+    return ((stage, rank) for stage, ranks in enumerate(program.placement.ranks_of) for rank in ranks)
+
+
+def _group_sizes(program: Program, stage: int, rank: int) -> list[int]:
+    """How many units each update of a stage takes on a rank."""
+    sizes, gathered = [], 0
+    for other, kind, _ in program.rows[rank]:
+        if other == stage:
+            gathered += kind in WEIGHT_GRADIENT
+            if kind is Kind.STEP:
+                sizes.append(gathered)
+                gathered = 0
+    return sizes
+
+
+def _list(numbers: list[int]) -> str:
+    shown = list(map(str, numbers[:8])) + ["…"] * (len(numbers) > 8)
+    return ", ".join(shown) or "no"
+
+
+def _unborn(program: Program) -> Iterator[Violation]:
+    """No unit reads weights that its stage has not made yet."""
+    if program.versions is Versions.NEWEST:
+        return
+    table = version_table(program)
+    for rank, row in enumerate(program.rows):
+        made: dict[int, int] = Counter()
+        for index, action in enumerate(row):
+            stage, kind, microbatch = action
+            made[stage] += kind is Kind.STEP
+            wanted = table.get((stage, microbatch), 0)
+            if kind is Kind.F and wanted > made[stage]:
+                reason = f"reads weight version {wanted}, but stage {stage} has made {made[stage]} updates"
+                yield Violation(rank, index, str(action), reason)
+
+
+def _irregular(program: Program) -> Iterator[Violation]:
+    """Version of the i-th unit of a rank = max(0, i - W) // u for one W: one unit may not read older or newer weights.
+
+    Under vertical sync stage 0 decides for all; in a delayed program the groups decide, and ``_uneven`` has seen them.
+    """
+    if program.versions is Versions.DELAYED:
+        return
+    for stage, rank in _holders(program):
+        if program.versions is Versions.VERTICAL and stage:
+            return
+        interval = _group_sizes(program, stage, rank)[0]
+        least, most = 0, len(program.rows[rank])  # bounds on W
+        made = unit = 0
+        for index, action in enumerate(program.rows[rank]):
+            if action.stage != stage:
+                continue
+            if action.kind is Kind.STEP:
+                made += 1
+            elif action.kind is Kind.F:
+                least = max(least, unit - (made + 1) * interval + 1)
+                most = min(most, unit - made * interval) if made else most
+                if least > most:
+                    reason = f"reads weight version {made}, out of step with the units before it"
+                    yield Violation(rank, index, str(action), reason)
+                    break
+                unit += 1
