@@ -64,7 +64,7 @@ def random_problem(rng: random.Random, max_layers: int, max_stages: int, *, min_
             units=n,
             versions=n if asynchronous else 1,
             memory=float("inf") if rng.random() < 0.05 else int(full * tight * rng.choice([1, 1, 1.3])) + 1,
-            speed=rng.choice([1.0, 1.0, 1.5]),
+            speed=rng.choice([1.0, 1.0, 1.5, 0.4]),
         )
         for n, full in zip(units, plain, strict=True)
     )

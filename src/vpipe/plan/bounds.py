@@ -154,16 +154,22 @@ class StageBounds:
     def furthest(self, start: int, time: float) -> int:
         """No stage that starts here and takes at most ``time`` stops after this."""
         return min(
-            bisect_right(row, (row[start] + factor * time + limit) * (1 + _SLACK)) - 1
+            bisect_right(row, row[start] + (factor * time + limit) + _slack(row[start], factor * time + limit)) - 1
             for row, factor, limit in self._rows
         )
 
     def earliest(self, stop: int, time: float) -> int:
         """No stage that stops here and takes at most ``time`` starts before this."""
         return max(
-            bisect_left(row, (row[stop] - factor * time - limit) * (1 - _SLACK) - 1e-300)
+            bisect_left(row, row[stop] - (factor * time + limit) - _slack(row[stop], factor * time + limit))
             for row, factor, limit in self._rows
         )
+
+    def longest_run(self, stops: Ints, first_start: int, time: float) -> int:
+        """No stage that stops at one of ``stops`` and takes at most ``time`` has more layers than this."""
+        ends = self.base[stops]
+        earliest = np.searchsorted(self.base, ends - time + self.overhead - _SLACK * (ends + time))
+        return int((stops - np.maximum(earliest, first_start)).max())
 
     def knapsack(self, start: int, stop: int) -> Knapsack:
         """The stage itself."""
@@ -178,6 +184,11 @@ class StageBounds:
             swap_bandwidth=self.swap_bandwidth,
             recompute=self.recompute,
         )
+
+
+def _slack(a: float, b: float) -> float:
+    """Enough to cover the rounding of a sum or difference; windows may be too wide, never too narrow."""
+    return _SLACK * (abs(a) + abs(b))
 
 
 def _quantiles(values: Floats, count: int) -> Floats:

@@ -119,10 +119,8 @@ class Cutter:
         layers, count = self.num_layers, self.num_stages
         high = [0]
         for index, stage in enumerate(self.stages):
-            reach = min(stage.furthest(high[-1], time), layers - (count - 1 - index))
-            if reach <= high[-1]:
-                return None
-            high.append(reach)
+            # A stage that fits no layer here may fit one further left, so it does not end the walk.
+            high.append(min(max(stage.furthest(high[-1], time), high[-1]), layers - (count - 1 - index)))
         if high[-1] < layers:
             return None
         low = [layers]
@@ -174,8 +172,7 @@ class Cutter:
         for index, stage in enumerate(self.stages):
             (start_low, start_high), (stop_low, stop_high) = windows[index], windows[index + 1]
             stops = np.arange(stop_low, stop_high + 1)
-            earliest = np.searchsorted(stage.base, (stage.base[stops] - time + stage.overhead) * (1 - _SLACK))
-            most = int((stops - np.maximum(earliest, start_low)).max())
+            most = stage.longest_run(stops, start_low, time)
             fewest = max(1, stop_low - start_high)
             lengths = np.arange(fewest, max(most, fewest) + 1)
             start = stops[:, None] - lengths[None, :]
