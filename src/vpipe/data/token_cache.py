@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
 
-SMALLEST = 16 * 2**20
+SMALLEST = 2**20
 """Bytes of source files below which a corpus is encoded anew each time."""
 FOLDER = ".vpipe"
 _HEADER = struct.Struct("<8sQ")
