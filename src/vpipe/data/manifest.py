@@ -79,7 +79,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise UserError(f"{out} cannot be written ({error.strerror}); name another --out") from None
     try:
         yield temporary
-        temporary.chmod(0o777 & ~_umask())
+        temporary.chmod(0o777 & ~umask())
         os.replace(temporary, out)
     except Exception as error:
         if _disk_is_full(error):
@@ -99,7 +99,8 @@ def _disk_is_full(error: Exception) -> bool:
     return any(f"errno = {code}," in str(error) or f"os error {code})" in str(error) for code in full)
 
 
-def _umask() -> int:
+def umask() -> int:
+    """What this process takes away from the permissions of new files."""
     current = os.umask(0)
     os.umask(current)
     return current

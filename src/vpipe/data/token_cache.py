@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vpipe.data.manifest import umask
+
 Tokens = NDArray[np.int32]
 
 SMALLEST = 2**20
@@ -90,6 +92,7 @@ def _write(path: Path, pieces: Iterable[Tokens]) -> None:
             file.write(_HEADER.pack(_MAGIC, count))
             file.flush()
             os.fsync(file.fileno())
+            os.fchmod(file.fileno(), 0o666 & ~umask())  # others who share the data share the stream
             os.replace(file.name, path)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
