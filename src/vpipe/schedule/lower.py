@@ -10,7 +10,6 @@ Each pass takes a program and returns another; every result verifies.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -19,7 +18,6 @@ from itertools import pairwise
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.program import Program, Row
 from vpipe.schedule.semantics import COMMUNICATION, INPUT_GRADIENT, LANE, WEIGHT_GRADIENT, Lane, peers
-from vpipe.schedule.timeline import Transport, run
 
 POST_AHEAD = 2
 """How many compute actions before its use a receive is posted. A receive that is posted late exposes the whole
@@ -105,61 +103,58 @@ def reduce(program: Program) -> Program:
 
 
 def communicate(program: Program, post_ahead: int = POST_AHEAD) -> Program:
-    """``SEND`` right after each result that another rank needs; ``RECV`` ``post_ahead`` compute actions before its use.
+    """``SEND`` right after each result that another rank needs; ``RECV`` some actions before its use.
 
-    Between two ranks, receives are posted in the order of the sends: NCCL matches by order alone. A message that is
-    sent early and used late is therefore received early. Where a rank holds several stages, or tensors skip stages, two
-    ranks may send to each other long before either needs what it gets; there a receive is also posted no later than its
-    send, so that even a blocking send never waits for a rank that waits for it.
+    Between two ranks, receives are posted in the order of the sends: NCCL matches by order alone. A receive is posted
+    ``post_ahead`` compute actions before its use, and before its send can happen: ahead of the last action of its rank
+    whose result the sender has used by then. So even a blocking send never waits, and a program that runs at all runs
+    on every transport.
     """
-    lowered = _communicate(program, post_ahead, None)
-    if program.num_stages == program.num_ranks and not program.skips:
-        return lowered
-    return _communicate(program, post_ahead, _sent_during(lowered))
-
-
-def _sent_during(lowered: Program) -> dict[Action, int]:
-    """For each RECV, the compute action of its rank (its place in the lane) that runs when the message is sent."""
-    timeline = run(lowered, transport=Transport.BUFFERED)
-    if timeline.stuck:
-        return {}
-    flat = timeline.flat
-    ends = [[timeline.end[event] for event in lane] for lane in timeline.lanes]
-    found: dict[Action, int] = {}
-    for send, receive, departed in zip(
-        timeline.transfers.send, timeline.transfers.receive, timeline.departed, strict=True
-    ):
-        assert flat.rank[send] != flat.rank[receive]
-        action = flat.action(int(receive))
-        during = bisect_left(ends[int(flat.rank[receive])], departed)
-        found[action] = min(during, found.get(action, during))
-    return found
-
-
-def _communicate(program: Program, post_ahead: int, posted_by: Mapping[Action, int] | None) -> Program:
-    """One round of placing; ``posted_by`` are further bounds on the places of receives."""
-    targets = _targets(program)
+    targets, period = _targets(program), program.placement.period
+    place = _places(program)
     rows: list[list[Action]] = []
-    queues: list[dict[int, list[Action]]] = [
-        defaultdict(list) for _ in program.rows
-    ]  # target rank → source rank → receives
+    queues: list[dict[int, list[Action]]] = [defaultdict(list) for _ in program.rows]  # target → source → receives
+    posted_by: dict[Action, int] = {}
     for source, actions in enumerate(program.rows):
         row: list[Action] = []
+        reached: dict[int, int] = {}  # rank → its last action whose result this rank has used
         for action in actions:
             row.append(action)
             stage, kind, microbatch = action
-            if kind in _CARRIERS:
-                send, receive = _CARRIERS[kind]
-                readers = targets[kind is Kind.F, stage, microbatch % program.placement.period]
-                if readers:
-                    row.append(Action(stage, send, microbatch))
-                    for reader, target in readers:
-                        queues[target][source].append(Action(reader, receive, microbatch))
+            if kind not in _CARRIERS:
+                continue
+            forward, turn = kind is Kind.F, microbatch % period
+            for sender, rank in targets[not forward, stage, turn]:
+                index = place.get((sender, forward, microbatch), 0)
+                if index > reached.get(rank, 0):
+                    reached[rank] = index
+            send, receive = _CARRIERS[kind]
+            readers = targets[forward, stage, turn]
+            if readers:
+                row.append(Action(stage, send, microbatch))
+            for reader, target in readers:
+                taken = Action(reader, receive, microbatch)
+                queues[target][source].append(taken)
+                bound = reached.get(target, 0)
+                posted_by[taken] = min(bound, posted_by.get(taken, bound))
         rows.append(row)
     return program.with_rows(
-        _with_receives(row, list(queue.values()), post_ahead, posted_by or {})
+        _with_receives(row, list(queue.values()), post_ahead, posted_by)
         for row, queue in zip(rows, queues, strict=True)
     )
+
+
+def _places(program: Program) -> dict[tuple[int, bool, int], int]:
+    """(stage, forward?, microbatch) → the place of that result in the compute actions of its rank."""
+    found: dict[tuple[int, bool, int], int] = {}
+    for row in program.rows:
+        index = 0
+        for stage, kind, microbatch in row:
+            if LANE[kind] is Lane.COMPUTE:
+                if kind in _CARRIERS:
+                    found[stage, kind is Kind.F, microbatch] = index
+                index += 1
+    return found
 
 
 _CARRIERS = {
@@ -188,14 +183,13 @@ def _with_receives(
     row: list[Action], queues: list[list[Action]], post_ahead: int, posted_by: Mapping[Action, int]
 ) -> Iterator[Action]:
     """``row`` with each RECV placed before the compute action that it is posted ahead of, in the order of its queue."""
-    post_at: dict[tuple[int, Kind, int], int] = {}
+    post_at: dict[Action, int] = {}
     compute = [action for action in row if LANE[action.kind] is Lane.COMPUTE]
     for index, (stage, kind, microbatch) in enumerate(compute):
         if kind in _RECEIVED_BY:
-            post_at[stage, _RECEIVED_BY[kind], microbatch] = max(0, index - post_ahead)
-    for receive, index in posted_by.items():
-        if receive in post_at:
-            post_at[receive] = min(post_at[receive], index)
+            receive = Action(stage, _RECEIVED_BY[kind], microbatch)
+            if receive in posted_by:
+                post_at[receive] = min(max(0, index - post_ahead), posted_by[receive])
     settled = False
     while not settled:  # once for a chain; a receive from several sources may have to move again
         settled = True
