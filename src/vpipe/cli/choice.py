@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,9 +19,48 @@ from vpipe.errors import UserError
 from vpipe.schedule.catalog import get
 from vpipe.schedule.program import Program, Versions
 
+if TYPE_CHECKING:
+    from vpipe.schedule.text import Cells
+    from vpipe.schedule.violation import Violation
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 COUNT = click.IntRange(min=1)
+MAX_ACTIONS = 4_000_000
+"""Forwards and backwards: about 8 GB of memory."""
+
+
+class InvalidProgram(UserError):
+    """The file was read, but what it writes is no valid program: the answer is no."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a program comes from: its name, and the cells of its file."""
+
+    name: str
+    cells: Cells | None = None
+
+    def describe(self, violation: Violation) -> str:
+        """The violation, with row and column where there is a file."""
+        if self.cells is None or violation.rank >= len(self.cells):
+            return str(violation)
+        row = self.cells[violation.rank]
+        column = f", column {row[violation.index][0]}" if 0 <= violation.index < len(row) else ""
+        named = f": {violation.action}" if violation.action else ""
+        return f"row {violation.rank + 1}{column}{named}: {violation.reason}"
+
+    def check(self, program: Program) -> None:
+        """Refuse an invalid file; schedules of the catalogue are valid."""
+        from vpipe.schedule.verify import verify
+
+        if self.cells is not None and (found := verify(program)):
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise InvalidProgram(
+                f"{self.name}, {self.describe(found[0])}{more}; 'vpipe verify {self.name}' shows where"
+            )
 
 
 class WholeNumbers(click.ParamType[list[int]]):
@@ -54,7 +94,7 @@ _OPTIONS = {
 
 
 def program_options(command: Function) -> Function:
-    """Give ``command`` the argument and the options of a program; it is called with ``program`` and ``name``."""
+    """Give ``command`` the argument and the options of a program; it is called with ``program`` and ``source``."""
 
     @wraps(command)
     def with_program(**given: Any) -> Any:
@@ -63,13 +103,12 @@ def program_options(command: Function) -> Function:
         versions = given.pop("versions")
         options = {key: value for key in _OPTIONS if (value := given.pop(key)) is not None}
         if _is_file(target):
-            program = _read(target, counts, versions, options)
-            name = "stdin" if target == "-" else Path(target).name
+            program, source = _read(target, counts, versions, options)
         else:
             if versions is not None:
                 raise UserError(f"--versions is for CSV files; {target!r} is a schedule and knows its own")
-            program, name = _build(target, counts, options), target
-        return command(program=program, name=name, **given)
+            program, source = _build(target, counts, options), Source(target)
+        return command(program=program, source=source, **given)
 
     decorated: Any = with_program
     decorators = [
@@ -105,23 +144,30 @@ def _build(name: str, counts: dict[str, int | None], options: dict[str, Any]) ->
     ranks, microbatches = counts["ranks"], counts["microbatches"]
     assert ranks is not None
     assert microbatches is not None
+    size = 2 * ranks * microbatches * (counts["stages_per_rank"] or entry.stages_per_rank)
+    if size > MAX_ACTIONS:
+        raise UserError(
+            f"{name} with -p {ranks} -m {microbatches} has {size} actions or more; at most {MAX_ACTIONS} are simulated"
+        )
     return entry.build(ranks, microbatches, counts["stages_per_rank"], **options)
 
 
-def _read(target: str, counts: dict[str, int | None], versions: str | None, options: dict[str, Any]) -> Program:
-    from vpipe.schedule.text import from_csv, read_csv
+def _read(
+    target: str, counts: dict[str, int | None], versions: str | None, options: dict[str, Any]
+) -> tuple[Program, Source]:
+    from vpipe.schedule.text import cells, decode, from_cells, read_text
 
     rule = Versions(versions or Versions.NEWEST)
     for option in options:
         raise UserError(
             f"--{option.replace('_', '-')} is an option of a schedule; {target} is a file, which says all itself"
         )
-    program = from_csv(sys.stdin.read(), "stdin", rule) if target == "-" else read_csv(target, rule)
+    name = "stdin" if target == "-" else target
+    found = cells(decode(sys.stdin.buffer.read(), name) if target == "-" else read_text(target), name)
+    program = from_cells(found, name, rule)
     stages_per_rank = max(map(len, program.placement.stages_of))
     has = {"ranks": program.num_ranks, "microbatches": program.num_microbatches, "stages_per_rank": stages_per_rank}
     for flag, (key, count) in zip(("-p", "-m", "-v"), counts.items(), strict=True):
         if count is not None and count != has[key]:
-            raise UserError(
-                f"{target} has {has[key]} {key.replace('_', ' ')}, but {flag} says {count}; leave {flag} out"
-            )
-    return program
+            raise UserError(f"{name} has {has[key]} {key.replace('_', ' ')}, but {flag} says {count}; leave {flag} out")
+    return program, Source(name, found)

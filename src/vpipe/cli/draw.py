@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from vpipe.cli.choice import program_options
+from vpipe.cli.choice import Source, program_options
 from vpipe.cli.timing import cost_options
 from vpipe.schedule.program import Program
 
@@ -21,7 +21,7 @@ from vpipe.schedule.program import Program
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, writable=True), help="File to write; else the terminal."
 )
-def command(program: Program, name: str, form: str, lowered: bool, output: str | None, **times: float) -> None:
+def command(program: Program, source: Source, form: str, lowered: bool, output: str | None, **times: float) -> None:
     """Draw a schedule: time from left to right, one line per rank.
 
     \b
@@ -33,7 +33,7 @@ def command(program: Program, name: str, form: str, lowered: bool, output: str |
 
     if lowered and form != "csv":
         raise UserError(f"--lowered is for --format csv; {form} draws the time that communication takes by itself")
-    picture = _csv(program, lowered) if form == "csv" else _picture(program, name, form, output, times)
+    picture = _csv(program, lowered) if form == "csv" else _picture(program, source, form, output, times)
     if output is None:
         click.echo(picture, nl=False, color=True)  # _picture decides whether there is colour
         return
@@ -51,14 +51,15 @@ def _csv(program: Program, lowered: bool) -> str:
     return to_csv(lower(program) if lowered and not is_lowered(program) else program)
 
 
-def _picture(program: Program, name: str, form: str, output: str | None, times: dict[str, float]) -> str:
+def _picture(program: Program, source: Source, form: str, output: str | None, times: dict[str, float]) -> str:
     from vpipe.schedule.costs import uniform
     from vpipe.schedule.draw import svg, text
     from vpipe.schedule.simulate import simulate
 
+    source.check(program)
     simulation = simulate(program, uniform(program.placement, **times))
     if form == "svg":
-        return svg(simulation, f"{name}, {program.num_ranks} ranks, {program.num_microbatches} microbatches")
+        return svg(simulation, f"{source.name}, {program.num_ranks} ranks, {program.num_microbatches} microbatches")
     terminal = output is None and sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else None
     return text(simulation, width=width, colour=terminal and not os.environ.get("NO_COLOR"))

@@ -98,7 +98,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except UserError as error:
         if os.environ.get("VPIPE_DEBUG"):
             raise
-        _fail(str(error))
+        _fail(str(error), getattr(error, "exit_code", 2))
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
@@ -113,9 +113,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(sentence: str) -> NoReturn:
+def _fail(sentence: str, code: int = 2) -> NoReturn:
     click.echo(f"vpipe: {' '.join(sentence.split())}", err=True)
-    sys.exit(2)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

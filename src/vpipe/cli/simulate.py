@@ -6,7 +6,7 @@ import json
 
 import click
 
-from vpipe.cli.choice import program_options
+from vpipe.cli.choice import Source, program_options
 from vpipe.cli.timing import TIMES, cost_options
 from vpipe.schedule.program import Program
 
@@ -15,7 +15,7 @@ from vpipe.schedule.program import Program
 @program_options
 @cost_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object and nothing else.")
-def command(program: Program, name: str, as_json: bool, **times: float) -> None:
+def command(program: Program, source: Source, as_json: bool, **times: float) -> None:
     """Time a schedule on the costs you give; times are of one rank's whole share of a microbatch.
 
     \b
@@ -26,13 +26,14 @@ def command(program: Program, name: str, as_json: bool, **times: float) -> None:
     from vpipe.schedule.costs import uniform
     from vpipe.schedule.simulate import simulate
 
+    source.check(program)
     found = simulate(program, uniform(program.placement, **times)).summary()
     if as_json:
         click.echo(json.dumps(found))
         return
     given = ", ".join(f"{key.replace('_', ' ')} {times[key]:g}" for key in TIMES)
     shape = f"{program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches"
-    click.echo(f"{name}: {shape}; {given}\n")
+    click.echo(f"{source.name}: {shape}; {given}\n")
     for key, value in found.items():
         text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
         click.echo(f"  {key.replace('_', ' '):<18}{text:<24}{_MEANING[key]}".rstrip())

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from vpipe.cli.choice import program_options
+from vpipe.cli.choice import Source, program_options
 from vpipe.schedule.program import Program
 
 
@@ -16,7 +16,7 @@ from vpipe.schedule.program import Program
 @click.option("--transport", type=click.Choice(["rendezvous", "buffered"]), default="rendezvous", show_default=True)
 @click.option("--max-activations", type=click.FloatRange(min=0), help="Bound on a rank's activations, in microbatches.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object and nothing else.")
-def command(program: Program, name: str, transport: str, max_activations: float | None, as_json: bool) -> int:
+def command(program: Program, source: Source, transport: str, max_activations: float | None, as_json: bool) -> int:
     """Check a program: what is missing, double, misplaced, unmatched, or deadlocked. Exit 0 valid, 1 invalid.
 
     \b
@@ -35,12 +35,12 @@ def command(program: Program, name: str, transport: str, max_activations: float 
         return int(bool(found))
     shape = f"{program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches"
     if not found:
-        click.echo(f"{name}: valid under {transport} ({shape}, {len(program)} actions)")
+        click.echo(f"{source.name}: valid under {transport} ({shape}, {len(program)} actions)")
         return 0
     noun = "violation" if len(found) == 1 else "violations"
-    click.echo(f"{name}: {len(found)} {noun} under {transport} ({shape})\n")
+    click.echo(f"{source.name}: {len(found)} {noun} under {transport} ({shape})\n")
     first = next((each for each in found if each.index >= 0), found[0])
     click.echo(around(program, first, found) + "\n")
     for each in found:
-        click.echo(f"  {each}")
+        click.echo(f"  {source.describe(each)}")
     return 1

@@ -93,7 +93,7 @@ def _duplicates(program: Program) -> Iterator[Violation]:
         first: dict[Action, int] = {}
         for index, action in enumerate(row):
             if action.kind not in OF_A_STAGE and first.setdefault(action, index) != index:
-                yield Violation(rank, index, str(action), f"{action} runs twice, first at {first[action]}")
+                yield Violation(rank, index, str(action), f"runs twice, first as action {first[action]}")
 
 
 def _incomplete(program: Program) -> Iterator[Violation]:
