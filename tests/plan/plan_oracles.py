@@ -24,7 +24,9 @@ class Problem:
     options: Options
 
 
-def random_problem(rng: random.Random, max_layers: int, max_stages: int, *, min_layers: int = 1, swap: float = 0.3) -> Problem:
+def random_problem(
+    rng: random.Random, max_layers: int, max_stages: int, *, min_layers: int = 1, swap: float = 0.3
+) -> Problem:
     """A chain with ties or without, light or heavy boundaries, equal or unequal ranks, loose or tight memory."""
     num_layers = rng.randint(min_layers, max_layers)
     num_stages = rng.randint(1, min(max_stages, num_layers))
@@ -180,10 +182,15 @@ def milp(problem: Problem, time_limit: float = 60.0) -> float | None:
         overhead = profile.action_overhead * num_actions(first=s == 0, last=s == count - 1)
         model.addConstr(
             times[s]
-            >= sum(layers[i].total / facts.speed * on[i, s] + layers[i].forward / facts.speed * again[i, s] for i in mine) + overhead
+            >= sum(
+                layers[i].total / facts.speed * on[i, s] + layers[i].forward / facts.speed * again[i, s] for i in mine
+            )
+            + overhead
         )
         if swapped and profile.swap_bandwidth:
-            model.addConstr(times[s] >= sum(2.0 * layers[i].saved_bytes / profile.swap_bandwidth * swapped[i, s] for i in mine))
+            model.addConstr(
+                times[s] >= sum(2.0 * layers[i].saved_bytes / profile.swap_bandwidth * swapped[i, s] for i in mine)
+            )
         model.addConstr(cycle >= times[s])
         if facts.memory < float("inf"):
             n = facts.units
@@ -191,7 +198,11 @@ def milp(problem: Problem, time_limit: float = 60.0) -> float | None:
             for i in mine:
                 saved = layers[i].saved_bytes
                 fixed = (facts.versions + 1) * layers[i].parameter_bytes + layers[i].optimizer_bytes + n * saved
-                terms += [fixed / unit * on[i, s], (1 - n) * saved / unit * again[i, s], n * cut[i] / unit * starts[i, s]]
+                terms += [
+                    fixed / unit * on[i, s],
+                    (1 - n) * saved / unit * again[i, s],
+                    n * cut[i] / unit * starts[i, s],
+                ]
                 if swapped:
                     terms.append((min(n, 2) - n) * saved / unit * swapped[i, s])
             for side in (s, s + 1):

@@ -28,6 +28,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _NUM_PRICES = 16
+_NUM_REACH_PRICES = 4
+"""Prices that the windows use: they need not be tight."""
 _LANE_WEIGHTS = (0.0, 0.25)
 _SLACK = 1e-9
 
@@ -43,7 +45,9 @@ class Options:
 class StageBounds:
     """The costs of one stage as functions of where it starts and stops."""
 
-    def __init__(self, profile: Profile, facts: StageFacts, options: Options, *, first: bool, last: bool) -> None:
+    def __init__(
+        self, profile: Profile, facts: StageFacts, options: Options, ranges: RangeTable, *, first: bool, last: bool
+    ) -> None:
         layers = profile.layers
         self.facts, self.units = facts, facts.units
         self.overhead = profile.action_overhead * num_actions(first=first, last=last)
@@ -61,14 +65,14 @@ class StageBounds:
         saved = np.array(self.saved)
         self.kept = _prefix(facts.units * saved)
         self.least = _prefix(saved * min(self._least_units(), facts.units))
-        self._table = RangeTable(np.array([self.forward, saved, -saved, cut[:-1]]))
+        self._table = ranges
         self.prices = [] if facts.memory == float("inf") else self._make_prices(saved)
         # Each row may only grow along the layers; a stage a..b fits if row[b] - row[a] <= limit.
         self._rows: list[tuple[list[float], float, float]] = [
             (self.base.tolist(), 1.0, -self.overhead),
             ((self.least + self.fixed).tolist(), 0.0, facts.memory),
         ]
-        for price, weight, sums in self.prices:
+        for price, weight, sums in self.prices[:: max(1, len(self.prices) // _NUM_REACH_PRICES)]:
             row = ((1 - weight) * self.base + sums + price * self.fixed).tolist()
             self._rows.append((row, 1.0, price * facts.memory - (1 - weight) * self.overhead))
 
@@ -124,6 +128,7 @@ class StageBounds:
     def _counted(self, start: Ints, stop: Ints, base: Floats, need: Floats) -> Floats:
         """The bound by counting layers: k recomputed and j swapped must free ``need`` bytes."""
         forward, saved, largest, cut = self._table.least(start, stop)
+        forward = forward / self.facts.speed
         frees = (self.units - 1) * -largest
         num_layers = (stop - start).astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -197,6 +202,14 @@ def _quantiles(values: Floats, count: int) -> Floats:
 
 def _prefix(values: list[float] | Floats) -> Floats:
     return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+
+
+def range_table(profile: Profile) -> RangeTable:
+    """Of forward seconds, saved bytes, their negative, and cut bytes: what ``StageBounds`` counts with."""
+    layers = profile.layers
+    saved = [float(layer.saved_bytes) for layer in layers]
+    rows = [[layer.forward for layer in layers], saved, [-size for size in saved], list(profile.cut_bytes[:-1])]
+    return RangeTable(np.array(rows, dtype=np.float64))
 
 
 class RangeTable:

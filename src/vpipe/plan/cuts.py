@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.plan.bounds import Floats, Ints, Options, StageBounds
+from vpipe.plan.bounds import Floats, Ints, Options, StageBounds, range_table
 from vpipe.plan.costs import Profile
 from vpipe.plan.knapsack import LABEL_LIMIT, Packing
 from vpipe.plan.memory import StageFacts
@@ -61,12 +61,13 @@ class Cutter:
         self.num_layers, self.num_stages = profile.num_layers, len(stages)
         self.work = 0
         self._hardened: set[tuple[int, int, int]] = set()
+        ranges = range_table(profile)
         shared: dict[tuple[StageFacts, bool, bool], StageBounds] = {}
         self.stages: list[StageBounds] = []
         for index, facts in enumerate(stages):
             ends = index == 0, index == len(stages) - 1
             if (facts, *ends) not in shared:
-                shared[facts, *ends] = StageBounds(profile, facts, options, first=ends[0], last=ends[1])
+                shared[facts, *ends] = StageBounds(profile, facts, options, ranges, first=ends[0], last=ends[1])
             self.stages.append(shared[facts, *ends])
         inner = range(1, self.num_layers)
         self.links = np.array([0.0, *(profile.link_time(cut) for cut in inner), 0.0])
