@@ -2,7 +2,7 @@
 
 Threads that each carry one microbatch all want the same device. Left to itself the device serves them in turns, so that
 all microbatches leave the first stage at the same late moment and the stages behind it wait. With four stages and eight
-microbatches of time t that costs 32 t; in strict order of microbatches it costs 11 t (``priority_sharing`` computes both).
+microbatches of time t that costs 32 t; in strict order of microbatches it costs 11 t (``priority_sharing`` shows both).
 
 A **policy** says who goes first and knows no device. A **backend** enforces it:
 
@@ -81,8 +81,8 @@ class Backend(Protocol):
 class Turnstile:
     """A device of one slot that many threads share: whoever waits with the smallest key goes next.
 
-    The thread that leaves hands the device over to the next one before anybody else can take it, so that the order is the
-    policy's and never the operating system's.
+    The thread that leaves hands the device over to the next one before anybody else can take it, so that the order is
+    the policy's and never the operating system's.
     """
 
     def __init__(self, policy: Policy = none) -> None:
@@ -100,6 +100,19 @@ class Turnstile:
             yield
         finally:
             self._leave()
+
+    def offer(self, action: Action) -> None:
+        """Within a turn, between two parts of the work: let in who goes first now, and come back in one's own order.
+
+        Under ``none`` this is sharing in turns, as a device shares itself among streams; under ``fifo`` a higher
+        microbatch gives way to a lower one that has come in the meantime.
+        """
+        gate = threading.Lock()
+        gate.acquire()
+        with self._lock:
+            heappush(self._waiting, (self._policy(action), next(self._arrivals), gate))
+            heappop(self._waiting)[2].release()
+        gate.acquire()
 
     @property
     def num_waiting(self) -> int:
@@ -149,7 +162,7 @@ class WorkQueue(Generic[Work]):
             self._changed.notify()
 
     def take(self, timeout: float | None = None) -> tuple[Action, Work]:
-        """The action that goes first; waits for one. ``Closed`` after the last one, ``TimeoutError`` after ``timeout``."""
+        """The action that goes first; waits for one. ``Closed`` after the last, ``TimeoutError`` after ``timeout``."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._ready or self._closed, timeout):
                 raise TimeoutError(f"no action became ready in {timeout} s")
