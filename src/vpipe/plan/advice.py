@@ -33,6 +33,11 @@ def explain_limit(profile: Profile, layout: Layout, prediction: Prediction) -> s
             f"memory: stage {stage} recomputes {len(again)} of {layout.counts[stage]} layers, "
             f"{format_seconds(extra)} of its {format_seconds(time)}"
         )
+    elsewhere = [s for s in range(layout.num_stages) if layout.layers(s, Choice.RECOMPUTE)]
+    if elsewhere:
+        names = ", ".join(map(str, elsewhere))
+        noun = "stage" if len(elsewhere) == 1 else "stages"
+        return f"memory: {noun} {names} must recompute, which leaves {format_seconds(time)} of work to stage {stage}"
     if layout.counts[stage] == 1:
         name = profile.layers[layout.cuts[stage]].name
         return f"one layer: {name} alone is stage {stage} and takes {format_seconds(time)}"

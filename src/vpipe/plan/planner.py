@@ -21,10 +21,12 @@ from vpipe.errors import UserError
 from vpipe.plan.advice import Misfit, explain_limit
 from vpipe.plan.bounds import Options
 from vpipe.plan.costs import Profile, align
+from vpipe.plan.cuts import Cutter
 from vpipe.plan.layout import Layout
 from vpipe.plan.memory import Choice
 from vpipe.plan.partition import EFFORT, Objective, Partition, best_partition
 from vpipe.plan.predict import Machine, Pipe, Prediction, predict, stage_facts
+from vpipe.plan.several import balance_ranks
 from vpipe.plan.units import format_bytes, format_seconds, parse_bytes
 from vpipe.schedule.catalog import entries
 
@@ -183,15 +185,21 @@ def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, effo
     best: tuple[Partition, Layout, Prediction] | None = None
     # One stage per rank: one round, with all of the rank's memory.
     for share in (*(share for share in _SHARES if share > even), even):
-        partition = best_partition(
-            profile, stage_facts(pipe.program, machine, share), objective, options, effort=effort
-        )
+        facts = stage_facts(pipe.program, machine, share)
+        partition = best_partition(profile, facts, objective, options, effort=effort)
         if not isinstance(partition, Partition):
             break
-        layout = Layout(partition.cuts, partition.choices)
-        prediction = predict(profile, layout, pipe, machine)
-        if all(size <= cap for size, cap in zip(prediction.rank_memory, machine.memory, strict=True)):
-            best = partition, layout, prediction
+        tried = [partition]
+        if several:
+            cutter, placement = Cutter(profile, facts, options), pipe.program.placement
+            tried.append(balance_ranks(cutter, placement, pipe.num_microbatches, partition))
+        for each in tried:
+            layout = Layout(each.cuts, each.choices)
+            prediction = predict(profile, layout, pipe, machine)
+            fits = all(size <= cap for size, cap in zip(prediction.rank_memory, machine.memory, strict=True))
+            if fits and (best is None or prediction.step_time < best[2].step_time):
+                best = each, layout, prediction
+        if best is not None:
             break
     if best is None:
         raise Misfit(profile, pipe, machine, options)
