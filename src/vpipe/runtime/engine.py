@@ -7,7 +7,7 @@ decided everything.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +34,11 @@ class Job:
     """How many units all steps before have run: what random numbers count from."""
     inputs: Callable[[int], dict[Value, Any]]
     targets: Callable[[int], Any]
-    weight: Callable[[int], float]
+    share: Callable[[int], float]
+    """A unit's share of the batch. Stage 0 knows it; it travels with the unit."""
+    gradient_weights: Sequence[float] | None = None
+    """What the units' gradients are multiplied by, where that is not their share."""
+    scale: float = 1.0
     training: bool = True
     wants_loss: bool = True
 
@@ -54,7 +58,7 @@ class Result:
     """What a rank knows after a job."""
 
     losses: dict[tuple[int, int], float] = field(default_factory=dict)
-    """(stage, microbatch) → what the stage contributes to the unit's loss."""
+    """(stage, microbatch) → what the stage contributes to the batch's loss by this unit."""
     outputs: dict[int, Any] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
 
@@ -179,8 +183,9 @@ class Engine:
         """Roughly: ``y = stage(x)``."""
         job, index = self._job, stage.index
         values: dict[Value, Any] = job.inputs(microbatch) if index == 0 else {}
+        share = job.share(microbatch) if index == 0 else 0.0
         for source in self._program.writers[index]:
-            payload = self._arrive(source, index, microbatch, backward=False)
+            share, payload = self._arrive(source, index, microbatch, backward=False)
             values.update({value: payload[value[0]] for value in self.flow.sent(source, index)})
         run = Run(self._seed, job.first_unit + microbatch, job.training, self._autocast)
         targets = job.targets(microbatch) if stage.is_last else None
@@ -188,21 +193,25 @@ class Engine:
         given: dict[Value, Any]
         with self._guard:
             if job.training:
-                unit = Unit(self._versions[index, microbatch], run, targets, job.weight(microbatch) * self.updater.loss_scale)
+                weight = share if job.gradient_weights is None else job.gradient_weights[microbatch]
+                weight *= job.scale * self.updater.loss_scale
+                unit = Unit(self._versions[index, microbatch], run, targets, weight)
                 given = stage.forward(microbatch, unit, values)
-                parts = [float(value) for _, value in unit.added] + ([float(unit.loss)] if unit.loss is not None else [])
+                parts = [float(value) for _, value in unit.added] + (
+                    [float(unit.loss)] if unit.loss is not None else []
+                )
             else:
                 given, loss = stage.evaluate(values, run, targets, job.wants_loss)
                 parts = [float(loss)] if loss is not None else []
         if parts:
-            self._result.losses[index, microbatch] = sum(parts)
+            self._result.losses[index, microbatch] = share * sum(parts)
         if stage.is_last and not job.training and not job.wants_loss:
             outputs = [given[value] for value in self.flow.outputs()]
             self._result.outputs[microbatch] = outputs[0] if len(outputs) == 1 else tuple(outputs)
         for target in self._program.readers[index]:
             wanted = self.flow.sent(index, target)
             payload = {value[0]: given[value] if value in given else values[value] for value in wanted}
-            self._depart(index, target, microbatch, False, payload)
+            self._depart(index, target, microbatch, False, (share, payload))
 
     def _backward(self, stage: Stage, microbatch: int, defer_weights: bool) -> None:
         """Roughly: ``dx, dw = backward(dy)``, or ``dx`` alone."""

@@ -71,7 +71,9 @@ class Pipeline:
         self._in_process = not assembly.under_launcher()
         world = (num_ranks or 1) if self._in_process else assembly.join(timeout)
         if num_ranks is not None and num_ranks != world:
-            raise UserError(f"the pipeline wants {num_ranks} ranks, but the launcher started {world}; start {num_ranks} processes")
+            raise UserError(
+                f"the pipeline wants {num_ranks} ranks, but the launcher started {world}; start {num_ranks} processes"
+            )
         spec = ScheduleSpec(schedule, world, num_microbatches, stages_per_rank, replicas, schedule_options or {})
         plain = as_layers(layers)
         partition = list(partition) if partition is not None else even_partition(len(plain), spec.placement.num_stages)
@@ -88,7 +90,18 @@ class Pipeline:
         options = UpdateOptions(spec.synchronous, clip_norm, skip_nonfinite, exact_reduction)
         self.loss_scale = loss_scale or LossScale()
         pieces = assembly.Pieces(
-            plain, loss_fn, self.flow, self.programs, recomputed, tied, optimizer, options, self.loss_scale, seed, fused_weight_grad, autocast
+            plain,
+            loss_fn,
+            self.flow,
+            self.programs,
+            recomputed,
+            tied,
+            optimizer,
+            options,
+            self.loss_scale,
+            seed,
+            fused_weight_grad,
+            autocast,
         )
         if self._in_process:
             self._hub: Hub | None = Hub(world)
@@ -117,40 +130,51 @@ class Pipeline:
         """Whether this process holds the first stage, and with it the inputs."""
         return any(index == 0 for engine in self.engines for index in engine.stages)
 
-    def train_step(self, inputs: Any = None, targets: Any = None, *, update: bool = True, weight: float = 1.0) -> float:
+    def train_step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        update: bool = True,
+        weight: float = 1.0,
+        num_microbatches: int | None = None,
+    ) -> float:
         """Train on one batch (asynchronous schedules: on its units, one after the other, then drain); the mean loss, on every rank.
 
         A process that holds neither the first nor the last stage may give nothing. ``update=False`` only accumulates gradients;
-        ``weight`` scales the batch's part of them.
+        ``weight`` scales the batch's part of them. ``num_microbatches`` may differ from call to call: an asynchronous schedule
+        drains at the end of each, so more units at once mean fewer drains.
         """
-        program = self.programs.training(update)
+        program = self.programs.training(update, num_microbatches)
         self._require_optimizer(update)
-        job = self._job(inputs, targets, program.num_microbatches, training=True, scale=weight)
+        job = self._job(inputs, targets, program, training=True, scale=weight)
         with undisturbed():
             results = self._run(program, job)
         losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
         self.step += 1
         self.num_units += program.num_microbatches
         self.num_updates += self.programs.num_updates(program)
-        self._trace = Trace(program, {engine.rank: result.records for engine, result in zip(self.engines, results, strict=True)})
-        return self._mean_loss(losses, job, program.num_microbatches, weight)
+        self._trace = Trace(
+            program, {engine.rank: result.records for engine, result in zip(self.engines, results, strict=True)}
+        )
+        return mean_loss(losses)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The mean loss of a batch, without training, on every rank."""
         num_units = self._evaluation_units(inputs, targets)
         program = self.programs.forward(num_units)
-        job = self._job(inputs, targets, num_units, training=False)
+        job = self._job(inputs, targets, program, training=False)
         with undisturbed(), torch.no_grad():
             self._run(program, job)
         losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
         self.step += 1
-        return self._mean_loss(losses, job, num_units, 1.0)
+        return mean_loss(losses)
 
     def forward(self, inputs: Any = None) -> Any:
         """The model's output for a batch, on the process that holds the last stage; elsewhere ``None``."""
         num_units = self._evaluation_units(inputs, None)
         program = self.programs.forward(num_units)
-        job = self._job(inputs, None, num_units, training=False, wants_loss=False)
+        job = self._job(inputs, None, program, training=False, wants_loss=False)
         with undisturbed(), torch.no_grad():
             results = self._run(program, job)
         self.step += 1
@@ -163,18 +187,27 @@ class Pipeline:
         return self.programs.num_units
 
     def _job(
-        self, inputs: Any, targets: Any, num_units: int, *, training: bool, scale: float = 1.0, wants_loss: bool = True
+        self,
+        inputs: Any,
+        targets: Any,
+        program: Program,
+        *,
+        training: bool,
+        scale: float = 1.0,
+        wants_loss: bool = True,
     ) -> Job:
+        num_units = program.num_microbatches
         units, weights = _units(inputs, num_units, self.is_first, "inputs")
         goals, goal_weights = _units(targets, num_units, self.is_last and wants_loss, "targets")
-        chosen = goal_weights or weights or [1 / num_units] * num_units
-        per_unit = self.programs.unit_weight(chosen) if training else chosen
+        shares = weights or goal_weights or [1 / num_units] * num_units
         return Job(
             self.step,
             self.num_units,
             lambda unit: dict(bind_inputs(self.flow, units(unit))),
             goals,
-            lambda unit: per_unit[unit] * scale,
+            shares.__getitem__,
+            self.programs.gradient_weights(program) if training else None,
+            scale,
             training,
             wants_loss,
         )
@@ -200,13 +233,16 @@ class Pipeline:
             raise next((error for error in errors if not isinstance(error, PeerFailed)), errors[0])
         return [future.result() for future in futures]
 
-    def _mean_loss(self, losses: Mapping[tuple[int, int], float], job: Job, num_units: int, scale: float) -> float:
-        """The units' losses by their weights: what this process knows of the weights is what it was given."""
-        return self.programs.mean_loss(losses, [job.weight(unit) / scale for unit in range(num_units)])
-
     def _require_optimizer(self, update: bool) -> None:
         if update and not self.engines[0].updater.optimizers:
-            raise UserError("the pipeline has no optimizer; give Pipeline(optimizer=lambda ps: torch.optim.AdamW(ps)), or train_step(update=False)")
+            raise UserError(
+                "the pipeline has no optimizer; give Pipeline(optimizer=lambda ps: torch.optim.AdamW(ps)), or train_step(update=False)"
+            )
+
+    def set_learning_rate(self, rate_of_update: Callable[[int], float]) -> None:
+        """Let update ``n`` use ``rate_of_update(n)``, on every stage."""
+        for engine in self.engines:
+            engine.updater.learning_rate = rate_of_update
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:
@@ -229,7 +265,9 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """``"<layer>.<name>"`` → parameter or buffer, of the layers that this process holds."""
         return {
-            f"{layer}.{name}": tensor for layer, module in self.modules().items() for name, tensor in module.state_dict().items()
+            f"{layer}.{name}": tensor
+            for layer, module in self.modules().items()
+            for name, tensor in module.state_dict().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -238,7 +276,9 @@ class Pipeline:
             for stage in engine.stages.values():
                 for layer, module in stage.modules.items():
                     prefix = f"{layer}."
-                    module.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+                    module.load_state_dict(
+                        {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+                    )
 
     def gradients(self) -> dict[str, Tensor]:
         """``"<layer>.<name>"`` → accumulated gradient, of the layers that this process holds."""
@@ -267,6 +307,11 @@ class Pipeline:
             engine.transport.close()
 
 
+def mean_loss(contributions: Mapping[tuple[int, int], float]) -> float:
+    """The loss of a batch from what every stage contributed by every unit, added unit by unit."""
+    return sum(contributions[place] for place in sorted(contributions, key=lambda place: (place[1], place[0])))
+
+
 def _units(value: Any, num_units: int, needed: bool, what: str) -> tuple[Callable[[int], Any], list[float] | None]:
     """A batch as a function of the unit, and the units' weights; a batch that is not needed here is not cut."""
     if isinstance(value, Microbatches):
@@ -281,6 +326,6 @@ def _units(value: Any, num_units: int, needed: bool, what: str) -> tuple[Callabl
 
 def _stages_with(layers: Collection[int], bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """(stage, layer) of the given layers."""
-    return [(stage, layer) for stage, (begin, end) in enumerate(bounds) for layer in range(begin, end) if layer in layers]
-
-
+    return [
+        (stage, layer) for stage, (begin, end) in enumerate(bounds) for layer in range(begin, end) if layer in layers
+    ]

@@ -44,10 +44,17 @@ class ScheduleSpec:
         options = dict(self.options or {})
         if not isinstance(self.replicas, int):
             return catalog.build(
-                self.schedule, len(self.replicas), self.num_microbatches, self.stages_per_rank, replicas=tuple(self.replicas), **options
+                self.schedule,
+                len(self.replicas),
+                self.num_microbatches,
+                self.stages_per_rank,
+                replicas=tuple(self.replicas),
+                **options,
             )
         if self.num_ranks % self.replicas:
-            raise UserError(f"{self.num_ranks} ranks cannot hold {self.replicas} replicas of every stage; the number must divide")
+            raise UserError(
+                f"{self.num_ranks} ranks cannot hold {self.replicas} replicas of every stage; the number must divide"
+            )
         program = catalog.build(
             self.schedule, self.num_ranks // self.replicas, self.num_microbatches, self.stages_per_rank, **options
         )
@@ -89,14 +96,16 @@ class Programs:
         """Stages where I and W are apart."""
         return frozenset(action.stage for _, action in self.spec.program.actions() if action.kind is Kind.I)
 
-    def training(self, update: bool = True) -> Program:
+    def training(self, update: bool = True, num_microbatches: int | None = None) -> Program:
         """One step; without ``update`` the same without REDUCE and STEP."""
-        key = ("update" if update else "accumulate", self.num_units)
+        key = ("update" if update else "accumulate", num_microbatches or self.spec.num_microbatches)
         if key not in self._made:
-            program = self.spec.program
+            program = replace(self.spec, num_microbatches=key[1]).program
             if not update:
                 if not self.synchronous:
-                    raise UserError(f"{self.spec.describe()} updates after every unit; gradients cannot be accumulated over steps")
+                    raise UserError(
+                        f"{self.spec.describe()} updates after every unit; gradients cannot be accumulated over steps"
+                    )
                 program = program.with_rows(
                     [action for action in row if action.kind not in (Kind.STEP, Kind.REDUCE)] for row in program.rows
                 )
@@ -124,7 +133,9 @@ class Programs:
         if not is_lowered(program):
             program = lower(program, recompute_stages=recompute_stages)
         if violations := _verified(program):
-            raise UserError(f"{self.spec.describe()} is not a valid program: {violations[0]} ({len(violations)} in all; 'vpipe verify' lists them)")
+            raise UserError(
+                f"{self.spec.describe()} is not a valid program: {violations[0]} ({len(violations)} in all; 'vpipe verify' lists them)"
+            )
         return program
 
     def num_updates(self, program: Program) -> int:
@@ -132,25 +143,18 @@ class Programs:
         row = program.rows[program.placement.ranks_of[0][0]]
         return sum(action == Action(0, Kind.STEP) for action in row)
 
-    def unit_weight(self, chosen: Sequence[float]) -> list[float]:
-        """What each unit's loss is multiplied by: its share of the batch, or of the update that it is part of."""
+    def gradient_weights(self, program: Program) -> list[float] | None:
+        """What units' gradients are multiplied by where that is not their share of the batch: an asynchronous update is the
+        mean over its own units."""
         if self.synchronous:
-            return list(chosen)
-        last = self.spec.program.num_stages - 1
-        replicas = self.spec.placement.num_replicas(last)
-        weights = [1.0] * self.num_units
-        for units in update_groups(self.spec.program)[last]:
+            return None
+        last = program.num_stages - 1
+        replicas = program.placement.num_replicas(last)
+        weights = [1.0] * program.num_microbatches
+        for units in update_groups(program)[last]:
             for unit in units:
                 weights[unit] = replicas / len(units)
         return weights
-
-    def mean_loss(self, losses: Mapping[tuple[int, int], float], weights: Sequence[float]) -> float:
-        """The weighted mean over units of what the stages contributed."""
-        total, share = 0.0, sum(weights)
-        for unit, weight in enumerate(weights):
-            contributions = (losses.get((stage, unit), 0.0) for stage in range(self.spec.program.num_stages))
-            total += weight * sum(contributions)
-        return total if self.synchronous and abs(share - 1) < 1e-9 else total / share
 
 
 @lru_cache(maxsize=64)

@@ -31,6 +31,9 @@ class ReplayUnit:
     inputs: Any
     targets: Any
     weight: float
+    """What its gradient is multiplied by."""
+    share: float | None = None
+    """Its part of the reported loss; the weight if not given."""
 
 
 class Replay:
@@ -69,7 +72,11 @@ class Replay:
         return self.train(version_table(program), update_groups(program), units, program.num_stages)
 
     def train(
-        self, versions: VersionTable, groups: Sequence[Sequence[Sequence[int]]], units: Sequence[ReplayUnit], num_stages: int
+        self,
+        versions: VersionTable,
+        groups: Sequence[Sequence[Sequence[int]]],
+        units: Sequence[ReplayUnit],
+        num_stages: int,
     ) -> float:
         """The same from the tables themselves: versions per (stage, unit), and per stage the units of each update."""
         history = [[self._snapshot(stage)] for stage in range(num_stages)]
@@ -78,9 +85,16 @@ class Replay:
         total = 0.0
         with undisturbed():
             for number, unit in enumerate(units):
-                weights = {name: leaf for stage in range(num_stages) for name, leaf in history[stage][versions[stage, number]].items()}
-                leaves = {name: leaf.detach().clone().requires_grad_(leaf.requires_grad) for name, leaf in weights.items()}
-                total += unit.weight * self._forward_backward(leaves, unit, number)
+                weights = {
+                    name: leaf
+                    for stage in range(num_stages)
+                    for name, leaf in history[stage][versions[stage, number]].items()
+                }
+                leaves = {
+                    name: leaf.detach().clone().requires_grad_(leaf.requires_grad) for name, leaf in weights.items()
+                }
+                share = unit.weight if unit.share is None else unit.share
+                total += share * self._forward_backward(leaves, unit, number)
                 for stage in range(num_stages):
                     self._gather(gathered[stage][number % self._replicas[stage]], self._parameters[stage], leaves)
                 ending = [stage for stage in range(num_stages) if any(max(group) == number for group in groups[stage])]
@@ -89,8 +103,7 @@ class Replay:
                 for stage in ending:
                     history[stage].append(self._snapshot(stage))
         self._num_units += len(units)
-        share = sum(unit.weight for unit in units)
-        return total if synchronous and abs(share - 1) < 1e-9 else total / share
+        return total
 
     def _snapshot(self, stage: int) -> dict[str, Tensor]:
         return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in self._parameters[stage].items()}
@@ -111,14 +124,16 @@ class Replay:
             values.update({(name, layer): part for name, part in zip(names, parts, strict=True)})
         outputs = [values[value] for value in self.flow.outputs()]
         loss: Any = self._loss(outputs[0] if len(outputs) == 1 else tuple(outputs), unit.targets)
-        parts_of_loss = [float(scalar) for scalar in added] + [float(loss)]
+        parts_of_loss = [float(scalar.detach()) for scalar in [*added, loss]]
         for scalar in added:
             loss = loss + scalar
         if loss.requires_grad:
             (loss * unit.weight).backward()
         return sum(parts_of_loss)
 
-    def _gather(self, total: dict[str, Tensor], parameters: Mapping[str, nn.Parameter], leaves: Mapping[str, Tensor]) -> None:
+    def _gather(
+        self, total: dict[str, Tensor], parameters: Mapping[str, nn.Parameter], leaves: Mapping[str, Tensor]
+    ) -> None:
         for name in parameters:
             gradient = leaves[name].grad
             if gradient is not None:
@@ -162,9 +177,17 @@ class Replay:
         if self._clip_norm is None:
             return
         for parameters in [together] if together is not None else [self._counted(stage) for stage in stages]:
-            everything = [p for stage in stages for p in self._parameters[stage].values()] if together is not None else parameters
+            everything = (
+                [p for stage in stages for p in self._parameters[stage].values()]
+                if together is not None
+                else parameters
+            )
             norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             nn.utils.clip_grads_with_norm_(everything, self._clip_norm, norm)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {f"{layer}.{name}": tensor for layer, module in self.modules.items() for name, tensor in module.state_dict().items()}
+        return {
+            f"{layer}.{name}": tensor
+            for layer, module in self.modules.items()
+            for name, tensor in module.state_dict().items()
+        }

@@ -7,7 +7,7 @@ finite skips the update everywhere. Asynchronous modes have no such moment: they
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -80,6 +80,9 @@ class Updater:
         self._verdict: tuple[bool, Tensor | None] | None = None
         self.shared_losses: dict[tuple[int, int], float] | None = None
         self._counts: list[list[tuple[int, int]]] | None = None
+        self.learning_rate: Callable[[int], float] | None = None
+        """The learning rate of update n, the same on all stages; the optimizers' own if not given."""
+        self.num_updates = dict.fromkeys(stages, 0)
 
     @property
     def loss_scale(self) -> float:
@@ -126,11 +129,19 @@ class Updater:
         if finite:
             if factor is not None and gradients:
                 torch._foreach_mul_(gradients, factor)
+            self._set_learning_rate(stage.index)
             self.optimizers[stage.index].step()
         else:
             self.num_skipped += 1
         self.optimizers[stage.index].zero_grad(set_to_none=True)
+        self.num_updates[stage.index] += 1
         stage.weights.after_update()
+
+    def _set_learning_rate(self, stage: int) -> None:
+        if self.learning_rate is not None:
+            rate = self.learning_rate(self.num_updates[stage])
+            for group in self.optimizers[stage].param_groups:
+                group["lr"] = rate
 
     @property
     def _judges(self) -> bool:
@@ -141,7 +152,9 @@ class Updater:
         self._sum_tied()
         if self.loss_scale != 1.0:
             for stage in self._stages.values():
-                torch._foreach_div_([p.grad for p in stage.weights.parameters.values() if p.grad is not None], self.loss_scale)
+                torch._foreach_div_(
+                    [p.grad for p in stage.weights.parameters.values() if p.grad is not None], self.loss_scale
+                )
         if not self._judges:
             return True, None
         order = self._parameter_order()
@@ -197,12 +210,16 @@ class Updater:
                 continue
             parameters = [stage.weights.parameters[name] for stage, name in owned]
             own = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-            blocks = self._transport.all_gather(torch.cat([g.flatten() for g in own]), ranks) if len(ranks) > 1 else None
+            blocks = (
+                self._transport.all_gather(torch.cat([g.flatten() for g in own]), ranks) if len(ranks) > 1 else None
+            )
             total = self._sum_owners(tie, ranks, own, blocks)
             for parameter in parameters:
                 parameter.grad = total.clone()
 
-    def _sum_owners(self, tie: TiedWeight, ranks: Sequence[int], own: list[Tensor], blocks: list[Tensor] | None) -> Tensor:
+    def _sum_owners(
+        self, tie: TiedWeight, ranks: Sequence[int], own: list[Tensor], blocks: list[Tensor] | None
+    ) -> Tensor:
         if blocks is None:
             parts = own
         else:
@@ -260,4 +277,8 @@ def _norms(stage: Stage, tied: Sequence[TiedWeight] = ()) -> Tensor:
     parameters = [stage.weights.parameters[name] for name in _named(stage, tied)]
     gradients = [p.grad for p in parameters if p.grad is not None]
     found = iter(torch._foreach_norm(gradients) if gradients else ())
-    return torch.stack([next(found).float() if p.grad is not None else torch.tensor(NO_GRADIENT) for p in parameters]) if parameters else torch.empty(0)
+    return (
+        torch.stack([next(found).float() if p.grad is not None else torch.tensor(NO_GRADIENT) for p in parameters])
+        if parameters
+        else torch.empty(0)
+    )
