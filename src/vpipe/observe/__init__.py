@@ -1,0 +1,1 @@
+"""See the pipeline: what a run wrote down, where its time went, and pages that show it."""

@@ -1,0 +1,261 @@
+"""What ``vpipe train`` says while it runs: a compact live view on a terminal, plain lines in a log.
+
+A log is read by people and by scripts, so a line is complete in itself, has units, and never moves. A terminal shows
+the same facts in place: progress and time left, loss and throughput, and one bar per rank that says how much of the
+last step it worked. VPipe's own line format is kept for those who parse it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from time import monotonic
+from typing import Any, TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from vpipe.observe.words import count, duration, memory
+
+Metrics = Mapping[str, Any]
+
+
+class Console:
+    """Tells a person how the run goes.
+
+    ``facts`` of ``start`` are those of run.json; ``iterations``, ``iterations_per_epoch`` and ``directory`` are used
+    where they are given. ``metrics`` are lines of metrics.jsonl; ``bubble`` (a fraction), ``busy`` (a fraction per
+    rank) and ``memory`` (bytes per rank) are shown where they are given.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        line_format: str = "vpipe",
+        log_interval: int = 10,
+        live: bool | None = None,
+    ) -> None:
+        self._stream = stream or sys.stdout
+        self._line_format = line_format
+        self._log_interval = log_interval
+        wanted = self._stream.isatty() if live is None else live
+        self._live_wanted = wanted and line_format == "vpipe" and log_interval > 0
+        self._rich = RichConsole(file=self._stream, force_terminal=True if live else None, highlight=False)
+        self._live: Live | None = None
+        self._facts: Metrics = {}
+        self._last: Metrics = {}
+        self._evaluated: Metrics = {}
+        self._means: dict[str, _Mean] = {"seconds": _Mean(), "loss": _Mean()}
+        self._began = self._epoch_began = monotonic()
+        self._epoch: int | None = None
+        self._first_iteration: int | None = None
+
+    def start(self, facts: Metrics) -> None:
+        """The run begins: one line that says what is trained, and how."""
+        self._facts = facts
+        self._began = self._epoch_began = monotonic()
+        self._say(describe(facts))
+        if self._live_wanted:
+            self._live = Live(self._view(), console=self._rich, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def iteration(self, metrics: Metrics) -> None:
+        """A training iteration ended."""
+        number, epoch = int(metrics.get("iteration", 0)), int(metrics.get("epoch", 0))
+        if self._first_iteration is None:
+            self._first_iteration = number
+        if epoch != self._epoch:
+            self._epoch, self._epoch_began = epoch, monotonic()
+            self._means = {key: _Mean() for key in self._means}
+        self._last = metrics
+        for key, mean in self._means.items():
+            mean.add(metrics.get(key))
+        if self._live is not None:
+            self._live.update(self._view())
+        elif self._log_interval > 0 and (number % self._log_interval == 0 or number == self._first_iteration):
+            self._say(self._vpipe_line(metrics) if self._line_format == "vpipe-line" else self._line(metrics))
+
+    def evaluation(self, metrics: Metrics) -> None:
+        """An evaluation ended."""
+        self._evaluated = metrics
+        self._say(f"iteration {metrics.get('iteration', 0)}  evaluation loss {_number(metrics.get('loss'), '.4f')}")
+
+    def message(self, text: str) -> None:
+        """A sentence, above the live view."""
+        self._say(text)
+
+    def finish(self, summary: Metrics) -> None:
+        """The run ended: what it came to."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._last and self._live_wanted:
+            self._say(self._line(self._last))
+        parts = [f"{summary.get('total_iterations', self._last.get('iteration', 0))} iterations"]
+        parts.append(f"in {duration(float(summary.get('total_time_seconds') or monotonic() - self._began))}")
+        loss = summary.get("final_loss", self._last.get("loss"))
+        parts.append(f"loss {_number(loss, '.4f')}")
+        if (rate := summary.get("throughput_tokens_per_second")) is not None:
+            parts.append(f"{_number(rate, ',.0f')} tokens/s")
+        if isinstance(mfu := summary.get("mfu"), int | float):
+            parts.append(f"MFU {mfu:.1%}")
+        if (directory := self._facts.get("directory")) is not None:
+            parts.append(f"'vpipe report {directory}' shows it")
+        self._say("done: " + ", ".join(parts))
+
+    def close(self) -> None:
+        """Leave the terminal as it was, also after an error."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _say(self, text: str) -> None:
+        if self._live is not None:
+            self._rich.print(Text(text))
+        else:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def _left(self) -> float | None:
+        """Seconds until the last iteration, from those that have run."""
+        total, done = self._facts.get("iterations"), self._last.get("iteration")
+        if not total or done is None or self._first_iteration is None:
+            return None
+        measured = int(done) - self._first_iteration
+        if measured <= 0:
+            return None
+        return (monotonic() - self._began) / (measured + 1) * max(0, int(total) - int(done))
+
+    def _line(self, metrics: Metrics) -> str:
+        total = self._facts.get("iterations")
+        parts = [f"iteration {metrics.get('iteration', 0)}" + (f"/{total}" if total else "")]
+        parts.append(f"epoch {metrics.get('epoch', 0)}")
+        parts.append(f"loss {_number(metrics.get('loss'), '.4f')}")
+        parts.append(f"lr {_number(metrics.get('learning_rate'), '.3g')}")
+        parts.append(f"{_number(metrics.get('tokens_per_second'), ',.0f')} tokens/s")
+        parts.append(f"{_milliseconds(metrics.get('seconds'))} per iteration")
+        if (bubble := metrics.get("bubble")) is not None:
+            parts.append(f"bubble {float(bubble):.1%}")
+        if held := metrics.get("memory"):
+            parts.append(f"memory {memory(max(_list(held)))}")
+        if metrics.get("skipped"):
+            parts.append("update skipped: a gradient is not finite")
+        if (left := self._left()) is not None:
+            parts.append(f"{duration(left)} left")
+        return "  ".join(parts)
+
+    def _vpipe_line(self, metrics: Metrics) -> str:
+        """VPipe's: ``Stage: [3] Epoch: [0][100/2000]  Time: now (mean)  …``, tab separated."""
+        per_epoch = int(self._facts.get("iterations_per_epoch") or self._facts.get("iterations") or 0)
+        number = int(metrics.get("iteration", 0))
+        place = (number - 1) % per_epoch + 1 if per_epoch and number else number
+        seconds, loss = self._means["seconds"], self._means["loss"]
+        hours = (monotonic() - self._epoch_began) / 3600
+        held = [value / 2**30 for value in _list(metrics.get("memory") or 0)]
+        peaks = [value / 2**30 for value in _list(metrics.get("peak_memory") or metrics.get("memory") or 0)]
+        stage = int(self._facts.get("num_stages", 1)) - 1
+        fields = [
+            f"Stage: [{stage}] Epoch: [{metrics.get('epoch', 0)}][{place}/{per_epoch}]",
+            f"Time: {_number(metrics.get('seconds'), '.3f')} ({seconds.value:.3f})",
+            f"Epoch time [hr]: {hours:.3f} ({seconds.value * per_epoch / 3600:.3f})",
+            f"Memory: {held[-1]:.3f} ({peaks[-1]:.3f})",
+            f"Loss: {_number(metrics.get('loss'), '.4f')} ({loss.value:.4f})",
+        ]
+        return "\t".join(fields)
+
+    def _view(self) -> Group:
+        """The live view: progress, figures, one bar per rank."""
+        metrics, total = self._last, int(self._facts.get("iterations") or 0)
+        done, left = int(metrics.get("iteration", 0)), self._left()
+        head = Table.grid(padding=(0, 1))
+        head.add_row(
+            Text(f"iteration {done}" + (f"/{total}" if total else ""), style="bold"),
+            ProgressBar(total=total or None, completed=done, width=32),
+            Text(f"{duration(left)} left" if left is not None else ""),
+        )
+        figures = Table.grid(padding=(0, 3))
+        bubble = metrics.get("bubble")
+        evaluated = f"evaluation {_number(self._evaluated.get('loss'), '.4f')}" if self._evaluated else ""
+        figures.add_row(
+            Text(f"loss {_number(metrics.get('loss'), '.4f')}", style="bold"),
+            Text(evaluated),
+            Text(f"{_number(metrics.get('tokens_per_second'), ',.0f')} tokens/s"),
+            Text(f"bubble {float(bubble):.1%}" if bubble is not None else ""),
+            Text(f"lr {_number(metrics.get('learning_rate'), '.3g')}"),
+        )
+        return Group(head, figures, self._ranks(metrics))
+
+    def _ranks(self, metrics: Metrics) -> Table:
+        bars = Table.grid(padding=(0, 1))
+        busy, held = _list(metrics.get("busy") or []), _list(metrics.get("memory") or [])
+        for rank, stages in enumerate(stages_of(self._facts)):
+            share = busy[rank] if rank < len(busy) else None
+            bars.add_row(
+                Text(f"rank {rank}", style="dim"),
+                Text("stage " + ",".join(map(str, stages)), style="dim"),
+                ProgressBar(total=1.0, completed=share or 0.0, width=24),
+                Text(f"{share:4.0%} busy" if share is not None else ""),
+                Text(memory(held[rank]) if rank < len(held) else ""),
+            )
+        return bars
+
+
+class _Mean:
+    """The mean of what was given."""
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    def add(self, value: object) -> None:
+        if isinstance(value, int | float):
+            self._sum, self._count = self._sum + value, self._count + 1
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._count if self._count else 0.0
+
+
+def describe(facts: Metrics) -> str:
+    """One line about a run: model, schedule, ranks."""
+    model = facts.get("model") or {}
+    name = model.get("name", "a model") if isinstance(model, Mapping) else str(model)
+    size = model.get("parameters") if isinstance(model, Mapping) else None
+    parts = [f"{name}" + (f" ({count(float(size))} parameters)" if size else "")]
+    parts.append(
+        f"{facts.get('schedule', '?')} on {facts.get('num_ranks', '?')} ranks, {facts.get('num_stages', '?')} stages, "
+        f"{facts.get('num_microbatches', '?')} microbatches"
+    )
+    if partition := facts.get("partition"):
+        parts.append(f"layers {' '.join(map(str, partition))}")
+    if (directory := facts.get("directory")) is not None:
+        parts.append(f"run {directory}")
+    return "; ".join(parts)
+
+
+def stages_of(facts: Metrics) -> list[list[int]]:
+    """Per rank, its stages; one each where the facts say nothing."""
+    placement = facts.get("placement")
+    if not placement:
+        return [[rank] for rank in range(int(facts.get("num_ranks") or 0))]
+    held: list[list[int]] = [[] for _ in range(1 + max(rank for ranks in placement for rank in ranks))]
+    for stage, ranks in enumerate(placement):
+        for rank in ranks:
+            held[rank].append(stage)
+    return held
+
+
+def _list(value: float | Sequence[float]) -> list[float]:
+    return [float(each) for each in value] if isinstance(value, Sequence) else [float(value)]
+
+
+def _number(value: object, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else "–"
+
+
+def _milliseconds(value: object) -> str:
+    return f"{value * 1000:.0f} ms" if isinstance(value, int | float) else "–"
