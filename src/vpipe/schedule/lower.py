@@ -10,12 +10,15 @@ Each pass takes a program and returns another; every result verifies.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import NamedTuple
 
 from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.collector import collector_paused
 from vpipe.schedule.program import Program, Row
 from vpipe.schedule.semantics import COMMUNICATION, INPUT_GRADIENT, LANE, WEIGHT_GRADIENT, Lane, peers
 
@@ -110,51 +113,15 @@ def communicate(program: Program, post_ahead: int = POST_AHEAD) -> Program:
     whose result the sender has used by then. So even a blocking send never waits, and a program that runs at all runs
     on every transport.
     """
-    targets, period = _targets(program), program.placement.period
-    place = _places(program)
-    rows: list[list[Action]] = []
-    queues: list[dict[int, list[Action]]] = [defaultdict(list) for _ in program.rows]  # target → source → receives
-    posted_by: dict[Action, int] = {}
-    for source, actions in enumerate(program.rows):
-        row: list[Action] = []
-        reached: dict[int, int] = {}  # rank → its last action whose result this rank has used
-        for action in actions:
-            row.append(action)
-            stage, kind, microbatch = action
-            if kind not in _CARRIERS:
-                continue
-            forward, turn = kind is Kind.F, microbatch % period
-            for sender, rank in targets[not forward, stage, turn]:
-                index = place.get((sender, forward, microbatch), 0)
-                if index > reached.get(rank, 0):
-                    reached[rank] = index
-            send, receive = _CARRIERS[kind]
-            readers = targets[forward, stage, turn]
-            if readers:
-                row.append(Action(stage, send, microbatch))
-            for reader, target in readers:
-                taken = Action(reader, receive, microbatch)
-                queues[target][source].append(taken)
-                bound = reached.get(target, 0)
-                posted_by[taken] = min(bound, posted_by.get(taken, bound))
-        rows.append(row)
-    return program.with_rows(
-        _with_receives(row, list(queue.values()), post_ahead, posted_by)
-        for row, queue in zip(rows, queues, strict=True)
-    )
-
-
-def _places(program: Program) -> dict[tuple[int, bool, int], int]:
-    """(stage, forward?, microbatch) → the place of that result in the compute actions of its rank."""
-    found: dict[tuple[int, bool, int], int] = {}
-    for row in program.rows:
-        index = 0
-        for stage, kind, microbatch in row:
-            if LANE[kind] is Lane.COMPUTE:
-                if kind in _CARRIERS:
-                    found[stage, kind is Kind.F, microbatch] = index
-                index += 1
-    return found
+    with collector_paused():
+        places = _places(program)
+        bounds = _Numbers(program, NEVER)
+        queues: list[dict[int, list[Action]]] = [defaultdict(list) for _ in program.rows]  # target → source → receives
+        rows = [_with_sends(program, source, places, bounds, queues) for source in range(program.num_ranks)]
+        return program.with_rows(
+            _with_receives(row, list(queue.values()), post_ahead, bounds, _Numbers(program, NEVER, stages))
+            for row, queue, stages in zip(rows, queues, program.placement.stages_of, strict=True)
+        )
 
 
 _CARRIERS = {
@@ -163,54 +130,126 @@ _CARRIERS = {
     Kind.I: (Kind.SEND_B, Kind.RECV_B),
 }
 """Kind of a result → how it is sent and received."""
-_RECEIVED_BY = {kind: receive for kind, (_, receive) in _CARRIERS.items()}
+NEVER = sys.maxsize
 
 
-def _targets(program: Program) -> dict[tuple[bool, int, int], list[tuple[int, int]]]:
-    """(forward?, stage, microbatch modulo the period) → the (stage, rank) pairs that its result is sent to."""
-    return {
-        (forward, stage, turn): [
-            (peer, program.placement.rank(peer, turn))
-            for peer in peers(program, Action(stage, Kind.SEND_F if forward else Kind.SEND_B, turn))
-        ]
-        for forward in (True, False)
-        for stage in range(program.num_stages)
-        for turn in range(program.placement.period)
-    }
+class _Numbers(dict[Kind, dict[int, list[int]]]):
+    """A number for every result: ``numbers[kind][stage][microbatch]``, by the result's own kind or that of its RECV."""
+
+    def __init__(self, program: Program, value: int, stages: Iterable[int] | None = None) -> None:
+        stages = list(range(program.num_stages) if stages is None else stages)
+        forward, backward = ({stage: [value] * program.num_microbatches for stage in stages} for _ in range(2))
+        super().__init__({Kind.F: forward, Kind.B: backward, Kind.I: backward})
+        self[Kind.RECV_F], self[Kind.RECV_B] = forward, backward
+
+
+def _places(program: Program) -> _Numbers:
+    """The place of every result among the compute actions of its rank."""
+    found = _Numbers(program, 0)
+    for row in program.rows:
+        index = 0
+        for stage, kind, microbatch in row:
+            if kind in _CARRIERS:
+                found[kind][stage][microbatch] = index
+                index += 1
+            elif LANE[kind] is Lane.COMPUTE:
+                index += 1
+    return found
+
+
+class _Route(NamedTuple):
+    """What a result of one stage meets on its way: whose results it uses, and to whom it is sent."""
+
+    used: list[tuple[int, list[int]]]
+    """(rank, places of its results)"""
+    send: Kind
+    receive: Kind
+    taken: list[tuple[int, int, list[Action], list[int]]]
+    """(target rank, stage that reads, queue of receives, bounds of its receives)"""
+
+
+def _routes(
+    program: Program, source: int, places: _Numbers, bounds: _Numbers, queues: list[dict[int, list[Action]]]
+) -> dict[tuple[Kind, int], list[_Route]]:
+    """The routes of a rank's results, by kind and stage, for each microbatch of a period."""
+    found: dict[tuple[Kind, int], list[_Route]] = {}
+    rank_of = program.placement.rank
+    for (kind, (send, receive)), stage in product(_CARRIERS.items(), program.placement.stages_of[source]):
+        found[kind, stage] = []
+        for turn in range(program.placement.period):
+            readers, writers = peers(program, Action(stage, send, turn)), peers(program, Action(stage, receive, turn))
+            used = [(rank_of(writer, turn), places[kind][writer]) for writer in writers]
+            taken = [
+                (target, reader, queues[target][source], bounds[kind][reader])
+                for reader, target in ((reader, rank_of(reader, turn)) for reader in readers)
+            ]
+            found[kind, stage].append(_Route(used, send, receive, taken))
+    return found
+
+
+def _with_sends(
+    program: Program, source: int, places: _Numbers, bounds: _Numbers, queues: list[dict[int, list[Action]]]
+) -> list[Action]:
+    """A row with its SENDs; their receives go into the queues, with a bound on where they are posted."""
+    routes, period = _routes(program, source, places, bounds, queues), program.placement.period
+    row: list[Action] = []
+    reached = [0] * program.num_ranks  # of every rank, the last action whose result this rank has used
+    for action in program.rows[source]:
+        row.append(action)
+        stage, kind, microbatch = action
+        if kind not in _CARRIERS:
+            continue
+        used, send, receive, taken = routes[kind, stage][microbatch % period]
+        for rank, place in used:
+            if place[microbatch] > reached[rank]:
+                reached[rank] = place[microbatch]
+        if taken:
+            row.append(Action(stage, send, microbatch))
+        for target, reader, queue, bound in taken:
+            queue.append(Action(reader, receive, microbatch))
+            if reached[target] < bound[microbatch]:
+                bound[microbatch] = reached[target]
+    return row
 
 
 def _with_receives(
-    row: list[Action], queues: list[list[Action]], post_ahead: int, posted_by: Mapping[Action, int]
+    row: list[Action], queues: list[list[Action]], post_ahead: int, bounds: _Numbers, post_at: _Numbers
 ) -> Iterator[Action]:
     """``row`` with each RECV placed before the compute action that it is posted ahead of, in the order of its queue."""
-    post_at: dict[Action, int] = {}
-    compute = [action for action in row if LANE[action.kind] is Lane.COMPUTE]
-    for index, (stage, kind, microbatch) in enumerate(compute):
-        if kind in _RECEIVED_BY:
-            receive = Action(stage, _RECEIVED_BY[kind], microbatch)
-            if receive in posted_by:
-                post_at[receive] = min(max(0, index - post_ahead), posted_by[receive])
-    settled = False
-    while not settled:  # once for a chain; a receive from several sources may have to move again
-        settled = True
-        for queue in queues:
-            latest = len(compute)
-            for receive in reversed(queue):
-                if post_at.get(receive, latest) > latest:
-                    post_at[receive] = latest
-                    settled = len(queues) == 1
-                latest = post_at.get(receive, latest)
+    compute = [position for position, action in enumerate(row) if LANE[action[1]] is Lane.COMPUTE]
+    for index, position in enumerate(compute):
+        stage, kind, microbatch = row[position]
+        if kind in _CARRIERS and (bound := bounds[kind][stage][microbatch]) != NEVER:
+            post_at[kind][stage][microbatch] = min(max(0, index - post_ahead), bound)
+    while _moved_up(queues, post_at) and len(queues) > 1:
+        pass  # once for a chain; a receive from several sources may have to move again
     before: dict[int, list[Action]] = defaultdict(list)
     for receive in _merged(queues):
-        if receive in post_at:
-            before[post_at[receive]].append(receive)
-    index = 0
-    for action in row:
-        if LANE[action.kind] is Lane.COMPUTE:
-            if index in before:
-                yield from before[index]
-            index += 1
-        yield action
+        index = post_at[receive.kind][receive.stage][receive.microbatch]
+        if index != NEVER:
+            before[index].append(receive)
+    done = 0
+    for index in sorted(before):
+        yield from row[done : compute[index]]
+        yield from before[index]
+        done = compute[index]
+    yield from row[done:]
+
+
+def _moved_up(queues: list[list[Action]], post_at: _Numbers) -> bool:
+    """Post each receive no later than the next of its queue; whether any had to move."""
+    moved = False
+    for queue in queues:
+        latest = NEVER
+        for stage, kind, microbatch in reversed(queue):
+            places = post_at[kind][stage]
+            if places[microbatch] == NEVER:
+                continue
+            if places[microbatch] > latest:
+                places[microbatch] = latest
+                moved = True
+            latest = places[microbatch]
+    return moved
 
 
 def _merged(queues: list[list[Action]]) -> Iterator[Action]:

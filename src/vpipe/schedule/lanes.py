@@ -1,0 +1,138 @@
+"""A lowered program as lanes and links: what the event loop of ``timeline`` runs.
+
+A lane is a list of actions that run one after the other: the compute actions of a rank, or its swaps. Every action may
+also wait for messages, which links carry in the order of their receives, and for actions of other lanes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vpipe.schedule.action import Kind
+from vpipe.schedule.flat import KINDS, NONE, Bools, Flat, Ints, padded
+from vpipe.schedule.semantics import LANE, NEEDS, SEND_OF, Lane
+
+Event = int
+"""The number of an action in ``Flat``; the number after the last is the start of time."""
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Messages between ranks, link by link; within a link in the order in which their receives are posted."""
+
+    send: Ints
+    receive: Ints
+    link: Ints
+    """Numbers of the ordered pairs of ranks, from 0."""
+
+    def __len__(self) -> int:
+        return len(self.send)
+
+
+def find_transfers(flat: Flat) -> Transfers:
+    """Every message whose SEND and RECV the program has."""
+    program = flat.program
+    nothing = np.empty(0, np.int64)
+    parts: list[tuple[Ints, Ints, Ints]] = [(nothing, nothing, nothing)]
+    for receive_kind, senders in ((Kind.RECV_F, program.writers), (Kind.RECV_B, program.readers)):
+        receives = np.flatnonzero(flat.of([receive_kind]) & (flat.stage < program.num_stages))
+        stage, microbatch = flat.stage[receives], flat.microbatch[receives]
+        for turn, sender in enumerate(padded(senders)[stage].T):
+            send = flat.find(SEND_OF[receive_kind], sender, microbatch)
+            travels = (send != NONE) & (flat.rank_of(sender, microbatch) != flat.rank_of(stage, microbatch))
+            parts.append((send[travels], receives[travels], np.full(int(travels.sum()), turn)))
+    send, receive, turns = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    _, link = np.unique(flat.rank[send] * program.num_ranks + flat.rank[receive], return_inverse=True)
+    order = np.lexsort((turns, receive, link))
+    return Transfers(send[order], receive[order], link[order])
+
+
+@dataclass
+class Waits:
+    """What a few actions wait for beside one message."""
+
+    messages: list[int] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+
+class Lanes:
+    """Lanes of actions, and what each action needs from elsewhere."""
+
+    def __init__(self, flat: Flat, transfers: Transfers, rendezvous: bool, blocking_sends: bool) -> None:
+        self.start: Event = len(flat)
+        in_lane = {lane: flat.of(kind for kind in KINDS if LANE[kind] is lane) for lane in Lane}
+        blocking = in_lane[Lane.COMPUTE] | (flat.of(SEND_OF.values()) & blocking_sends)
+        before = _previous(flat, blocking, self.start)
+        self.lanes: list[list[Event]] = [_numbers(flat, blocking, rank) for rank in range(flat.program.num_ranks)]
+        self.sent: list[Event] = (transfers.send if blocking_sends else before[transfers.send]).tolist()
+        """Per message, the event whose end sends it."""
+        posted: list[Event] = before[transfers.receive].tolist()
+        self.posted: list[Event] = posted if rendezvous else [self.start] * len(posted)
+        """Per message, the event whose end posts its receive."""
+        self.link: list[int] = transfers.link.tolist()
+        self.first_of_link: list[int] = np.unique(transfers.link, return_index=True)[1].tolist()
+        self.extra: dict[Event, Waits] = defaultdict(Waits)
+        self.message: list[int] = self._messages(flat, transfers)
+        """Per action, the message it waits for; a link brings all before it."""
+        if rendezvous and blocking_sends:
+            for send, event in zip(self.sent, posted, strict=True):
+                self.extra[send].events.append(event)
+        self._swaps(flat, in_lane[Lane.SWAP], before)
+        self._replicas(flat, before)
+
+    def _messages(self, flat: Flat, transfers: Transfers) -> list[int]:
+        """An action that reads from other stages waits for the messages of its receive."""
+        stage, microbatch = flat.stage[transfers.receive], flat.microbatch[transfers.receive]
+        users = np.full(len(transfers), NONE, np.int64)
+        for receive_kind in SEND_OF:
+            kinds = [kind for kind in KINDS if any(need.received_by is receive_kind for need in NEEDS[kind])]
+            mine = flat.of([receive_kind])[transfers.receive]
+            users[mine] = flat.find_any(kinds, stage[mine], microbatch[mine])
+        used = np.flatnonzero(users != NONE)
+        message = np.full(len(flat), NONE, np.int64)
+        message[users[used]] = used
+        for number in used[message[users[used]] != used].tolist():  # a second message, from another link
+            self.extra[int(users[number])].messages.append(number)
+        return message.tolist()
+
+    def _swaps(self, flat: Flat, swaps: Bools, before: Ints) -> None:
+        """A swap starts after the compute action it stands behind; who needs the unit back waits for its IN."""
+        if not swaps.any():
+            return
+        for event in np.flatnonzero(swaps).tolist():
+            self.extra[event].events.append(int(before[event]))
+        users = [kind for kind in KINDS if any(Kind.IN in need.kinds for need in NEEDS[kind])]
+        fetches = np.flatnonzero(flat.of([Kind.IN]))
+        for kind in users:
+            found = flat.find(kind, flat.stage[fetches], flat.microbatch[fetches])
+            for fetch, user in zip(fetches.tolist(), found.tolist(), strict=True):
+                if user != NONE:
+                    self.extra[user].events.append(fetch)
+        self.lanes += [_numbers(flat, swaps, rank) for rank in range(flat.program.num_ranks)]
+
+    def _replicas(self, flat: Flat, before: Ints) -> None:
+        """The replicas of a stage reduce together: round n of one waits until all have come to round n."""
+        rounds: dict[tuple[int, int], int] = defaultdict(int)
+        together: dict[tuple[int, int], list[Event]] = defaultdict(list)
+        for event in np.flatnonzero(flat.of([Kind.REDUCE])).tolist():
+            rank, stage = int(flat.rank[event]), int(flat.stage[event])
+            together[stage, rounds[rank, stage]].append(event)
+            rounds[rank, stage] += 1
+        for events in together.values():
+            for event in events:
+                self.extra[event].events += [int(before[other]) for other in events]
+
+
+def _previous(flat: Flat, blocking: Bools, start: Event) -> Ints:
+    """For each action, the last blocking action before it in its row."""
+    last = np.maximum.accumulate(np.where(blocking, np.arange(len(flat)), NONE)) if len(flat) else flat.stage
+    before = np.concatenate(([NONE], last[:-1]))[: len(flat)]
+    return np.where(before < flat.row_start[flat.rank], start, before)
+
+
+def _numbers(flat: Flat, chosen: Bools, rank: int) -> list[Event]:
+    begin, end = int(flat.row_start[rank]), int(flat.row_start[rank + 1])
+    return (np.flatnonzero(chosen[begin:end]) + begin).tolist()
