@@ -1,0 +1,93 @@
+"""One step of all ranks on one clock: what the page draws, the trace exports and the bubbles are computed from.
+
+A simulated timeline takes the same form, so that both are drawn and explained by the same code. Times are whole
+nanoseconds, which is why sums of parts are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from vpipe.observe.rundir import Event, Step
+from vpipe.schedule.program import Program
+from vpipe.schedule.semantics import LANE, Lane
+from vpipe.schedule.simulate import Simulation
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``ranks[rank]`` lists what the rank did, in order, in nanoseconds after ``begin`` = 0."""
+
+    planned: Program
+    ranks: tuple[tuple[Event, ...], ...]
+    step: int = 0
+    iteration: int = 0
+    lead: int = 0
+    """How long before the step's first action the step before had ended on all ranks; 0 where that is not known."""
+    memory: Sequence[Mapping[str, int]] = field(default_factory=tuple)
+
+    @cached_property
+    def program(self) -> Program:
+        """The executed program."""
+        return self.planned.with_rows([[event.action for event in row] for row in self.ranks])
+
+    @cached_property
+    def span(self) -> int:
+        """First begin to last end."""
+        return max((row[-1].end for row in self.ranks if row), default=0)
+
+    @cached_property
+    def busy(self) -> list[int]:
+        """Per rank, the time its compute actions took once they had what they needed."""
+        return [sum(event.end - event.ready for event in row if computes(event)) for row in self.ranks]
+
+
+def computes(event: Event) -> bool:
+    return LANE[event.action.kind] is Lane.COMPUTE
+
+
+def join(planned: Program, steps: Sequence[Step], before: Sequence[Step] | None = None) -> Measured:
+    """The records of all ranks for one step; ``before`` is the step that ran just before it."""
+    origin = min(step.origin_ns for step in steps)
+    ranks = tuple(
+        tuple(
+            event._replace(
+                begin=event.begin + step.origin_ns - origin,
+                ready=event.ready + step.origin_ns - origin,
+                end=event.end + step.origin_ns - origin,
+            )
+            for event in step.events
+        )
+        for step in steps
+    )
+    lead = 0
+    if before is not None and before[0].step == steps[0].step - 1:
+        lead = max(0, origin - max(step.origin_ns + step.events[-1].end for step in before))
+    return Measured(planned, ranks, steps[0].step, steps[0].iteration, lead, [step.memory for step in steps])
+
+
+def join_all(planned: Program, steps: Sequence[Sequence[Step]]) -> list[Measured]:
+    """Every recorded step, each with the one before it."""
+    return [join(planned, now, steps[i - 1] if i else None) for i, now in enumerate(steps)]
+
+
+def from_simulation(simulation: Simulation, scale: float = 1e9) -> Measured:
+    """A simulated timeline in the form of a measured one; ``scale`` is nanoseconds per unit of its time.
+
+    An action begins when its lane is free and is ready when the simulation starts it.
+    """
+    line, program = simulation.timeline, simulation.program
+    origin = min((line.begin[lane[0]] for lane in line.lanes[: program.num_ranks] if lane), default=0.0)
+    ranks = []
+    for rank in range(program.num_ranks):
+        free = 0
+        row = []
+        for event in line.lanes[rank]:
+            ready = round((line.begin[event] - origin) * scale)
+            end = round((line.end[event] - origin) * scale)
+            row.append(Event(line.flat.action(event), min(free, ready), ready, end))
+            free = end
+        ranks.append(tuple(row))
+    return Measured(program, tuple(ranks))

@@ -1,0 +1,55 @@
+"""What if: the executed program once more, with other durations and free links.
+
+``bubbles`` asks twice: how long would the ranks idle if every action took what its kind takes on average, and how long
+if every action took what it really took? The first is the schedule's own bubble, the difference is imbalance. The
+event loop of ``schedule.timeline`` prices actions by stage and kind; here every single action has its own duration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vpipe.observe.measured import Measured, computes
+from vpipe.observe.waits import Meetings, producers
+from vpipe.schedule.action import Action
+
+Duration = Callable[[int, int], int]
+"""(rank, index in its row) → nanoseconds of work."""
+
+
+def idle_times(step: Measured, met: Meetings, duration: Duration) -> list[int]:
+    """Per rank, the idle time until the last rank ends, if links were free and nothing else took time."""
+    clock, busy = [0] * len(step.ranks), [0] * len(step.ranks)
+    ends: dict[Action, int] = {}
+    known = {event.action for row in step.ranks for event in row}
+    came: dict[tuple[int, int], int] = {}
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for member, meeting in met.items():
+        groups.setdefault(meeting, []).append(member)
+    position = [0] * len(step.ranks)
+    forced = False
+    while any(position[rank] < len(row) for rank, row in enumerate(step.ranks)):
+        moved = False
+        for rank, row in enumerate(step.ranks):
+            while position[rank] < len(row):
+                index = position[rank]
+                event = row[index]
+                if computes(event):
+                    needs = [each for each in producers(step.program, event.action) if each in known]
+                    if not forced and any(each not in ends for each in needs):
+                        break
+                    ready = max([clock[rank], *(ends.get(each, 0) for each in needs)])
+                    if (rank, index) in met:
+                        came[rank, index] = clock[rank]
+                        group = groups[met[rank, index]]
+                        if not forced and any(each not in came for each in group):
+                            break
+                        ready = max([ready, *(came.get(each, 0) for each in group)])
+                    taken = duration(rank, index)
+                    clock[rank] = ready + taken
+                    busy[rank] += taken
+                    ends[event.action] = clock[rank]
+                position[rank] = index + 1
+                moved, forced = True, False
+        forced = not moved  # a trace that is no valid program: let the next action run as it is
+    return [max(clock, default=0) - each for each in busy]

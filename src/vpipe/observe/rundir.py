@@ -1,0 +1,254 @@
+"""What a run directory holds: stated once, for the trainer that writes it and for everything that reads it.
+
+    config.yaml             the resolved config
+    run.json                what runs: schedule, program, placement, stages, versions of the software (``Facts``)
+    metrics.jsonl           one line per training iteration or evaluation, appended while training
+    events/rank<r>.jsonl    the last steps of a rank, action by action (``recorder``)
+    events/rank<r>.steps.jsonl   one short line per step
+    summary.json            written at the end; a run without it still runs, or was interrupted
+    plan.json               optional: the plan the run follows
+    report.html, trace.json.gz, logs/rank<r>.log, checkpoints/
+
+A run that is still being written is a normal case: a last line without an end is waited for, and a file that does not
+exist yet is empty. A line that is broken in the middle is left out and counted in ``notes``. Only a directory without
+a readable run.json is refused, in one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vpipe.errors import UserError
+from vpipe.schedule.action import Action, parse
+from vpipe.schedule.placement import Placement
+from vpipe.schedule.program import Program, Versions
+from vpipe.schedule.text import from_csv
+
+MAX_BYTES = 256 * 2**20
+"""Of any file that is read: a larger one was not written by a trainer."""
+
+
+class Event(NamedTuple):
+    """An executed action; times are nanoseconds after the step's ``origin_ns``."""
+
+    action: Action
+    begin: int
+    ready: int
+    end: int
+    bytes: int = 0
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank did in one step."""
+
+    step: int
+    iteration: int
+    origin_ns: int
+    events: tuple[Event, ...]
+    memory: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """run.json."""
+
+    raw: Mapping[str, Any]
+    source: str
+
+    @cached_property
+    def program(self) -> Program:
+        """The program of one step, with its communication."""
+        text = self.raw.get("program")
+        if not isinstance(text, str):
+            raise UserError(f"{self.source} has no text under 'program'; it was written by another version of vpipe?")
+        try:
+            versions = Versions(str(self.raw.get("versions", Versions.NEWEST)))
+            found = from_csv(text, f"{self.source}, program", versions)
+            placement = self.raw.get("placement")
+            ranks = tuple(tuple(int(rank) for rank in stage) for stage in placement) if placement else None
+            skips = frozenset((int(writer), int(reader)) for writer, reader in self.raw.get("skips") or ())
+            place = Placement(ranks) if ranks else found.placement
+        except UserError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{self.source} is not what vpipe writes: {error}") from None
+        if place.num_ranks != found.num_ranks or place.num_stages != found.num_stages:
+            raise UserError(
+                f"{self.source}: the program has {found.num_ranks} ranks and {found.num_stages} stages, but the "
+                f"placement has {place.num_ranks} and {place.num_stages}"
+            )
+        return Program(found.rows, place, found.num_microbatches, versions, skips)
+
+    @property
+    def schedule(self) -> str:
+        return str(self.raw.get("schedule", "?"))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.program.num_ranks
+
+    @property
+    def stages(self) -> list[Mapping[str, Any]]:
+        """Per stage: layers, parameters, weight_bytes; what is missing is empty."""
+        given = self.raw.get("stages")
+        rows = [each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
+        return rows + [{} for _ in range(self.program.num_stages - len(rows))]
+
+
+@dataclass
+class RunDirectory:
+    """A run on disk. Readers read the files anew at each call, because the run may still be going."""
+
+    path: Path
+    facts: Facts
+    notes: list[str] = field(default_factory=list)
+    """What could not be read, in sentences."""
+
+    def config_text(self) -> str:
+        return _text(self.path / "config.yaml") or ""
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return list(self._lines(self.path / "metrics.jsonl"))
+
+    def summary(self) -> dict[str, Any] | None:
+        """summary.json; ``None`` while the run goes on."""
+        return self._object("summary.json")
+
+    def plan(self) -> dict[str, Any] | None:
+        return self._object("plan.json")
+
+    def steps(self, rank: int) -> list[Step]:
+        """The last steps of a rank, in full."""
+        path = self.path / "events" / f"rank{rank}.jsonl"
+        found = []
+        for line in self._lines(path):
+            try:
+                found.append(_step(line))
+            except (KeyError, TypeError, ValueError) as error:
+                self._note(f"{path} has a step that is not one ({error})")
+        return found
+
+    def common_steps(self) -> list[list[Step]]:
+        """The steps that every rank has recorded in full, oldest first: ``[step][rank]``."""
+        ranks = [{step.step: step for step in self.steps(rank)} for rank in range(self.facts.num_ranks)]
+        shared = set.intersection(*(set(rank) for rank in ranks)) if ranks else set()
+        return [[rank[number] for rank in ranks] for number in sorted(shared)]
+
+    def step_summaries(self, rank: int) -> list[dict[str, Any]]:
+        events = self.path / "events"
+        return [
+            line
+            for name in (f"rank{rank}.steps.old.jsonl", f"rank{rank}.steps.jsonl")
+            for line in self._lines(events / name)
+        ]
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "summary.json").is_file()
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def _object(self, name: str) -> dict[str, Any] | None:
+        path = self.path / name
+        text = _text(path)
+        if text is None:
+            return None
+        try:
+            found = json.loads(text, parse_constant=_no_number)
+            if not isinstance(found, dict):
+                raise ValueError("it holds no object")
+        except (ValueError, RecursionError) as error:
+            self._note(f"{path} is broken or still being written: {error}")
+            return None
+        return found
+
+    def _lines(self, path: Path) -> Iterator[dict[str, Any]]:
+        """The objects of a file of JSON lines; the unfinished last line of a running job is not yet one."""
+        text = _text(path) or ""
+        *whole, rest = text.split("\n")
+        broken = 0
+        for line in whole:
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line, parse_constant=_no_number)
+            except (ValueError, RecursionError):
+                broken += 1
+                continue
+            if isinstance(found, dict):
+                yield found
+        if broken:
+            self._note(f"{path} has {broken} broken lines; they are left out")
+        if rest.strip() and self.finished:
+            self._note(f"{path} ends in the middle of a line; the run was cut off there")
+
+
+def open_run(path: str | Path) -> RunDirectory:
+    """The run in a directory; ``UserError`` for what is none."""
+    path = Path(path)
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}; give the directory that 'vpipe train' wrote")
+    facts = path / "run.json"
+    text = _text(facts)
+    if text is None:
+        started = (path / "config.yaml").is_file()
+        hint = "the run has not started yet, try again in a moment" if started else _runs_inside(path)
+        raise UserError(f"{path} is not a run directory: it has no run.json; {hint}")
+    try:
+        raw = json.loads(text)
+        if not isinstance(raw, dict):
+            raise ValueError("it holds no object")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{facts} is broken or still being written: {error}") from None
+    return RunDirectory(path, Facts(raw, str(facts)))
+
+
+def _runs_inside(path: Path) -> str:
+    """Which runs lie below, for those who give the parent."""
+    inside = sorted(each.parent.name for each in path.glob("*/run.json"))
+    if not inside:
+        return "give the directory that 'vpipe train' wrote"
+    return f"did you mean {path / inside[-1]}?"
+
+
+def _text(path: Path) -> str | None:
+    """The text of a file; ``None`` where there is none."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UserError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _no_number(name: str) -> float | None:
+    """NaN and infinities are no JSON; a loss that is not finite is shown as none."""
+    number = float(name)
+    return number if isfinite(number) else None
+
+
+def _step(line: Mapping[str, Any]) -> Step:
+    events, before = [], 0
+    for text, *numbers in line["actions"]:
+        begin, ready, end, size, version = (int(number) for number in numbers)
+        begin = max(begin, before)
+        ready = max(begin, ready)
+        before = max(ready, end)
+        events.append(Event(parse(str(text)), begin, ready, before, size, version))
+    if not events:
+        raise ValueError("no actions")
+    memory = {str(key): int(value) for key, value in (line.get("memory") or {}).items() if value is not None}
+    return Step(int(line["step"]), int(line["iteration"]), int(line["origin_ns"]), tuple(events), memory)
