@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vpipe.schedule.simulate import Simulation
     from vpipe.schedule.text import from_csv, read_csv, to_csv
     from vpipe.schedule.timeline import Transport
-    from vpipe.schedule.verify import Violation
+    from vpipe.schedule.violation import Violation
 
 _HOMES = {
     "action": ("Action", "Kind"),
@@ -38,7 +38,7 @@ _HOMES = {
     "simulate": ("Simulation",),
     "text": ("from_csv", "read_csv", "to_csv"),
     "timeline": ("Transport",),
-    "verify": ("Violation",),
+    "violation": ("Violation",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -51,6 +51,11 @@ class Flat:
         rank = int(self.rank[number])
         return self.program.rows[rank][number - int(self.row_start[rank])]
 
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """Those that the program has."""
+        return frozenset(KINDS[code] for code in np.unique(self.kind).tolist())
+
     def of(self, kinds: Iterable[Kind]) -> Bools:
         """Which actions are of these kinds."""
         wanted = np.zeros(len(KINDS), np.bool_)

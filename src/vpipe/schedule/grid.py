@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from vpipe.schedule.program import Program
-from vpipe.schedule.verify import Violation
+from vpipe.schedule.violation import Violation
 
 BESIDE = 5
 """Steps and ranks shown on each side of the culprit."""

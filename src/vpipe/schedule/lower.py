@@ -170,12 +170,12 @@ class _Route(NamedTuple):
 
 def _routes(
     program: Program, source: int, places: _Numbers, bounds: _Numbers, queues: list[dict[int, list[Action]]]
-) -> dict[tuple[Kind, int], list[_Route]]:
+) -> dict[Kind, dict[int, list[_Route]]]:
     """The routes of a rank's results, by kind and stage, for each microbatch of a period."""
-    found: dict[tuple[Kind, int], list[_Route]] = {}
+    found: dict[Kind, dict[int, list[_Route]]] = {kind: {} for kind in _CARRIERS}
     rank_of = program.placement.rank
     for (kind, (send, receive)), stage in product(_CARRIERS.items(), program.placement.stages_of[source]):
-        found[kind, stage] = []
+        found[kind][stage] = []
         for turn in range(program.placement.period):
             readers, writers = peers(program, Action(stage, send, turn)), peers(program, Action(stage, receive, turn))
             used = [(rank_of(writer, turn), places[kind][writer]) for writer in writers]
@@ -183,7 +183,7 @@ def _routes(
                 (target, reader, queues[target][source], bounds[kind][reader])
                 for reader, target in ((reader, rank_of(reader, turn)) for reader in readers)
             ]
-            found[kind, stage].append(_Route(used, send, receive, taken))
+            found[kind][stage].append(_Route(used, send, receive, taken))
     return found
 
 
@@ -192,21 +192,22 @@ def _with_sends(
 ) -> list[Action]:
     """A row with its SENDs; their receives go into the queues, with a bound on where they are posted."""
     routes, period = _routes(program, source, places, bounds, queues), program.placement.period
+    new = tuple.__new__  # Action(…) is a Python function, and this is called a million times
     row: list[Action] = []
     reached = [0] * program.num_ranks  # of every rank, the last action whose result this rank has used
     for action in program.rows[source]:
         row.append(action)
         stage, kind, microbatch = action
-        if kind not in _CARRIERS:
+        if kind not in routes:
             continue
-        used, send, receive, taken = routes[kind, stage][microbatch % period]
+        used, send, receive, taken = routes[kind][stage][microbatch % period]
         for rank, place in used:
             if place[microbatch] > reached[rank]:
                 reached[rank] = place[microbatch]
         if taken:
-            row.append(Action(stage, send, microbatch))
+            row.append(new(Action, (stage, send, microbatch)))
         for target, reader, queue, bound in taken:
-            queue.append(Action(reader, receive, microbatch))
+            queue.append(new(Action, (reader, receive, microbatch)))
             if reached[target] < bound[microbatch]:
                 bound[microbatch] = reached[target]
     return row
@@ -214,7 +215,7 @@ def _with_sends(
 
 def _with_receives(
     row: list[Action], queues: list[list[Action]], post_ahead: int, bounds: _Numbers, post_at: _Numbers
-) -> Iterator[Action]:
+) -> list[Action]:
     """``row`` with each RECV placed before the compute action that it is posted ahead of, in the order of its queue."""
     compute = [position for position, action in enumerate(row) if LANE[action[1]] is Lane.COMPUTE]
     for index, position in enumerate(compute):
@@ -228,12 +229,13 @@ def _with_receives(
         index = post_at[receive.kind][receive.stage][receive.microbatch]
         if index != NEVER:
             before[index].append(receive)
+    lowered: list[Action] = []
     done = 0
     for index in sorted(before):
-        yield from row[done : compute[index]]
-        yield from before[index]
+        lowered += row[done : compute[index]]
+        lowered += before[index]
         done = compute[index]
-    yield from row[done:]
+    return lowered + row[done:]
 
 
 def _moved_up(queues: list[list[Action]], post_at: _Numbers) -> bool:

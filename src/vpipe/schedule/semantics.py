@@ -18,7 +18,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.program import Program, Versions
+from vpipe.schedule.program import Program, Row, Versions
 
 
 class Lane(Enum):
@@ -165,10 +165,26 @@ def version_table(program: Program) -> VersionTable:
     return table
 
 
+def updates_once(program: Program) -> bool:
+    """Whether every stage updates at most once, after all its work: then one version is all there is."""
+    for row in program.rows:
+        kinds = [action.kind for action in row]
+        if Kind.STEP in kinds:
+            updated: set[int] = set()
+            for stage, kind, _ in row[kinds.index(Kind.STEP) :]:
+                if kind is Kind.STEP:
+                    updated.add(stage)
+                elif stage in updated and (kind is Kind.F or kind in WEIGHT_GRADIENT):
+                    return False
+    return True
+
+
 def staleness(program: Program, table: VersionTable | None = None) -> list[int]:
     """Per stage, the most updates between the weights that a unit read and those its gradient is applied to."""
-    table = version_table(program) if table is None else table
     worst = [0] * program.num_stages
+    if table is None and updates_once(program):
+        return worst
+    table = version_table(program) if table is None else table
     for stage, groups in enumerate(update_groups(program)):
         for update, units in enumerate(groups):
             for microbatch in units:
@@ -178,17 +194,28 @@ def staleness(program: Program, table: VersionTable | None = None) -> list[int]:
 
 def live_versions(program: Program, table: VersionTable | None = None) -> list[int]:
     """Per stage, the most weight versions that one of its ranks holds at once: W_s + 1 for PipeDream, never more."""
-    table = version_table(program) if table is None else table
     worst = [1] * program.num_stages
+    if table is None and updates_once(program):
+        return worst
+    table = version_table(program) if table is None else table
     for row in program.rows:
-        last_use: dict[tuple[int, int], int] = {}
-        for index, (stage, kind, microbatch) in enumerate(row):
-            if kind in WEIGHT_GRADIENT and (stage, microbatch) in table:
-                last_use[stage, table[stage, microbatch]] = index
-        held: dict[int, set[int]] = defaultdict(lambda: {0})
-        for index, (stage, kind, _) in enumerate(row):
-            if kind is Kind.STEP:
-                newest = max(held[stage]) + 1
-                held[stage] = {v for v in held[stage] if last_use.get((stage, v), -1) > index} | {newest}
-                worst[stage] = max(worst[stage], len(held[stage]))
+        for _, stage, held in held_versions(row, table):
+            worst[stage] = max(worst[stage], held)
     return worst
+
+
+def held_versions(row: Row, table: VersionTable) -> Iterator[tuple[int, int, int]]:
+    """For every STEP of a row: its index, its stage, and how many versions the stage holds from then on.
+
+    A version is dropped at the first STEP after its last use; the newest stays.
+    """
+    last_use: dict[tuple[int, int], int] = {}
+    for index, (stage, kind, microbatch) in enumerate(row):
+        if kind in WEIGHT_GRADIENT and (stage, microbatch) in table:
+            last_use[stage, table[stage, microbatch]] = index
+    held: dict[int, set[int]] = defaultdict(lambda: {0})
+    for index, (stage, kind, _) in enumerate(row):
+        if kind is Kind.STEP:
+            newest = max(held[stage]) + 1
+            held[stage] = {v for v in held[stage] if last_use.get((stage, v), -1) > index} | {newest}
+            yield index, stage, len(held[stage])

@@ -16,12 +16,14 @@ import numpy.typing as npt
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.collector import collector_paused
 from vpipe.schedule.costs import Costs, uniform
-from vpipe.schedule.flat import CODE, NONE
+from vpipe.schedule.flat import CODE, NONE, Bools
+from vpipe.schedule.lanes import Event
 from vpipe.schedule.lower import is_lowered, lower
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import WEIGHT_GRADIENT, live_versions, staleness
-from vpipe.schedule.timeline import Event, Timeline, Transport, run
+from vpipe.schedule.semantics import LANE, Lane, held_versions, live_versions, staleness, version_table
+from vpipe.schedule.timeline import Timeline, Transport, run
 
 Array = npt.NDArray[np.float64]
 
@@ -47,8 +49,9 @@ class Simulation:
     def spans(self) -> list[list[Span]]:
         """Per rank, what its compute lane did."""
         line = self.timeline
+        action = line.flat.action
         return [
-            [Span(line.flat.action(e), line.begin[e], line.end[e]) for e in line.lanes[rank]]
+            [Span(action(e), line.begin[e], line.end[e]) for e in self._lane(rank) if self._computes[e]]
             for rank in range(self.program.num_ranks)
         ]
 
@@ -56,24 +59,31 @@ class Simulation:
         return self.timeline.lanes[rank]
 
     @cached_property
-    def makespan(self) -> float:
-        line = self.timeline
-        lanes = [self._lane(rank) for rank in range(self.program.num_ranks) if self._lane(rank)]
-        if not lanes:
-            return 0.0
-        return max(line.end[lane[-1]] for lane in lanes) - min(line.begin[lane[0]] for lane in lanes)
+    def _computes(self) -> Bools:
+        """Which actions are work: not those that wait for a message to go."""
+        return self.timeline.flat.of(kind for kind, lane in LANE.items() if lane is Lane.COMPUTE)
 
     @cached_property
-    def maxspan(self) -> float:
+    def _ends(self) -> list[tuple[float, float]]:
+        """Per rank that does anything, its first start and its last end."""
         line = self.timeline
-        lanes = (self._lane(rank) for rank in range(self.program.num_ranks))
-        return max((line.end[lane[-1]] - line.begin[lane[0]] for lane in lanes if lane), default=0.0)
+        lanes = [self._lane(rank) for rank in range(self.program.num_ranks)]
+        return [(line.begin[lane[0]], line.end[lane[-1]]) for lane in lanes if lane]
+
+    @property
+    def makespan(self) -> float:
+        return max((end for _, end in self._ends), default=0.0) - min((begin for begin, _ in self._ends), default=0.0)
+
+    @property
+    def maxspan(self) -> float:
+        return max((end - begin for begin, end in self._ends), default=0.0)
 
     @cached_property
     def busy(self) -> list[float]:
         """Per rank, the time its compute lane works."""
-        line = self.timeline
-        return [sum(line.end[e] - line.begin[e] for e in self._lane(rank)) for rank in range(self.program.num_ranks)]
+        took = np.where(self._computes, self._end - self._begin, 0.0)
+        busy: list[float] = np.bincount(self.timeline.flat.rank, took, self.program.num_ranks).tolist()
+        return busy
 
     @property
     def ideal(self) -> float:
@@ -103,22 +113,34 @@ class Simulation:
         begin, end = self._begin[mine], self._end[mine]
         whole = np.array([cost.activations for cost in self.costs.stages])[stage]
         part = whole - np.array([cost.kept for cost in self.costs.stages])[stage]
-        swapped = flat.find(Kind.OUT, stage, microbatch) != NONE
-        recomputed = (flat.find(Kind.R, stage, microbatch) != NONE) & ~swapped
-        is_kind = {k: kind == CODE[k] for k in (Kind.F, Kind.R, Kind.OUT, Kind.IN)}
-        freed = np.isin(kind, [CODE[k] for k in WEIGHT_GRADIENT])
-        changes = [
-            (begin, whole, is_kind[Kind.F]),
-            (end, -part, is_kind[Kind.F] & recomputed),
-            (begin, part, is_kind[Kind.R] & recomputed),
-            (end, -part, is_kind[Kind.OUT]),
-            (begin, part, is_kind[Kind.IN]),
-            (end, -whole, freed),
-        ]
+        forward = kind == CODE[Kind.F]
+        freed = (kind == CODE[Kind.B]) | (kind == CODE[Kind.W])
+        changes = [(begin, whole, forward), (end, -whole, freed)]
+        if flat.kinds & {Kind.R, Kind.OUT}:
+            swapped = flat.find(Kind.OUT, stage, microbatch) != NONE
+            recomputed = (flat.find(Kind.R, stage, microbatch) != NONE) & ~swapped
+            changes += [
+                (end, -part, forward & recomputed),
+                (begin, part, (kind == CODE[Kind.R]) & recomputed),
+                (end, -part, kind == CODE[Kind.OUT]),
+                (begin, part, kind == CODE[Kind.IN]),
+            ]
         at = np.concatenate([time[chosen] for time, _, chosen in changes])
         change = np.concatenate([amount[chosen] for _, amount, chosen in changes])
         order = np.lexsort((change, np.round(at, 9)))
         return at[order], np.cumsum(change[order])
+
+    def weights(self, rank: int) -> tuple[Array, Array]:
+        """Times and the weights held from each on: all versions, in the unit of ``StageCosts.weights``."""
+        size = [cost.weights for cost in self.costs.stages]
+        held = dict.fromkeys(self.program.placement.stages_of[rank], 1)
+        first = int(self.timeline.flat.row_start[rank])
+        at, amounts = [0.0], [sum(size[stage] for stage in held)]
+        for index, stage, count in held_versions(self.program.rows[rank], version_table(self.program)):
+            held[stage] = count
+            at.append(self.timeline.end[first + index])
+            amounts.append(sum(size[each] * held[each] for each in held))
+        return np.array(at), np.array(amounts)
 
     @cached_property
     def _begin(self) -> Array:
@@ -135,6 +157,10 @@ class Simulation:
 
     def summary(self) -> dict[str, object]:
         """What ``vpipe simulate --json`` prints."""
+        with collector_paused():
+            return self._summary()
+
+    def _summary(self) -> dict[str, object]:
         return {
             "makespan": _tidy(self.makespan),
             "maxspan": _tidy(self.maxspan),

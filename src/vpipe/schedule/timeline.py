@@ -150,28 +150,24 @@ def _loop(
         for index in range(position[lane], len(events)):
             event = events[index]
             number = message[event]
+            further = _NOTHING
             if event in extra:
-                waits = extra[event]
-                for need in waits.events:
+                further = extra[event].messages.copy()
+                for need in extra[event].events:
                     if end[need] < 0:
                         missing = need
                         break
                     now = max(now, end[need])
-                numbers = [*waits.messages, number]
-            else:
-                numbers = _NO_MESSAGE if number < 0 else [number]
-            for number in numbers:
-                if number < 0 or missing >= 0:
-                    break
+            while number >= 0 and missing < 0:
                 at = arrived[number]
                 if at < 0:  # run the link up to this message
                     line = link[number]
                     current, free_at = upcoming[line], free[line]
                     while current <= number:
-                        ready, ready_to_take = sent[current], posted[current]
-                        at, other = end[ready], end[ready_to_take]
+                        sender, receiver = sent[current], posted[current]
+                        at, other = end[sender], end[receiver]
                         if at < 0 or other < 0:
-                            missing = ready if at < 0 else ready_to_take
+                            missing = sender if at < 0 else receiver
                             break
                         if other > at:
                             at = other
@@ -182,8 +178,9 @@ def _loop(
                         arrived[current] = at = free_at + latency
                         current += 1
                     upcoming[line], free[line] = current, free_at
-                if missing < 0 and at > now:
+                if at > now:
                     now = at
+                number = further.pop() if further else NONE
             if missing >= 0:
                 position[lane], clock[lane] = index, now
                 waiting.setdefault(missing, []).append(lane)
@@ -196,4 +193,4 @@ def _loop(
     return begin, end, departed, arrived
 
 
-_NO_MESSAGE: list[int] = []
+_NOTHING: list[int] = []
