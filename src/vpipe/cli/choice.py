@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from vpipe.cli.timing import TIMES
 from vpipe.errors import UserError
 from vpipe.schedule.catalog import get
 from vpipe.schedule.program import Program, Versions
@@ -78,7 +79,7 @@ class WholeNumbers(click.ParamType[list[int]]):
 
 
 _OPTIONS = {
-    "waves": click.option("--waves", type=COUNT, help="hanayo: down and up the ranks this often."),
+    "num_waves": click.option("--waves", "num_waves", type=COUNT, help="hanayo: down and up the ranks this often."),
     "update_interval": click.option("--update-interval", type=COUNT, help="pipedream: units per update."),
     "vertical_sync": click.option(
         "--vertical-sync",
@@ -88,6 +89,10 @@ _OPTIONS = {
     ),
     "replicas": click.option("--replicas", type=WholeNumbers(), help="pipedream: ranks of each stage."),
     "depths": click.option("--depths", type=WholeNumbers(), help="pipedream: units that each stage runs ahead."),
+    "deepseek_drain": click.option(
+        "--deepseek-drain", is_flag=True, default=None, help="dualpipe-v: the end as DeepSeek's code has it."
+    ),
+    "memory_limit": click.option("--memory-limit", type=float, help="zb-auto: activations of a rank, in microbatches."),
     "num_batches": click.option("--num-batches", type=COUNT, help="pipedream-2bw: batches between two drains."),
 }
 """Option of a schedule → how the command line spells it."""
@@ -102,12 +107,13 @@ def program_options(command: Function) -> Function:
         counts = {key: given.pop(key) for key in ("ranks", "microbatches", "stages_per_rank")}
         versions = given.pop("versions")
         options = {key: value for key in _OPTIONS if (value := given.pop(key)) is not None}
+        times = {key: given[key] for key in (*TIMES, "scale") if key in given}
         if _is_file(target):
             program, source = _read(target, counts, versions, options)
         else:
             if versions is not None:
                 raise UserError(f"--versions is for CSV files; {target!r} is a schedule and knows its own")
-            program, source = _build(target, counts, options), Source(target)
+            program, source = _build(target, counts, options, times), Source(target)
         return command(program=program, source=source, **given)
 
     decorated: Any = with_program
@@ -136,7 +142,9 @@ def _is_file(target: str) -> bool:
     return target == "-" or target.lower().endswith(".csv") or "/" in target or Path(target).is_file()
 
 
-def _build(name: str, counts: dict[str, int | None], options: dict[str, Any]) -> Program:
+def _build(name: str, counts: dict[str, int | None], options: dict[str, Any], times: dict[str, Any]) -> Program:
+    from vpipe.schedule.choose import options_from
+
     entry = get(name)
     for flag, key in (("-p", "ranks"), ("-m", "microbatches")):
         if counts[key] is None:
@@ -149,6 +157,7 @@ def _build(name: str, counts: dict[str, int | None], options: dict[str, Any]) ->
         raise UserError(
             f"{name} with -p {ranks} -m {microbatches} has {size} actions or more; at most {MAX_ACTIONS} are simulated"
         )
+    options |= options_from(entry, ranks, times) if times else {}
     return entry.build(ranks, microbatches, counts["stages_per_rank"], **options)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from typing import Any
 
 import click
 
@@ -21,7 +22,7 @@ from vpipe.schedule.program import Program
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, writable=True), help="File to write; else the terminal."
 )
-def command(program: Program, source: Source, form: str, lowered: bool, output: str | None, **times: float) -> None:
+def command(program: Program, source: Source, form: str, lowered: bool, output: str | None, **times: Any) -> None:
     """Draw a schedule: time from left to right, one line per rank.
 
     \b
@@ -33,6 +34,8 @@ def command(program: Program, source: Source, form: str, lowered: bool, output: 
 
     if lowered and form != "csv":
         raise UserError(f"--lowered is for --format csv; {form} draws the time that communication takes by itself")
+    if lowered:
+        source.check(program)
     picture = _csv(program, lowered) if form == "csv" else _picture(program, source, form, output, times)
     if output is None:
         click.echo(picture, nl=False, color=True)  # _picture decides whether there is colour
@@ -51,10 +54,11 @@ def _csv(program: Program, lowered: bool) -> str:
     return to_csv(lower(program) if lowered and not is_lowered(program) else program)
 
 
-def _picture(program: Program, source: Source, form: str, output: str | None, times: dict[str, float]) -> str:
+def _picture(program: Program, source: Source, form: str, output: str | None, times: dict[str, Any]) -> str:
     from vpipe.schedule.costs import uniform
-    from vpipe.schedule.draw import svg, text
+    from vpipe.schedule.draw import text
     from vpipe.schedule.simulate import simulate
+    from vpipe.schedule.svg import svg
 
     source.check(program)
     simulation = simulate(program, uniform(program.placement, **times))

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from vpipe.cli.choice import COUNT
-from vpipe.cli.timing import cost_options
+from vpipe.cli.timing import TIMES, cost_options
 from vpipe.errors import UserError
 
 
@@ -64,7 +64,7 @@ def _rank(
     microbatches: int | None,
     stages_per_rank: int | None,
     memory: float | None,
-    **times: float,
+    **times: Any,
 ) -> None:
     from vpipe.schedule.choose import rank
 
@@ -91,15 +91,17 @@ def _rank(
         return
     lines = [("", "schedule", "time", "bubble", "peak activations", "weight versions", "staleness", "")]
     for place, each in enumerate((each for each in found if not each.refused), 1):
-        notes = ["steady state, no flush"] * each.asynchronous + [f"over the memory of {memory}"] * (not each.fits)
+        notes = ["steady state, no flush"] * each.asynchronous + [f"over the memory of {memory or 0:g}"] * (
+            not each.fits
+        )
         figures = (f"{each.time:g}", f"{each.bubble:.1%}", f"{each.peak_activations:g}")
         stale = (str(each.weight_versions), str(each.staleness))
         lines.append((f"{place}" if each.fits else "-", each.name, *figures, *stale, "; ".join(notes)))
     click.echo(_table(lines))
     for each in found:
         if each.refused:
-            click.echo(f"left out: {each.refused}")
-    costs = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in times.items())
+            click.echo(f"left out: {each.name}: {each.refused}")
+    costs = ", ".join(f"{name.replace('_', ' ')} {times[name]:g}" for name in TIMES)
     click.echo(f"\ntime of {microbatches} microbatches on {ranks} ranks; {costs}")
 
 

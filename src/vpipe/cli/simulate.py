@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
@@ -15,7 +16,7 @@ from vpipe.schedule.program import Program
 @program_options
 @cost_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object and nothing else.")
-def command(program: Program, source: Source, as_json: bool, **times: float) -> None:
+def command(program: Program, source: Source, as_json: bool, **times: Any) -> None:
     """Time a schedule on the costs you give; times are of one rank's whole share of a microbatch.
 
     \b

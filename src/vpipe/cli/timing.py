@@ -9,6 +9,21 @@ import click
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+
+class Numbers(click.ParamType[list[float]]):
+    """``1,1.5,1``."""
+
+    name = "x,x,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
+        if isinstance(value, list):
+            return value
+        try:
+            return [float(part) for part in str(value).split(",")]
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers such as 1,1,2,1", param, ctx)
+
+
 TIMES = {
     "forward": (1.0, "F: forward."),
     "input_grad": (1.0, "I: gradient of the input."),
@@ -26,4 +41,6 @@ def cost_options(command: Function) -> Function:
         decorated = click.option(
             f"--{name.replace('_', '-')}", type=float, default=default, show_default=True, help=meaning
         )(decorated)
+    scale = click.option("--scale", type=Numbers(), help="Relative cost of each stage, such as 1,1,2,1. [all alike]")
+    decorated = scale(decorated)
     return decorated  # type: ignore[no-any-return]  # click's decorators return what they got

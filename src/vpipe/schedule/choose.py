@@ -44,7 +44,7 @@ class Choice:
 def rank(
     num_ranks: int,
     num_microbatches: int,
-    times: Mapping[str, float] | None = None,
+    times: Mapping[str, Any] | None = None,
     *,
     stages_per_rank: int | None = None,
     memory: float | None = None,
@@ -58,6 +58,15 @@ def rank(
     return sorted(found, key=lambda each: (bool(each.refused), not each.fits, each.time, each.peak_activations))
 
 
+def options_from(entry: Entry, num_ranks: int, times: Mapping[str, Any]) -> dict[str, Any]:
+    """What a schedule that is made for given costs (zb-auto) is told: one (F, I, W) per stage, and the latency."""
+    if "costs" not in entry.options:
+        return {}
+    share = (times.get("forward", 1.0), times.get("input_grad", 1.0), times.get("weight_grad", 1.0))
+    scale = times.get("scale") or [1.0] * num_ranks
+    return {"costs": [tuple(part * factor for part in share) for factor in scale], "latency": times.get("latency", 0.0)}
+
+
 def _stages_per_rank(entry: Entry, wanted: int | None) -> Iterator[int]:
     if not entry.any_stages_per_rank:
         yield entry.stages_per_rank
@@ -67,11 +76,14 @@ def _stages_per_rank(entry: Entry, wanted: int | None) -> Iterator[int]:
         yield wanted
 
 
-def _choice(entry: Entry, p: int, m: int, v: int, times: dict[str, float], memory: float | None) -> Choice:
+def _choice(entry: Entry, p: int, m: int, v: int, times: dict[str, Any], memory: float | None) -> Choice:
     asynchronous = entry.mode == "asp"
     name = f"{entry.name} v={v}" if entry.any_stages_per_rank else entry.name
 
     def run(num_microbatches: int, **options: Any) -> Simulation:
+        options |= options_from(entry, p, times)
+        if memory is not None and "memory_limit" in entry.options:
+            options["memory_limit"] = memory
         program: Program = entry.build(p, num_microbatches, v, **options)
         return simulate(program, uniform(program.placement, **times), blocking=entry.blocking)
 

@@ -6,6 +6,7 @@ microbatch, and divides them by the number of stages a rank holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -55,21 +56,28 @@ def uniform(
     latency: float = 0.0,
     transfer: float = 0.0,
     overhead: float = 0.0,
+    scale: Sequence[float] | None = None,
 ) -> Costs:
-    """Every rank's share costs the same; its stages cost equal parts of it."""
+    """Every rank's share costs the same; its stages cost equal parts of it, times their factors in ``scale``."""
     given = locals()
     for name in ("forward", "input_grad", "weight_grad", "latency", "transfer", "overhead"):
         if not isfinite(given[name]) or given[name] < 0:
             raise UserError(f"--{name.replace('_', '-')} is {given[name]}, but a time is a finite number of at least 0")
+    scale = [1.0] * placement.num_stages if scale is None else scale
+    if len(scale) != placement.num_stages:
+        raise UserError(f"--scale has {len(scale)} factors, but the program has {placement.num_stages} stages")
+    for stage, factor in enumerate(scale):
+        if not isfinite(factor) or factor < 0:
+            raise UserError(f"--scale is {factor} for stage {stage}, but a factor is a finite number of at least 0")
     stages = []
     for stage in range(placement.num_stages):
         share = 1 / max(len(placement.stages_of[rank]) for rank in placement.ranks_of[stage])
         stages.append(
             StageCosts(
-                forward * share,
-                input_grad * share,
-                weight_grad * share,
-                recompute=forward * share,
+                forward * share * scale[stage],
+                input_grad * share * scale[stage],
+                weight_grad * share * scale[stage],
+                recompute=forward * share * scale[stage],
                 activations=share,
                 transfer=transfer,
                 weights=share,
