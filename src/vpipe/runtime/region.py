@@ -12,21 +12,25 @@ remembered only by its gradient edge; its data may be dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, collecting_losses, describe
 from vpipe.runtime.flow import Value
 from vpipe.runtime.randomness import seed_layer
-from vpipe.runtime.wire import flatten, unflatten
+from vpipe.runtime.wire import check_tensor, flatten, unflatten
 
+_IN_PLACE = (
+    "changes its input in place, which others read again; set the attribute `inplace = True` on that module, "
+    "so that it gets a copy, or let it compute a new tensor"
+)
 Gradients = list[Tensor | None]
 Pending = dict[Value, list[tuple[int, Gradients]]]
 """Value → (reading layer, gradients of the value's tensors that need one) of every reader so far."""
@@ -37,8 +41,8 @@ class Graph:
     """What a region's forward leaves behind for its backward."""
 
     leaves: list[tuple[Value, int, list[Tensor]]] = field(default_factory=list)
-    roots: list[tuple[Value, list[GradientEdge | None]]] = field(default_factory=list)
-    scalars: list[GradientEdge] = field(default_factory=list)
+    roots: list[tuple[Value, list[GradientEdge]]] = field(default_factory=list)
+    scalars: list[tuple[GradientEdge, torch.dtype, torch.device]] = field(default_factory=list)
     """Losses: the unit's own at the last stage, and those that layers added."""
 
 
@@ -73,12 +77,15 @@ class Region:
         reads: Mapping[int, tuple[Value, ...]],
         given: Sequence[Value],
         recompute: bool = False,
+        shared: Collection[Value] = (),
     ) -> None:
         self.modules = dict(modules)
         self.layers = dict(layers)
         self.reads = dict(reads)
         self.given = tuple(given)
         self.recompute = recompute
+        self.shared = frozenset(shared)
+        """Values that several layers read, wherever they are."""
         self.begin = min(modules)
         self.taken = tuple({value: None for layer in modules for value in reads[layer] if value[1] < self.begin})
         self._changes_input = {
@@ -86,54 +93,111 @@ class Region:
         }
 
     def forward(
-        self, values: Mapping[Value, Any], run: Run, loss: Callable[[Any], Tensor] | None = None, build_graph: bool = True
+        self,
+        values: Mapping[Value, Any],
+        run: Run,
+        loss: Callable[[Any], Tensor] | None = None,
+        build_graph: bool = True,
     ) -> Outcome:
-        """Run the layers. ``values`` has everything in ``taken``."""
+        """Run the layers. ``values`` has everything in ``taken``.
+
+        Without ``build_graph``, a training run still finds out which results need a gradient, but saves nothing for a backward.
+        """
         graph = Graph() if build_graph else None
         local: dict[Value, Any] = {}
         added: list[tuple[int, Tensor]] = []
         outcome = Outcome({}, graph)
-        with torch.set_grad_enabled(build_graph), run.autocast():
+        saving = nullcontext() if build_graph or not run.training else saved_tensors_hooks(_forget, _forgotten)
+        entered = self._versions(values)
+        with torch.set_grad_enabled(run.training), saving, run.autocast():
             for layer, module in self.modules.items():
                 arguments = [
-                    local[value] if value in local else self._enter(values[value], value, layer, graph)
+                    self._within(local[value], value, layer) if value in local else self._enter(values[value], value, layer, graph)
                     for value in self.reads[layer]
                 ]
                 if run.training:
                     seed_layer(run.seed, run.unit, layer)
                 with collecting_losses() as scalars:
-                    result = module(*arguments)
+                    result = self._call(layer, module, arguments)
                 added.extend((layer, scalar) for scalar in scalars)
                 self._keep(layer, result, local)
             if loss is not None:
                 outcome.loss = self._loss(loss, [local[value] for value in self.given])
+        if entered != self._versions(values):
+            raise UserError(self._changed(entered, values))
         for value in self.given if loss is None else ():
             outcome.given[value] = local[value]
+            tensors = self._checked(value, local[value])
             if graph is not None:
-                graph.roots.append((value, [_edge(tensor) for tensor in _tensors(local[value])]))
+                graph.roots.append((value, [_edge(tensor) for tensor in tensors if tensor.requires_grad]))
         outcome.added = [(layer, scalar.detach()) for layer, scalar in added]
         if graph is not None:
             scalars = [scalar for _, scalar in added] + ([outcome.loss] if outcome.loss is not None else [])
-            graph.scalars = [edge for scalar in scalars if (edge := _edge(scalar)) is not None]
+            graph.scalars = [(_edge(scalar), scalar.dtype, scalar.device) for scalar in scalars if scalar.requires_grad]
         if outcome.loss is not None:
             outcome.loss = outcome.loss.detach()
         return outcome
 
+    def _call(self, layer: int, module: nn.Module, arguments: list[Any]) -> Any:
+        try:
+            return module(*arguments)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            raise UserError(f"{self.name(layer)} {_IN_PLACE}") from error
+
     def _enter(self, given: Any, value: Value, layer: int, graph: Graph | None) -> Any:
         """What a layer gets of a value from outside: leaves of its own where gradients are needed."""
-        if graph is None:
-            return given
         leaves: list[Tensor] = []
 
         def leaf(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            leaves.append(tensor.detach().requires_grad_())
-            return leaves[-1].clone() if layer in self._changes_input else leaves[-1]
+            if graph is not None and tensor.requires_grad:
+                tensor = tensor.detach().requires_grad_()
+                leaves.append(tensor)
+            return tensor.clone() if layer in self._changes_input else tensor
 
         entered = mapped(given, leaf)
-        graph.leaves.append((value, layer, leaves))
+        if graph is not None:
+            graph.leaves.append((value, layer, leaves))
         return entered
+
+    def _within(self, given: Any, value: Value, layer: int) -> Any:
+        """What a layer gets of a value of its own region.
+
+        A value of several readers is given to each by an edge of its own, so that the gradients are added reader by reader, as they
+        are where the readers are on other stages; and a reader that changes its input must not change that of the others.
+        """
+        if value not in self.shared:
+            return given
+        if layer in self._changes_input:
+            return mapped(given, Tensor.clone)
+        return mapped(given, lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor)
+
+    def _versions(self, values: Mapping[Value, Any]) -> list[int]:
+        """How often the tensors have been changed that someone will read again: another layer, or the recompute."""
+        tensors: list[Tensor] = []
+        for value in self.taken:
+            if self.recompute or value in self.shared:
+                flatten(values[value], tensors)
+        return [tensor._version for tensor in tensors]
+
+    def _changed(self, before: list[int], values: Mapping[Value, Any]) -> str:
+        for layer in self.modules:
+            for value in self.reads[layer]:
+                if value in self.taken and (self.recompute or value in self.shared) and layer not in self._changes_input:
+                    return f"{self.name(layer)} {_IN_PLACE}"
+        return f"{self.name(self.begin)} {_IN_PLACE}"
+
+    def _checked(self, value: Value, found: Any) -> list[Tensor]:
+        """The tensors of a value that leaves the region, all of a kind that can travel."""
+        tensors: list[Tensor] = []
+        try:
+            flatten(found, tensors)
+            for tensor in tensors:
+                check_tensor(tensor)
+        except UserError as error:
+            raise UserError(f"{self.name(value[1])} returned {describe(found)} as {value[0]!r}: {error}") from None
+        return tensors
 
     def _keep(self, layer: int, result: Any, local: dict[Value, Any]) -> None:
         names = self.layers[layer].writes
@@ -162,15 +226,15 @@ class Region:
         for value, edges in graph.roots:
             total = summed(pending.pop(value, []), len(edges))
             for edge, gradient in zip(edges, total, strict=True):
-                if edge is not None and gradient is not None:
+                if gradient is not None:
                     roots.append(edge)
                     gradients.append(gradient)
-        for edge in graph.scalars:
+        for edge, dtype, device in graph.scalars:
             roots.append(edge)
-            gradients.append(torch.tensor(weight))
+            gradients.append(torch.tensor(weight, dtype=dtype, device=device))
         if roots:
             torch.autograd.backward(roots, gradients)
-        for value, layer, leaves in graph.leaves:
+        for value, layer, leaves in reversed(graph.leaves):
             pending.setdefault(value, []).append((layer, [leaf.grad for leaf in leaves]))
 
 
@@ -200,12 +264,13 @@ def detached(value: Any) -> Any:
     return mapped(value, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors of a value that can carry a gradient to their reader."""
-    tensors: list[Tensor] = []
-    flatten(value, tensors)
-    return [tensor for tensor in tensors if tensor.requires_grad]
+def _edge(tensor: Tensor) -> GradientEdge:
+    return get_gradient_edge(tensor)
 
 
-def _edge(tensor: Tensor) -> GradientEdge | None:
-    return get_gradient_edge(tensor) if tensor.requires_grad else None
+def _forget(tensor: Tensor) -> None:
+    """Save nothing: the forward of a region that will be recomputed has no backward of its own."""
+
+
+def _forgotten(nothing: None) -> Tensor:
+    raise AssertionError("a region that is recomputed must run its backward on the recomputed graph")

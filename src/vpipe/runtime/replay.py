@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from vpipe.layer import TiedWeight, collecting_losses
-from vpipe.runtime.flow import Flow, bind_inputs
+from vpipe.runtime.flow import Flow, Value, bind_inputs
 from vpipe.runtime.randomness import seed_layer, undisturbed
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import VersionTable, update_groups, version_table
@@ -94,7 +95,8 @@ class Replay:
                     name: leaf.detach().clone().requires_grad_(leaf.requires_grad) for name, leaf in weights.items()
                 }
                 share = unit.weight if unit.share is None else unit.share
-                total += share * self._forward_backward(leaves, unit, number)
+                for parts in self._forward_backward(leaves, unit, number):
+                    total += share * sum(parts)
                 for stage in range(num_stages):
                     self._gather(gathered[stage][number % self._replicas[stage]], self._parameters[stage], leaves)
                 ending = [stage for stage in range(num_stages) if any(max(group) == number for group in groups[stage])]
@@ -108,28 +110,37 @@ class Replay:
     def _snapshot(self, stage: int) -> dict[str, Tensor]:
         return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in self._parameters[stage].items()}
 
-    def _forward_backward(self, leaves: Mapping[str, Tensor], unit: ReplayUnit, number: int) -> float:
+    def _forward_backward(self, leaves: Mapping[str, Tensor], unit: ReplayUnit, number: int) -> list[list[float]]:
+        """Per stage, what its layers and the loss function add to the unit's loss."""
         values = dict(bind_inputs(self.flow, unit.inputs))
         added: list[Tensor] = []
+        parts_of_loss: list[list[float]] = [[] for _ in self.flow.bounds]
         for layer, module in self.modules.items():
             module.train()
             seed_layer(self._seed, self._num_units + number, layer)
             prefix = f"{layer}."
             mine = {name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)}
             with collecting_losses() as scalars:
-                result = functional_call(module, mine, tuple(values[value] for value in self.flow.reads[layer]))
+                result = functional_call(module, mine, tuple(self._read(values, value) for value in self.flow.reads[layer]))
             added += scalars
+            parts_of_loss[self.flow.stage_of(("", layer))] += [float(scalar.detach()) for scalar in scalars]
             names = self.flow.layers[layer].writes
             parts = (result,) if len(names) == 1 else result
             values.update({(name, layer): part for name, part in zip(names, parts, strict=True)})
         outputs = [values[value] for value in self.flow.outputs()]
         loss: Any = self._loss(outputs[0] if len(outputs) == 1 else tuple(outputs), unit.targets)
-        parts_of_loss = [float(scalar.detach()) for scalar in [*added, loss]]
+        parts_of_loss[-1].append(float(loss.detach()))
         for scalar in added:
             loss = loss + scalar
         if loss.requires_grad:
             (loss * unit.weight).backward()
-        return sum(parts_of_loss)
+        return parts_of_loss
+
+    def _read(self, values: Mapping[Value, Any], value: Value) -> Any:
+        """A value of several readers is given to each by an edge of its own: gradients are added reader by reader."""
+        if sum(value in reads for reads in self.flow.reads) < 2:
+            return values[value]
+        return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, values[value])
 
     def _gather(
         self, total: dict[str, Tensor], parameters: Mapping[str, nn.Parameter], leaves: Mapping[str, Tensor]

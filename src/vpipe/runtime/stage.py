@@ -10,7 +10,8 @@ The stage knows nothing of ranks, messages or schedules: values come in as dicts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vpipe.errors import UserError
-from vpipe.layer import describe
 from vpipe.runtime import deferred
 from vpipe.runtime.flow import Flow, Value
-from vpipe.runtime.region import Graph, Pending, Region, Run, detached, mapped
-from vpipe.runtime.wire import flatten
+from vpipe.runtime.region import Graph, Pending, Region, Run, detached
 from vpipe.runtime.weights import VersionedWeights, Weights
 
 Loss = Callable[[Any, Any], Tensor]
@@ -40,8 +38,8 @@ class Unit:
     graphs: list[Graph | None] = field(default_factory=list)
     values: dict[Value, Any] = field(default_factory=dict)
     """Inputs of the regions that will be recomputed."""
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    """Buffers as the forward found them, where a recompute could see others."""
+    buffers: list[tuple[nn.Module, str, Tensor | None]] = field(default_factory=list)
+    """The buffers of recomputed layers as the forward found them: (module, slot, buffer)."""
     loss: Tensor | None = None
     added: list[tuple[int, Tensor]] = field(default_factory=list)
 
@@ -72,7 +70,15 @@ class Stage:
         self.options = options
         self.queue = deferred.WeightQueue(options.fused)
         self._loss = loss
-        self._needs_restoring = any(True for module in modules.values() for _ in module.buffers())
+        readers = Counter(value for reads in flow.reads for value in dict.fromkeys(reads))
+        self._shared = {value for value, number in readers.items() if number > 1}
+        self._buffers = [
+            (part, slot)
+            for layer, module in modules.items()
+            if layer in options.recompute
+            for part in module.modules()
+            for slot, buffer in part.named_buffers(recurse=False)
+        ]
         if options.splits:
             for module in modules.values():
                 deferred.install(module, self.queue)
@@ -102,6 +108,7 @@ class Stage:
             {layer: flow.reads[layer] for layer in run},
             given,
             recompute,
+            self._shared,
         )
 
     @property
@@ -115,8 +122,7 @@ class Stage:
     def forward(self, microbatch: int, unit: Unit, values: dict[Value, Any]) -> dict[Value, Any]:
         """Run a unit; the values that other stages read, still attached to nothing but their gradient edges."""
         self.weights.read(unit.version)
-        if self.recomputes and self._needs_restoring:
-            unit.buffers = {name: buffer.clone() for name, buffer in self._buffers()}
+        before = [(part._buffers[slot], _copied(part._buffers[slot])) for part, slot in self._buffers]
         given: dict[Value, Any] = {}
         for region in self.regions:
             given.update(self._run(region, unit, values, build_graph=not region.recompute))
@@ -124,6 +130,9 @@ class Stage:
                 unit.values.update({value: values[value] for value in region.taken})
             if region is not self.regions[-1]:
                 values.update({value: detached(given[value]) for value in region.given})
+        for (part, slot), (buffer, copied) in zip(self._buffers, before, strict=True):
+            changed = buffer is not None and copied is not None and not torch.equal(buffer, copied)
+            unit.buffers.append((part, slot, copied if changed else buffer))
         self.units[microbatch] = unit
         return given
 
@@ -135,26 +144,7 @@ class Stage:
         unit.added.extend(outcome.added)
         if outcome.loss is not None:
             unit.loss = outcome.loss
-        self._check(region, outcome.given)
-        if build_graph:
-            return outcome.given
-        return {value: self._mark(region, unit, given) for value, given in outcome.given.items()}
-
-    def _mark(self, region: Region, unit: Unit, given: Any) -> Any:
-        """Without a graph, what would need a gradient: every float, where anything behind it does."""
-        trains = any(p.requires_grad for module in region.modules.values() for p in module.parameters())
-        tensors: list[Tensor] = []
-        for value in region.taken:
-            flatten(unit.values.get(value), tensors)
-        trains = trains or any(tensor.requires_grad for tensor in tensors)
-        return mapped(given, lambda t: t.detach().requires_grad_(trains and (t.is_floating_point() or t.is_complex())))
-
-    def _check(self, region: Region, given: Mapping[Value, Any]) -> None:
-        for value, found in given.items():
-            try:
-                flatten(found, [])
-            except UserError as error:
-                raise UserError(f"{region.name(value[1])} returned {describe(found)} as {value[0]!r}: {error}") from None
+        return outcome.given if build_graph else {value: detached(given) for value, given in outcome.given.items()}
 
     def evaluate(self, values: dict[Value, Any], run: Run, targets: Any, wants_loss: bool) -> tuple[dict[Value, Any], Tensor | None]:
         """A forward without gradients; at the last stage the loss, or the output itself."""
@@ -170,24 +160,17 @@ class Stage:
         """Fill in the graphs that the forward left out, with the weights, random numbers and buffers it had."""
         unit = self.units[microbatch]
         self.weights.read(unit.version)
-        current = {name: buffer.clone() for name, buffer in self._buffers()} if unit.buffers else {}
-        self._set_buffers(unit.buffers)
+        # The slots get what the forward found: copying into the buffers would tell autograd that they have changed.
+        current = [(part, slot, part._buffers[slot]) for part, slot in self._buffers]
+        _set_buffers(unit.buffers)
         for index, region in enumerate(self.regions):
             if region.recompute:
                 again = Unit(unit.version, unit.run, unit.targets)
                 self._run(region, again, unit.values, build_graph=True)
                 unit.graphs[index] = again.graphs[0]
         unit.values.clear()
-        self._set_buffers(current)
-
-    def _buffers(self) -> list[tuple[str, Tensor]]:
-        return [(f"{layer}.{name}", buffer) for layer, module in self.modules.items() for name, buffer in module.named_buffers()]
-
-    def _set_buffers(self, saved: Mapping[str, Tensor]) -> None:
-        if saved:
-            with torch.no_grad():
-                for name, buffer in self._buffers():
-                    buffer.copy_(saved[name])
+        unit.buffers.clear()
+        _set_buffers(current)
 
     def backward(self, microbatch: int, pending: Pending, defer_weights: bool) -> Pending:
         """Turn the gradients of what the unit gave into the gradients of what it took."""
@@ -212,3 +195,12 @@ class Stage:
 
     def _finish(self, microbatch: int) -> None:
         self.weights.gather(self.units.pop(microbatch).version)
+
+
+def _copied(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.clone()
+
+
+def _set_buffers(buffers: Sequence[tuple[nn.Module, str, Tensor | None]]) -> None:
+    for part, slot, buffer in buffers:
+        part._buffers[slot] = buffer

@@ -35,6 +35,8 @@ _DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
+_SCALARS: dict[type, str] = {type(None): "none", bool: "bool", int: "int", float: "float", str: "str"}
+
 Structure = tuple[Any, ...]
 """A value without its tensors: nested tuples that hash. ``("T",)`` stands for the next tensor."""
 
@@ -76,15 +78,23 @@ def flatten(value: Any, tensors: list[Tensor]) -> Structure:
     if isinstance(value, Tensor):
         tensors.append(value)
         return ("T",)
-    if value is None or isinstance(value, bool | int | float | str):
-        return ("v", value)
+    if type(value) in _SCALARS:
+        # 1, 1.0 and True are equal keys of a cache, and a NaN never is: the kind and the exact text tell them apart.
+        return (_SCALARS[type(value)], value.hex() if type(value) is float else value)
     if type(value) in (tuple, list):
         return ("t" if type(value) is tuple else "l", *[flatten(part, tensors) for part in value])
-    if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
         return ("d", *[(key, flatten(part, tensors)) for key, part in value.items()])
     raise UserError(
         f"a {type(value).__name__} cannot travel between stages; pass tensors, numbers, strings, None, or tuples, lists and dicts of them"
     )
+
+
+def check_tensor(tensor: Tensor) -> None:
+    """Refuse a tensor whose bytes cannot be sent."""
+    _name(tensor.dtype)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise UserError(f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot travel between stages; return tensor.to_dense()")
 
 
 def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
@@ -92,8 +102,10 @@ def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
     match structure[0]:
         case "T":
             return take()
-        case "v":
+        case "none" | "bool" | "int" | "str":
             return structure[1]
+        case "float":
+            return float.fromhex(structure[1])
         case "t":
             return tuple(unflatten(part, take) for part in structure[1:])
         case "l":

@@ -1,0 +1,21 @@
+"""Set-up of the runtime's tests: one thread per process, gloo worlds that live for the whole session, counts at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from runtime_support import COUNTS
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if COUNTS:
+        total = ", ".join(f"{number} {name}" for name, number in sorted(COUNTS.items()))
+        terminalreporter.write_line(f"equal to replay, bit for bit: {total}")
