@@ -20,7 +20,7 @@ from typing import NamedTuple
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.collector import collector_paused
 from vpipe.schedule.program import Program, Row
-from vpipe.schedule.semantics import COMMUNICATION, INPUT_GRADIENT, LANE, WEIGHT_GRADIENT, Lane, peers
+from vpipe.schedule.semantics import COMMUNICATION, INPUT_GRADIENT, LANE, WEIGHT_GRADIENT, Lane, channel, peers
 
 POST_AHEAD = 2
 """How many compute actions before its use a receive is posted. A receive that is posted late exposes the whole
@@ -180,7 +180,7 @@ def _routes(
             readers, writers = peers(program, Action(stage, send, turn)), peers(program, Action(stage, receive, turn))
             used = [(rank_of(writer, turn), places[kind][writer]) for writer in writers]
             taken = [
-                (target, reader, queues[target][source], bounds[kind][reader])
+                (target, reader, queues[target][channel(program, stage, reader, source)], bounds[kind][reader])
                 for reader, target in ((reader, rank_of(reader, turn)) for reader in readers)
             ]
             found[kind][stage].append(_Route(used, send, receive, taken))

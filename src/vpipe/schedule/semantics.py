@@ -122,6 +122,15 @@ def messages_of(program: Program, receive: Action) -> Iterator[Message]:
         yield Message(Action(stage, SEND_OF[receive.kind], receive.microbatch), receive, source, target)
 
 
+def channel(program: Program, writer: int, reader: int, source: int) -> int:
+    """A number for the queue in which a message from ``source`` rank to the reader's rank keeps its order.
+
+    The chain shares one queue between two ranks: NCCL matches by order alone. A skip is a queue of its own (a tag, or a
+    communicator), because a RECV that takes from several stages of one rank cannot be in the order of all their sends.
+    """
+    return source if abs(writer - reader) == 1 else program.num_ranks + writer * program.num_stages + reader
+
+
 VersionTable = dict[tuple[int, int], int]
 """(stage, microbatch) → how many updates the stage had made when it wrote the weights that the unit reads."""
 

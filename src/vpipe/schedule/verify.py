@@ -20,6 +20,7 @@ from vpipe.schedule.semantics import (
     NEEDS,
     SEND_OF,
     Where,
+    channel,
     messages_of,
     peers,
 )
@@ -171,23 +172,26 @@ def _unmatched(program: Program, place: Places) -> Iterator[Violation]:
 
 
 def _crossed(program: Program, place: Places) -> Iterator[Violation]:
-    """For each ordered pair of ranks, the order of the sends is the order of the receives."""
+    """For each ordered pair of ranks, and for each skip, the order of the sends is the order of the receives."""
     sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(list)
     for rank, action in program.actions():
         if action.kind in SEND_OF:
             for message in messages_of(program, action):
-                receives[message.source, rank].append((message.send, action))
+                queue = channel(program, message.send.stage, action.stage, message.source)
+                receives[queue, rank].append((message.send, action))
         elif action.kind in COMMUNICATION:
-            for target in {program.placement.rank(stage, action.microbatch): None for stage in peers(program, action)}:
-                sends[rank, target].append(action)
-    for (source, target), expected in receives.items():
-        sent = list(dict.fromkeys(sends[source, target]))
+            for stage in peers(program, action):
+                queue = channel(program, action.stage, stage, rank)
+                sends[queue, program.placement.rank(stage, action.microbatch)].append(action)
+    for (queue, target), expected in receives.items():
+        sent = list(dict.fromkeys(sends[queue, target]))
         taken = list(dict.fromkeys(send for send, _ in expected))
         if sent == taken or set(sent) != set(taken):
             continue  # equal, or reported as unmatched
         number = next(i for i, (a, b) in enumerate(zip(sent, taken, strict=True)) if a != b)
         receive = next(receive for send, receive in expected if send == taken[number])
+        source = program.placement.rank(taken[number].stage, receive.microbatch)
         reason = f"takes message {number} from rank {source}, which is {sent[number]}: the orders differ"
         yield _at(place, receive, target, reason)
 
