@@ -1,0 +1,1 @@
+"""From one command to many ranks, and back to none: starting processes, showing what they say, ending them all."""

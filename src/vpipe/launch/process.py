@@ -1,0 +1,53 @@
+"""What the operating system must know about a process that must not outlive its parent.
+
+A launcher that is killed with SIGKILL cannot clean up. So the kernel is asked to do it (``prctl``), and every descendant is in one
+process group that whoever survives can kill at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send ``signum`` when ``parent`` ends; 0 takes it back. Leaves at once if it has ended already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def kill_group(group: int) -> None:
+    """End every process of a group, with all their descendants that have not left it."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def kill_own_group() -> NoReturn:
+    """End this process and everything it has started."""
+    kill_group(os.getpgrp())
+    os._exit(1)
+
+
+def signal_name(signum: int) -> str:
+    """``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1

@@ -1,0 +1,108 @@
+"""What a forked rank does before and after the user's code.
+
+It takes its place (environment, streams), then runs the script or function as ``python script.py`` would. An exception that nobody
+catches goes to the launcher as a report, not to the screen: with all reports in hand, the launcher can show the first cause and fold
+the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vpipe.errors import UserError
+
+_OUR_FRAMES = (str(Path(__file__).parent), "<frozen runpy>")
+_GLOO = ("third_party/gloo", "gloo/transport")
+
+
+def become_rank(spec: dict[str, Any], rank: int) -> None:
+    """Run the target as ``rank``; returns, or raises what the target raises."""
+    stdout, stderr, report = spec["fds"][rank]
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.close(stdout)
+    os.close(stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.update(
+        spec["environment"] | {"RANK": str(rank), "LOCAL_RANK": str(rank), "VPIPE_REPORT_FD": str(report)}
+    )
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # as in processes that were started one by one
+    sys.excepthook = Reporter(rank, report)
+    call_target(spec)
+
+
+def call_target(spec: dict[str, Any]) -> None:
+    """Run a script, a module (``-m name``) or a function (``package.module:function``)."""
+    target = spec["target"]
+    if isinstance(target, str):
+        module, _, name = target.partition(":")
+        sys.argv = [target]
+        code = getattr(import_module(module), name)(**spec["arguments"])
+        if isinstance(code, int) and code:
+            sys.exit(code)
+    elif target[0] == "-m":
+        sys.argv = list(target[1:])
+        sys.path[0] = os.getcwd()
+        runpy.run_module(target[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(target)
+        sys.path[0] = str(Path(target[0]).resolve().parent)
+        runpy.run_path(target[0], run_name="__main__")
+
+
+class Reporter:
+    """The ``sys.excepthook`` of a rank: tells the launcher."""
+
+    def __init__(self, rank: int, fd: int) -> None:
+        self._rank = rank
+        self._fd = fd
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        report = describe(self._rank, error, trace)
+        try:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            data = json.dumps(report).encode() + b"\n"
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError:
+            traceback.print_exception(kind, error, trace)
+
+
+def describe(rank: int, error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
+    """A failure as the launcher reads it. ``kind``: user, interrupt, lost (only another rank's end was seen) or error."""
+    sentence = "".join(traceback.format_exception_only(error)).splitlines()[0]
+    cause = getattr(error, "cause", None)
+    if isinstance(error, UserError):
+        kind, sentence = "user", str(error)
+    elif isinstance(error, KeyboardInterrupt):
+        kind = "interrupt"
+    elif hasattr(error, "peer") or (isinstance(error, RuntimeError) and any(word in str(error) for word in _GLOO)):
+        kind = "lost"
+    else:
+        kind = "error"
+    lines = traceback.format_exception(type(error), error, _without_ours(trace))
+    return {
+        "rank": rank,
+        "kind": kind,
+        "sentence": sentence,
+        "traceback": "".join(lines),
+        "cause": cause if isinstance(cause, dict) else None,
+    }
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the user's first frame on."""
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FRAMES):
+        trace = trace.tb_next
+    return trace

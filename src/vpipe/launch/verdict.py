@@ -1,0 +1,135 @@
+"""Which rank failed first, and what to say about it.
+
+When one rank fails, the others fail too: they lose a connection, wait for nothing, are ended by us. All that arrives within a moment and
+in any order. A rank that only saw another one go is never the cause.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from vpipe.launch.process import signal_name
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's own words about its end; see ``rank.describe``."""
+
+    rank: int
+    kind: str
+    sentence: str
+    traceback: str = ""
+    cause: dict[str, Any] | None = None
+
+    @classmethod
+    def parse(cls, found: dict[str, Any]) -> Report:
+        return cls(
+            int(found["rank"]),
+            str(found["kind"]),
+            str(found["sentence"]),
+            str(found.get("traceback", "")),
+            found.get("cause"),
+        )
+
+
+@dataclass
+class Verdict:
+    """Everything that is known about the ends of the ranks, in the order of its arrival."""
+
+    num_ranks: int
+    reports: dict[int, Report] = field(default_factory=dict)
+    statuses: dict[int, int] = field(default_factory=dict)
+    ended_by_us: bool = False
+    _order: list[int] = field(default_factory=list)
+
+    def report(self, report: Report) -> None:
+        self.reports.setdefault(report.rank, report)
+        self._note(report.rank)
+
+    def ended(self, rank: int, status: int) -> None:
+        self.statuses[rank] = status
+        if status != 0 and not (self.ended_by_us and status in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)):
+            self._note(rank)
+
+    def _note(self, rank: int) -> None:
+        if rank not in self._order:
+            self._order.append(rank)
+
+    @property
+    def all_ended(self) -> bool:
+        return len(self.statuses) == self.num_ranks
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything has gone wrong."""
+        return bool(self._order)
+
+    def cause(self) -> int | None:
+        """The rank that failed first by itself, if it is known yet."""
+        for rank in self._order:
+            report = self.reports.get(rank)
+            if report is None or report.kind in ("user", "error"):
+                return rank
+        for rank in self._order:
+            named = (self.reports[rank].cause or {}) if rank in self.reports else {}
+            if named.get("kind") in ("silent", "gone", "missing"):
+                return int(named["rank"])
+        return None
+
+    def exit_code(self) -> int:
+        """0 where every rank ended well, 2 for a user's mistake, else the failing rank's own code or 1."""
+        if not self.failed:
+            return 0
+        rank = self.cause()
+        report = self.reports.get(rank) if rank is not None else None
+        if report is not None and report.kind == "user":
+            return 2
+        status = self.statuses.get(rank, 1) if rank is not None else 1
+        return status if status > 0 else 1
+
+    def lines(self) -> Iterator[str]:
+        """The first cause with its traceback, then a line for each of the others."""
+        cause = self.cause()
+        first = cause if cause is not None else self._order[0]
+        report = self.reports.get(first)
+        if report is not None and report.kind == "user":
+            yield f"vpipe: {' '.join(report.sentence.split())}"
+            return
+        if report is not None and report.traceback and report.kind != "lost":
+            yield f"rank {first} failed:"
+            yield report.traceback.rstrip("\n")
+        else:
+            yield f"rank {first} failed: {self._why(first)}"
+        yield from self._others(first)
+
+    def _why(self, rank: int) -> str:
+        for report in self.reports.values():
+            if report.cause and report.cause.get("rank") == rank and report.cause.get("kind") == "silent":
+                return str(report.cause["sentence"])
+        if rank in self.reports:
+            return self.reports[rank].sentence
+        status = self.statuses.get(rank)
+        if status is None or status == 0:
+            named = (
+                report.cause for report in self.reports.values() if report.cause and report.cause.get("rank") == rank
+            )
+            return next((str(cause["sentence"]) for cause in named), "it ended before the others")
+        if status < 0:
+            memory = "; the system kills processes so when memory runs out" if status == -signal.SIGKILL else ""
+            return f"it was killed by {signal_name(-status)}{memory}"
+        return f"it ended with exit code {status}"
+
+    def _others(self, first: int) -> Iterator[str]:
+        cause = self.reports.get(first)
+        for rank in range(self.num_ranks):
+            report = self.reports.get(rank)
+            if rank == first or self.statuses.get(rank) == 0:
+                continue
+            if report is not None and report.kind in ("user", "error"):
+                same = cause is not None and cause.sentence == report.sentence
+                yield f"rank {rank}: {'failed in the same way' if same else f'failed too: {report.sentence}'}"
+            else:
+                yield f"rank {rank}: ended because rank {first} failed"

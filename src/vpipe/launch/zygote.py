@@ -1,0 +1,172 @@
+"""One process imports torch, then becomes many.
+
+Importing torch costs seconds of processor time in every process; a fork of a process that has imported it costs milliseconds. The zygote
+imports, forks one child a rank and one that keeps the store at which they meet, then only reaps and passes signals on. It starts no
+thread and runs no tensor operation before the fork, so the children inherit no half-initialised pool.
+
+It speaks with the launcher over a socket, one JSON object a line:
+
+    launcher → zygote   the spec; then {"signal": 15} for all living ranks; the end of the stream means: kill everything
+    zygote → launcher   {"started": [pids]}, {"ended": rank, "status": code}, {"failed": sentence}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+from vpipe.launch.process import die_with_parent, kill_own_group
+from vpipe.launch.rank import become_rank
+
+
+class Zygote:
+    """The parent of the ranks."""
+
+    def __init__(self, control: socket.socket, spec: dict[str, Any], rest: bytes) -> None:
+        self._control = control
+        self._spec = spec
+        self._unread = rest
+        self._ranks: dict[int, int] = {}
+        self._keeper = 0
+
+    def preload(self) -> str | None:
+        """Import what every rank will need; a sentence where that fails."""
+        for name in self._spec["preload"]:
+            try:
+                import_module(name)
+            except Exception as error:
+                return f"{name} cannot be imported: {type(error).__name__}: {error}"
+        if threading.active_count() > 1:
+            return f"importing {', '.join(self._spec['preload'])} starts threads, which do not survive a fork"
+        return None
+
+    def fork(self) -> int | None:
+        """Start everything. Returns a rank in the child of that rank, None in the zygote."""
+        zygote = os.getpid()
+        fds = [*self._spec["fds"]]
+        listener = self._spec["listener"]
+        self._keeper = os.fork()
+        if self._keeper == 0:
+            _be_child(zygote)
+            self._control.close()
+            _close(fd for three in fds for fd in three)
+            keep_store(listener, self._spec["port"])
+        pids = []
+        for rank in range(self._spec["num_ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                _be_child(zygote)
+                self._control.close()
+                _close([listener, *(fd for other, three in enumerate(fds) if other != rank for fd in three)])
+                return rank
+            self._ranks[pid] = rank
+            pids.append(pid)
+        _close([listener, *(fd for three in fds for fd in three)])
+        self.tell({"started": pids})
+        return None
+
+    def serve(self) -> None:
+        """Reap and pass signals on, until the launcher goes."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        os.set_blocking(reader, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        while True:
+            self._reap()
+            ready, _, _ = select.select([self._control, reader], [], [], 1.0)
+            if reader in ready:
+                os.read(reader, 4096)
+            if self._control in ready:
+                data = self._control.recv(4096)
+                if not data:
+                    kill_own_group()
+                self._unread += data
+                self._obey()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._ranks:
+                self.tell({"ended": self._ranks.pop(pid), "status": os.waitstatus_to_exitcode(status)})
+
+    def _obey(self) -> None:
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            signum = int(json.loads(line)["signal"])
+            for pid in self._ranks:
+                os.kill(pid, signum)
+                if signum != signal.SIGKILL:
+                    os.kill(pid, signal.SIGCONT)  # a stopped rank could not obey
+
+    def tell(self, event: dict[str, Any]) -> None:
+        try:
+            self._control.sendall(json.dumps(event).encode() + b"\n")
+        except OSError:
+            kill_own_group()
+
+
+def _be_child(zygote: int) -> None:
+    die_with_parent(zygote)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _close(fds: Any) -> None:
+    for fd in set(fds):
+        os.close(fd)
+
+
+def keep_store(listener: int, port: int) -> None:
+    """Keep the store at which the ranks meet. It outlives every rank, so that a rank's last words can be read."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    distributed = import_module("torch.distributed")
+    store = distributed.TCPStore(
+        "127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener
+    )
+    while store is not None:
+        time.sleep(3600)
+
+
+def main() -> None:
+    """``python -m vpipe.launch.zygote FD LAUNCHER``: in a rank, returns when the rank's work is done."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    launcher = int(sys.argv[2])
+    die_with_parent(launcher)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    received = b""
+    while b"\n" not in received:
+        data = control.recv(65536)
+        if not data:
+            return
+        received += data
+    line, rest = received.split(b"\n", 1)
+    spec = json.loads(line)
+    zygote = Zygote(control, spec, rest)
+    problem = zygote.preload()
+    if problem:
+        zygote.tell({"failed": problem})
+        return
+    die_with_parent(launcher, 0)  # from here on the end of the stream tells, and the whole group goes
+    rank = zygote.fork()
+    if rank is None:
+        zygote.serve()
+    else:
+        become_rank(spec, rank)
+
+
+if __name__ == "__main__":
+    main()
