@@ -29,7 +29,8 @@ from vpipe.plan.shortfall import shortfall
 _INFINITE = float("inf")
 _SLACK = 1e-9
 _SHY = 1e-10
-HARD_LABEL_LIMIT = 40 * LABEL_LIMIT
+_HARDENINGS = 2
+"""How often a stage that was left with a gap is solved again, each time with ten times the labels."""
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Cutter:
         self.profile, self.options = profile, options
         self.num_layers, self.num_stages = profile.num_layers, len(stages)
         self.work = 0
-        self._hardened: set[tuple[int, int, int]] = set()
+        self._hardened: dict[tuple[int, int, int], int] = {}
         ranges = range_table(profile)
         shared: dict[tuple[StageFacts, bool, bool], StageBounds] = {}
         self.stages: list[StageBounds] = []
@@ -96,13 +97,14 @@ class Cutter:
             start, stop = cuts[index], cuts[index + 1]
             key = id(self.stages[index]), start, stop
             before = self._packings.get(key)
-            if before is None or before.exact or key in self._hardened:
+            level = self._hardened.get(key, 0) + 1
+            if before is None or before.exact or level > _HARDENINGS:
                 continue
-            self._hardened.add(key)
-            packing = self._solve(index, start, stop, HARD_LABEL_LIMIT)
+            self._hardened[key] = level
+            packing = self._solve(index, start, stop, LABEL_LIMIT * 10**level)
             if packing is not None:
                 packing = replace(packing, bound=max(packing.bound, before.bound))
-                helped |= packing.bound > before.bound or packing.time < before.time
+                helped = True
                 self._packings[key] = packing
                 self._spread(cells, index, start, stop, packing, again=True)
         return helped

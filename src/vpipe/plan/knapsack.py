@@ -16,25 +16,19 @@ remainder shows cannot win.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vpipe.plan.labels import extend
 from vpipe.plan.memory import SWAP_RESIDENT, Choice
+from vpipe.plan.repair import repair
 
 _RELATIVE = 1e-12
 _LANE_STEPS = 10
-_REPAIRS = 4
 LABEL_LIMIT = 4_000
 """Partial choices that ``solve`` extends before it settles for a bound."""
 
 Path = tuple[Choice, ...]
-Label = tuple[float, float, float, "tuple[Choice, object] | None"]
-"""Bytes so far, recomputed seconds, swap seconds, and the choices as a linked list, last first."""
-
-
-Completion = Label
-"""The same from some layer to the end, its choices first to last."""
 
 
 @dataclass(frozen=True)
@@ -94,20 +88,20 @@ class Knapsack:
         n = self.num_layers
         if sum(self.keep) <= self.capacity:
             return Packing(self.base, self.base, (Choice.KEEP,) * n)
-        smallest = self._priced(1.0, 0.0, 0.0)[0]
+        smallest = self.priced(1.0, 0.0, 0.0)[0]
         if smallest.bytes > self.capacity:
             return None
         bound, price, weight, found = self._prices(smallest)
-        best = min((self._improved(option.path) for option in found), key=lambda pair: pair[0])
+        best = min((repair(self, option.path) for option in found), key=lambda pair: pair[0])
         if bound >= best[0] * (1 - _RELATIVE):
             return Packing(best[0], best[0], best[1])
-        return self._extend(price, weight, bound, best, label_limit)
+        return Packing(*extend(self, price, weight, bound, best, label_limit))
 
     def smallest(self) -> float:
         """The fewest bytes that any choice needs."""
-        return self._priced(1.0, 0.0, 0.0)[0].bytes
+        return self.priced(1.0, 0.0, 0.0)[0].bytes
 
-    def _priced(self, price: float, on_compute: float, on_swap: float) -> tuple[_Option, list[float], list[float]]:
+    def priced(self, price: float, on_compute: float, on_swap: float) -> tuple[_Option, list[float], list[float]]:
         """The best path at a price per byte and a weight on each lane, and the priced remainders by state."""
         n = self.num_layers
         self.work += n
@@ -134,10 +128,10 @@ class Knapsack:
             again = price * self.saved[i] + on_compute * self.forward[i] + after_recompute[i + 1]
             before = self.recompute and again + (0.0 if before else price * self.starts[i]) < other
             path.append(Choice.RECOMPUTE if before else Choice.SWAP if swap else Choice.KEEP)
-        size, seconds, lane = self._figures(path)
+        size, seconds, lane = self.figures(path)
         return _Option(after_other[0], size, seconds, lane, tuple(path)), after_recompute, after_other
 
-    def _figures(self, path: Sequence[Choice]) -> tuple[float, float, float]:
+    def figures(self, path: Sequence[Choice]) -> tuple[float, float, float]:
         size = seconds = lane = 0.0
         before = Choice.KEEP
         for i, choice in enumerate(path):
@@ -174,7 +168,7 @@ class Knapsack:
         def cost(option: _Option) -> float:
             return on_compute * (self.base + option.seconds) + weight * option.swap
 
-        loose = self._priced(0.0, on_compute, weight)[0]
+        loose = self.priced(0.0, on_compute, weight)[0]
         if loose.bytes <= self.capacity:
             found.append(loose)
             return cost(loose), 0.0, loose.swap - loose.seconds - self.base
@@ -183,7 +177,7 @@ class Knapsack:
         for _ in range(60):
             price = (cost(fits) - cost(loose)) / (loose.bytes - fits.bytes)
             at_line = cost(fits) + price * (fits.bytes - self.capacity)
-            option = self._priced(price, on_compute, weight)[0]
+            option = self.priced(price, on_compute, weight)[0]
             bound = option.cost + on_compute * self.base - price * self.capacity
             if bound >= at_line - _RELATIVE * abs(at_line) or option.bytes in (fits.bytes, loose.bytes):
                 break
@@ -195,185 +189,3 @@ class Knapsack:
         share = (self.capacity - fits.bytes) / (loose.bytes - fits.bytes)
         lean = (1 - share) * (fits.swap - fits.seconds) + share * (loose.swap - loose.seconds) - self.base
         return bound, price, lean
-
-    def _improved(self, path: Path) -> tuple[float, Path]:
-        """The path after single changes: fill the swap lane while that is free, unload the longer lane, tidy up."""
-        state = _State(self, list(path))
-        order = range(self.num_layers)
-        for i in order:
-            if self.swappable and state.choices[i] is Choice.KEEP and state.lane + self.lane[i] <= self.base:
-                state.change(i, Choice.SWAP)
-        for _ in range(_REPAIRS):
-            before = state.time
-            busy = Choice.SWAP if state.lane > self.base + state.seconds else Choice.RECOMPUTE
-            cost = self.lane if busy is Choice.SWAP else self.forward
-            relief = Choice.RECOMPUTE if busy is Choice.SWAP else Choice.SWAP
-            for i in sorted(order, key=lambda i: -cost[i]):
-                if state.choices[i] is busy and not state.change(i, Choice.KEEP):
-                    other = (
-                        self.base + state.seconds + self.forward[i]
-                        if busy is Choice.SWAP
-                        else state.lane + self.lane[i]
-                    )
-                    if self.swappable and self.recompute and other < state.time:
-                        state.change(i, relief)
-            if state.time >= before:
-                break
-        for i in order:
-            if state.choices[i] is Choice.SWAP:
-                state.change(i, Choice.KEEP)
-        _, seconds, lane = self._figures(state.choices)
-        return max(self.base + seconds, lane), tuple(state.choices)
-
-    def _local(self, choices: list[Choice], i: int, choice: Choice) -> float:
-        """The bytes that depend on the choice of layer ``i`` while the others stay."""
-        follows = i + 1 < self.num_layers and choices[i + 1] is Choice.RECOMPUTE
-        if choice is Choice.RECOMPUTE:
-            joined = i > 0 and choices[i - 1] is Choice.RECOMPUTE
-            return self.saved[i] + (0.0 if joined else self.starts[i])
-        own = self.keep[i] if choice is Choice.KEEP else self.resident[i]
-        return own + (self.starts[i + 1] if follows else 0.0)
-
-    def _extend(self, price: float, weight: float, bound: float, best: tuple[float, Path], label_limit: int) -> Packing:
-        """Extends partial choices layer by layer; ``best`` is the packing to beat."""
-        on_compute = 1.0 - weight
-        _, priced_recompute, priced_other = self._priced(price, on_compute, weight)
-        _, least_recompute, least_other = self._priced(1.0, 0.0, 0.0)
-        ends_recompute, ends_other = self._completions(price, on_compute, weight, priced_recompute, priced_other)
-        constant = on_compute * self.base - price * self.capacity
-        recomputed: list[Label] = []
-        others: list[Label] = [(0.0, 0.0, 0.0, None)]
-        limit = self.work + label_limit
-        for i in range(self.num_layers):
-            saved, start, keep, forward = self.saved[i], self.starts[i], self.keep[i], self.forward[i]
-            again: list[Label] = []
-            if self.recompute:
-                again = [(m + saved, t + forward, x, (Choice.RECOMPUTE, p)) for m, t, x, p in recomputed]
-                again += [(m + saved + start, t + forward, x, (Choice.RECOMPUTE, p)) for m, t, x, p in others]
-            before = recomputed + others
-            other: list[Label] = [(m + keep, t, x, (Choice.KEEP, p)) for m, t, x, p in before]
-            if self.swappable and saved:
-                resident, lane = self.resident[i], self.lane[i]
-                other += [(m + resident, t, x + lane, (Choice.SWAP, p)) for m, t, x, p in before]
-            self.work += len(again) + len(other)
-            if self.work > limit:
-                return Packing(best[0], min(bound, best[0]), best[1])
-            after = i + 1
-            hopeful = []
-            for labels, least, priced, ends in (
-                (again, least_recompute[after], priced_recompute[after], ends_recompute[after]),
-                (other, least_other[after], priced_other[after], ends_other[after]),
-            ):
-                beat = best[0] * (1 - _RELATIVE)
-                room, rest = self.capacity - least, priced + constant
-                good = [
-                    label
-                    for label in labels
-                    if label[0] <= room
-                    and on_compute * label[1] + weight * label[2] + price * label[0] + rest < beat
-                    and label[1] + self.base < beat
-                    and label[2] < beat
-                ]
-                # Completing a partial choice as the prices would often gives a better packing to beat.
-                end_bytes, end_seconds, end_lane, end_path = ends
-                for label in good:
-                    if label[0] + end_bytes <= self.capacity:
-                        value = max(self.base + label[1] + end_seconds, label[2] + end_lane)
-                        if value < best[0] * (1 - _RELATIVE):
-                            best = (value, _unlink(label) + _chain(end_path))
-                hopeful.append(good)
-            recomputed = _undominated(hopeful[0], [])
-            others = _undominated(hopeful[1], recomputed)
-        return Packing(best[0], best[0], best[1])
-
-    def _completions(
-        self, price: float, on_compute: float, weight: float, recompute: list[float], other: list[float]
-    ) -> tuple[list[Completion], list[Completion]]:
-        """For each layer and state: bytes, seconds, swap seconds and choices of the priced path from there on."""
-        n = self.num_layers
-        end: Completion = (0.0, 0.0, 0.0, None)
-        after_recompute, after_other = [end] * (n + 1), [end] * (n + 1)
-        for i in range(n - 1, -1, -1):
-            m, t, x, p = after_other[i + 1]
-            kept, swapped = price * self.keep[i], price * self.resident[i] + weight * self.lane[i]
-            plain: Completion
-            if self.swappable and swapped < kept:
-                plain = (m + self.resident[i], t, x + self.lane[i], (Choice.SWAP, p))
-            else:
-                plain = (m + self.keep[i], t, x, (Choice.KEEP, p))
-            after_recompute[i] = after_other[i] = plain
-            if not self.recompute:
-                continue
-            cost = min(kept, swapped) if self.swappable else kept
-            m, t, x, p = after_recompute[i + 1]
-            once = price * self.saved[i] + on_compute * self.forward[i] + recompute[i + 1]
-            joined: Completion = (m + self.saved[i], t + self.forward[i], x, (Choice.RECOMPUTE, p))
-            if once < cost + other[i + 1]:
-                after_recompute[i] = joined
-            if once + price * self.starts[i] < cost + other[i + 1]:
-                after_other[i] = (joined[0] + self.starts[i], *joined[1:])
-        return after_recompute, after_other
-
-
-class _State:
-    """Choices that are changed one at a time, and what they add up to."""
-
-    def __init__(self, knapsack: Knapsack, choices: list[Choice]) -> None:
-        self.knapsack, self.choices = knapsack, choices
-        self.size, self.seconds, self.lane = knapsack._figures(choices)
-
-    @property
-    def time(self) -> float:
-        return max(self.knapsack.base + self.seconds, self.lane)
-
-    def change(self, i: int, choice: Choice) -> bool:
-        """Changes one layer if the memory allows it."""
-        knapsack, before = self.knapsack, self.choices[i]
-        size = self.size + knapsack._local(self.choices, i, choice) - knapsack._local(self.choices, i, before)
-        if size > knapsack.capacity:
-            return False
-        self.size, self.choices[i] = size, choice
-        self.seconds += ((choice is Choice.RECOMPUTE) - (before is Choice.RECOMPUTE)) * knapsack.forward[i]
-        self.lane += ((choice is Choice.SWAP) - (before is Choice.SWAP)) * knapsack.lane[i]
-        return True
-
-
-def _undominated(labels: list[Label], stronger: list[Label]) -> list[Label]:
-    """Those of ``labels`` that no other, and none of ``stronger``, beats in bytes, seconds and swap alike."""
-    marked = sorted(
-        [(m, t, x, 0, None) for m, t, x, _ in stronger] + [(m, t, x, 1, p) for m, t, x, p in labels], key=_order
-    )
-    times: list[float] = []
-    lanes: list[float] = []
-    left: list[Label] = []
-    for m, t, x, own, path in marked:
-        # A staircase over all labels of at most m bytes: times rise, lanes fall.
-        at = bisect_right(times, t)
-        if at and lanes[at - 1] <= x:
-            continue
-        end = at
-        while end < len(times) and lanes[end] >= x:
-            end += 1
-        if at and times[at - 1] == t:
-            at -= 1
-        times[at:end] = [t]
-        lanes[at:end] = [x]
-        if own:
-            left.append((m, t, x, path))
-    return left
-
-
-def _order(label: tuple[float, float, float, int, object]) -> tuple[float, float, float, int]:
-    return label[:4]
-
-
-def _chain(link: object) -> Path:
-    found: list[Choice] = []
-    while isinstance(link, tuple):
-        found.append(link[0])
-        link = link[1]
-    return tuple(found)
-
-
-def _unlink(label: Label) -> Path:
-    return _chain(label[3])[::-1]
