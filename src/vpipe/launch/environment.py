@@ -1,0 +1,142 @@
+"""Who am I? The launcher's answer, in torch's words: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+
+torchrun and ``vpipe run`` speak torch's language; srun does not. ``adopt`` is called before anything else by
+``python -m vpipe train`` and translates what SLURM says:
+
+    SLURM_PROCID -> RANK             SLURM_STEP_NUM_TASKS -> WORLD_SIZE        SLURM_LOCALID -> LOCAL_RANK
+    the first node's NodeAddr -> MASTER_ADDR                                   SLURM_JOB_ID -> MASTER_PORT
+
+The address is never guessed: on several nodes a wrong ``localhost`` is a hang of half an hour, an error takes a second.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+from vpipe.errors import UserError
+from vpipe.launch import words
+from vpipe.launch.hosts import interface_towards
+
+Ask = Callable[[Sequence[str]], str]
+"""Command → what it prints."""
+
+FIRST_PORT, NUM_PORTS = 10_000, 20_000
+"""Below the range from which Linux takes the ports of outgoing connections."""
+
+
+def adopt(environ: MutableMapping[str, str] | None = None, ask: Ask | None = None) -> None:
+    """Translate SLURM's description of this process, if there is one and nobody has translated it yet."""
+    environ = os.environ if environ is None else environ
+    if "RANK" in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) == 1 or "SLURM_PROCID" not in environ:
+        return
+    environ.update(from_slurm(environ, ask or run))
+    several = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))) > 1
+    interface = interface_towards(environ["MASTER_ADDR"]) if several else None
+    if interface:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environ.setdefault(name, interface)
+
+
+def rank(environ: Mapping[str, str] | None = None) -> int | None:
+    """Which of several processes this is, or ``None`` where nobody has started several."""
+    environ = os.environ if environ is None else environ
+    return int(environ.get("RANK", "0")) if int(environ.get("WORLD_SIZE", "1")) > 1 else None
+
+
+def from_slurm(environ: Mapping[str, str], ask: Ask) -> dict[str, str]:
+    """torch's variables for one task of a job step."""
+    node = int(environ.get("SLURM_NODEID", "0"))
+    counts = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_STEP_NUM_TASKS"]))
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(counts[min(node, len(counts) - 1)]),
+        "GROUP_RANK": str(node),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or master_address(environ, ask),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(master_port(environ)),
+    }
+
+
+def master_port(environ: Mapping[str, str]) -> int:
+    """A port that other jobs on the same node do not take: neighbours in the queue get neighbouring ports."""
+    job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
+    return FIRST_PORT + (4 * job + step % 4) % NUM_PORTS
+
+
+def master_address(environ: Mapping[str, str], ask: Ask) -> str:
+    """The ``NodeAddr`` of the step's first node; a step on one node meets on its loopback."""
+    if int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))) == 1:
+        return "127.0.0.1"
+    listed = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
+    names = ask(["scontrol", "show", "hostnames", listed]).split()
+    first = words.host(names[0], "the first host of SLURM_JOB_NODELIST") if names else ""
+    found = re.search(r"\bNodeAddr=(\S+)", ask(["scontrol", "--oneliner", "show", "node", first])) if first else None
+    if found is None:
+        raise UserError(f"SLURM does not tell the address of the first node of {words.shown(listed)}; set MASTER_ADDR")
+    return words.address(found[1], f"NodeAddr of {first}")
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """SLURM's short form: ``2(x3),1`` is 2, 2, 2, 1."""
+    counts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UserError(f"SLURM_TASKS_PER_NODE is {words.shown(text)}, which is not of the form 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def run(command: Sequence[str]) -> str:
+    """What a command prints; one sentence where it cannot."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except FileNotFoundError:
+        raise UserError(f"{command[0]} is not on this machine; 'vpipe doctor' says what is") from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{' '.join(command)} did not answer within 30 s; is SLURM's controller up?") from None
+    if done.returncode:
+        raise UserError(f"{' '.join(command)} failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def orion_preload(environ: Mapping[str, str]) -> dict[str, str]:
+    """What the environment of ranks needs that use Orion: ``ORION_LIBRARY`` goes into the ranks' LD_PRELOAD, and only
+    there."""
+    library = environ.get("ORION_LIBRARY")
+    if not library:
+        return {}
+    if not Path(library).is_file():
+        raise UserError(
+            f"ORION_LIBRARY is {words.shown(library)}, where there is no file; give the path of liborion.so"
+        )
+    if any(letter in library for letter in " :"):
+        raise UserError(f"ORION_LIBRARY is {words.shown(library)}; LD_PRELOAD takes no path with a space or a colon")
+    others = environ.get("LD_PRELOAD", "")
+    return {"LD_PRELOAD": f"{Path(library).resolve()}{':' if others else ''}{others}"}
+
+
+CARRIED = (
+    "HF_",
+    "WANDB_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "OMP_",
+    "MKL_",
+    "CUBLAS_",
+    "PYTHONPATH",
+    "ORION_",
+    "VPIPE_DEBUG",
+)
+"""Beginnings of the variables that go along to other machines and into containers: by name or stdin, never in argv."""
+
+
+def carried(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that ranks on other machines get too."""
+    return {name: value for name, value in environ.items() if name.startswith(CARRIED) or name == "USE_ORION_SCHEDULER"}

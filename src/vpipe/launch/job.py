@@ -1,0 +1,87 @@
+"""From a config and options to a job: what the config asks, what the command line overrides, what must agree.
+
+Every run of a sweep is loaded here, so that a wrong value is found before the job waits in a queue.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vpipe.config import PipelineConfig, load
+from vpipe.errors import UserError
+from vpipe.launch.container import PYTHON, Container
+from vpipe.launch.slurm import Job, sweep
+
+
+def plan_job(
+    path: str, axes: Sequence[str], overrides: Sequence[str], scheduler: str | None, options: Mapping[str, Any]
+) -> tuple[Job, tuple[str, ...]]:
+    """The job, and what to tell the user about its config. ``options`` are those of ``vpipe submit``; None is not
+    given."""
+    loaded = load(path, overrides, scheduler)
+    points = sweep(axes)
+    for point in points:
+        other = load(path, [*overrides, *point], scheduler).config
+        if other.num_ranks != loaded.config.num_ranks:
+            raise UserError(
+                f"the sweep's run {' '.join(point)} has {other.num_ranks} ranks, the config {loaded.config.num_ranks}; "
+                "the runs of one job array have equally many, so submit them one by one"
+            )
+    given = {name: value for name, value in options.items() if value is not None}
+    slurm = loaded.config.launch.slurm.model_dump() | given
+    num_nodes, tasks_per_node = shape(loaded.config, slurm["nodes"], slurm["ntasks_per_node"])
+    launch = loaded.config.launch
+    container = Container.from_config(launch.container, gpus="gpu" in (slurm["gres"] or ""))
+    words = [word for override in overrides for word in ("--set", override)]
+    job = Job(
+        config=path,
+        num_nodes=num_nodes,
+        tasks_per_node=tasks_per_node,
+        name=given.get("name", job_name(path)),
+        python=given.get("python", sys.executable if container.kind == "none" else PYTHON),
+        arguments=(*words, *(["--scheduler", scheduler] if scheduler else [])),
+        run_directory=loaded.config.observe.directory,
+        checkpoint_directory=loaded.config.checkpoint.directory,
+        container=container,
+        partition=slurm["partition"],
+        account=slurm["account"],
+        qos=slurm["qos"],
+        gres=slurm["gres"],
+        cpus_per_task=slurm["cpus_per_task"],
+        memory=slurm["memory"],
+        time=slurm["time"],
+        requeue=slurm["requeue"],
+        interface=launch.interface,
+        port=launch.master_port,
+        points=points,
+        array=given.get("array"),
+    )
+    return job, loaded.warnings
+
+
+def shape(config: PipelineConfig, num_nodes: int, tasks_per_node: int | None) -> tuple[int, int]:
+    """(nodes, ranks per node), which must make the ranks of the pipeline."""
+    ranks = config.num_ranks
+    if tasks_per_node is None:
+        if ranks % num_nodes:
+            raise UserError(
+                f"{ranks} ranks cannot be spread evenly over {num_nodes} nodes; give --nodes a divisor of {ranks}, or "
+                "change parallel.model_parallel_size"
+            )
+        return num_nodes, ranks // num_nodes
+    if num_nodes * tasks_per_node != ranks:
+        raise UserError(
+            f"--nodes {num_nodes} x --ntasks-per-node {tasks_per_node} are {num_nodes * tasks_per_node} ranks, but the "
+            f"config has {ranks} (parallel.model_parallel_size x data_parallel_size); change one of them"
+        )
+    return num_nodes, tasks_per_node
+
+
+def job_name(path: str) -> str:
+    """The config's name, with what SLURM would not take left out."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "", Path(path).stem).lstrip("_.-")
+    return f"vpipe-{name[:100]}" if name else "vpipe"

@@ -1,0 +1,239 @@
+"""A SLURM job as text: a pure function from what is asked to the script that asks for it.
+
+One srun task per rank: SLURM places the ranks (``--distribution=block``: rank 0, 1, ... on the first node), and no
+second launcher stands between it and them. The script does three things that no rank can do for itself: it finds the
+address of the first node, forwards the signal that announces a preemption or the end of the time limit, and puts the
+job back into the queue when the ranks have saved their checkpoint. A queued-again job goes on from its latest one.
+
+    sbatch ──▶ script on node 0 ──▶ srun ──▶ rank 0 (node 0) … rank k (node 0), rank k+1 (node 1) …
+      USR1 ─────▶ forwarded ────────────────▶ checkpoint, exit 75 ──▶ scontrol requeue
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from vpipe.errors import UserError
+from vpipe.launch import words
+from vpipe.launch.container import NONE, Container, wrap
+from vpipe.launch.preemption import GRACE, INTERRUPTED
+
+Point = tuple[str, ...]
+"""The overrides of one run of a sweep: ``("training.learning_rate=1e-3", "parallel.scheduler=1f1b")``."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of SLURM. Every word is checked when the job is made."""
+
+    config: str
+    num_nodes: int
+    tasks_per_node: int
+    name: str = "vpipe"
+    python: str = "python"
+    arguments: tuple[str, ...] = ()
+    """More words for ``vpipe train``."""
+    run_directory: str = "runs"
+    """Parent of the run directories, as the config has it."""
+    checkpoint_directory: str | None = None
+    container: Container = NONE
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    gres: str | None = None
+    cpus_per_task: int | None = None
+    memory: str | None = None
+    time: str | None = None
+    requeue: bool = True
+    interface: str | None = None
+    port: int = 0
+    points: tuple[Point, ...] = ()
+    """The runs of a sweep; empty for a single run."""
+    array: str | None = None
+    """Which of them, or seeds where there is no sweep."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "tasks_per_node"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name.replace('_', ' ')} is {getattr(self, name)} but must be at least 1")
+        words.path(self.config, "the config")
+        words.path(self.python, "the Python program")
+        words.path(self.run_directory, "observe.directory")
+        if self.checkpoint_directory is not None:
+            words.path(self.checkpoint_directory, "checkpoint.directory")
+        for name in ("name", "partition", "account", "qos", "gres", "memory", "interface"):
+            if getattr(self, name) is not None:
+                words.option(getattr(self, name), f"--{name}")
+        if self.time is not None:
+            words.duration(self.time, "--time")
+        if self.array is not None:
+            words.array(self.array, "--array")
+        for argument in (*self.arguments, *(word for point in self.points for word in point)):
+            words.argument(argument, "an argument of the job")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.tasks_per_node
+
+    @property
+    def indices(self) -> str | None:
+        """The array that SLURM is asked for."""
+        return self.array or (f"0-{len(self.points) - 1}" if self.points else None)
+
+
+def sweep(axes: Sequence[str]) -> tuple[Point, ...]:
+    """Every combination of ``section.key=a,b,c``; the last axis moves fastest."""
+    choices = []
+    for axis in axes:
+        key, equals, values = axis.partition("=")
+        if not equals or "." not in key or not all(value.strip() for value in values.split(",")):
+            raise UserError(
+                f"--sweep {words.shown(axis)} is not section.key=a,b such as training.learning_rate=1e-3,1e-4"
+            )
+        choices.append([f"{key.strip()}={value.strip()}" for value in values.split(",")])
+    return tuple(product(*choices)) if choices else ()
+
+
+def script(job: Job) -> str:
+    """The job script."""
+    return "\n".join(["#!/bin/bash", *_options(job), "", *_body(job), ""])
+
+
+def _options(job: Job) -> list[str]:
+    """What sbatch reads. Each value is one checked word, so a line is one option."""
+    log = "%A_%a" if job.indices else "%j"
+    wanted: dict[str, str | int | None] = {
+        "job-name": job.name,
+        "nodes": job.num_nodes,
+        "ntasks-per-node": job.tasks_per_node,
+        "cpus-per-task": job.cpus_per_task,
+        "mem": job.memory,
+        "gres": job.gres,
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "qos": job.qos,
+        "array": job.indices,
+        "output": f"slurm-{log}.out",
+        "open-mode": "append",
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in wanted.items() if value is not None]
+    return (
+        [*lines, "#SBATCH --requeue", f"#SBATCH --signal=B:USR1@{GRACE}"]
+        if job.requeue
+        else [
+            *lines,
+            "#SBATCH --no-requeue",
+        ]
+    )
+
+
+def _body(job: Job) -> list[str]:
+    return [
+        "set -u",
+        *_address(job),
+        *_variables(job),
+        "",
+        *_which_run(job),
+        *_resume(job),
+        "",
+        *_launch(job),
+    ]
+
+
+def _address(job: Job) -> list[str]:
+    """Where the ranks meet: SLURM's own address of the first node, because its name may not resolve."""
+    if job.num_nodes == 1:
+        return ["export MASTER_ADDR=127.0.0.1"]
+    return [
+        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        'MASTER_ADDR=$(scontrol --oneliner show node "$first" | sed -n "s/.* NodeAddr=\\([^ ]*\\).*/\\1/p")',
+        'if [ -z "$MASTER_ADDR" ]; then',
+        '  echo "vpipe: SLURM does not tell the address of node $first; set MASTER_ADDR here" >&2',
+        "  exit 2",
+        "fi",
+        "export MASTER_ADDR",
+    ]
+
+
+def _variables(job: Job) -> list[str]:
+    lines = [f"export MASTER_PORT={job.port}"] if job.port else []
+    if job.interface:
+        lines += [f"export {name}_SOCKET_IFNAME={shlex.quote(job.interface)}" for name in ("GLOO", "NCCL")]
+    return lines
+
+
+def _which_run(job: Job) -> list[str]:
+    """The run directory, which a queued-again job finds again, and the overrides of this run of a sweep."""
+    parent = shlex.quote(job.run_directory)
+    if not job.indices:
+        return [f'run={parent}/slurm-"$SLURM_JOB_ID"', "overrides=()"]
+    lines = [f'run={parent}/slurm-"$SLURM_ARRAY_JOB_ID"_"$SLURM_ARRAY_TASK_ID"']
+    if not job.points:
+        return [*lines, 'overrides=(--set training.seed="$SLURM_ARRAY_TASK_ID")']
+    lines.append('case "$SLURM_ARRAY_TASK_ID" in')
+    for index, point in enumerate(job.points):
+        quoted = shlex.join(word for override in point for word in ("--set", override))
+        lines.append(f"  {index}) overrides=({quoted}) ;;")
+    return [*lines, f'  *) echo "vpipe: the sweep has runs 0..{len(job.points) - 1}" >&2; exit 2 ;;', "esac"]
+
+
+def _resume(job: Job) -> list[str]:
+    where = '"$run"/checkpoints' if job.checkpoint_directory is None else shlex.quote(job.checkpoint_directory)
+    return [
+        "resume=()",
+        f"if [ \"${{SLURM_RESTART_COUNT:-0}}\" -gt 0 ] && compgen -G {where}/'*' >/dev/null; then",
+        "  resume=(--resume latest)",
+        '  echo "vpipe: queued again ($SLURM_RESTART_COUNT); going on from the latest checkpoint"',
+        "fi",
+    ]
+
+
+def _launch(job: Job) -> list[str]:
+    python = "python3" if job.container.kind != "none" and job.python == "python" else job.python
+    variables = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *_SLURM, *_SECRETS)
+    inside = [python, "-m", "vpipe", "train", job.config, *job.arguments]
+    if job.container.kind == "none":
+        command = shlex.join(inside)
+    else:
+        command = shlex.join(wrap(job.container, inside, _HERE, variables)).replace(_HERE, '"$PWD"')
+    cpus = f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else ""
+    srun = (
+        f"srun --kill-on-bad-exit=1 --nodes={job.num_nodes} --ntasks={job.num_ranks} "
+        f"--ntasks-per-node={job.tasks_per_node}{cpus} --distribution=block \\"
+    )
+    return (
+        [
+            "announced=0 step=",
+            """trap 'announced=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1""",
+            srun,
+            f'  {command} --output-dir "$run" "${{overrides[@]}}" "${{resume[@]}}" &',
+            "step=$!",
+            "while true; do",
+            '  wait "$step"; code=$?',
+            '  kill -0 "$step" 2>/dev/null || break  # a signal ends a wait before the step has ended',
+            "done",
+            f'if [ "$code" -eq {INTERRUPTED} ] || {{ [ "$announced" -eq 1 ] && [ "$code" -gt 128 ]; }}; then',
+            '  echo "vpipe: interrupted; queueing again"',
+            '  scontrol requeue "$SLURM_JOB_ID" && sleep 60',
+            "fi",
+            'exit "$code"',
+        ]
+        if job.requeue
+        else [srun, f'  {command} --output-dir "$run" "${{overrides[@]}}" "${{resume[@]}}"']
+    )
+
+
+_HERE = "/vpipe-working-directory"
+"""Stands for the working directory until the script runs."""
+
+_SLURM = (
+    *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_LOCALID", "SLURM_NNODES", "SLURM_NODEID", "SLURM_PROCID"),
+    *("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"),
+    "SLURM_STEP_TASKS_PER_NODE",
+)
+_SECRETS = ("HF_TOKEN", "HF_HOME", "WANDB_API_KEY", "USE_ORION_SCHEDULER")
+"""Names, never values: docker takes the values from the environment of its caller."""

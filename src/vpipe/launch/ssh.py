@@ -1,0 +1,200 @@
+"""VPipe's ``machines``: one ssh per node, one rank per entry, everything ends together.
+
+    this machine ── ssh node0 ──▶ vpipe.launch.remote ──▶ rank 0, rank 2
+                 └─ ssh node1 ──▶ vpipe.launch.remote ──▶ rank 1
+
+The ssh command is a list of words that starts a fixed program on the far side; what that program runs is sent through
+the connection. Each node says hello with the address by which it was reached, so ranks meet at an address that works.
+Kept in the run directory, as VPipe does: ``command_history.log``, ``machinefile`` and ``output.log.<node>``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from vpipe.errors import UserError
+from vpipe.launch import words
+from vpipe.launch.container import NONE, Container, wrap
+from vpipe.launch.environment import carried
+from vpipe.launch.hosts import Node, machinefile, meeting_point, nodes
+from vpipe.launch.remote import PATIENCE, Hello, Order
+
+OPTIONS = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "5", "ServerAliveCountMax": "3"}
+"""No password prompts that nobody sees; a host that is gone is noticed."""
+
+HELLO_SECONDS = 60.0
+"""How long a node may take to say hello: ssh, a container, the start of Python."""
+
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to run where."""
+
+    machines: tuple[str, ...]
+    command: tuple[str, ...]
+    """The command of one rank, as words after the Python program: ``("-m", "vpipe", "train", ...)``."""
+    directory: str
+    """Working directory, the same on every node."""
+    run_directory: Path
+    python: str = sys.executable
+    container: Container = NONE
+    interface: str | None = None
+    port: int = 0
+    threads: int = 0
+
+
+def command(node: Node, launch: Launch) -> list[str]:
+    """The ssh command of one node. The far side's shell reads one string, so every word of it is quoted."""
+    remote = wrap(launch.container, [launch.python, "-m", "vpipe.launch.remote"], launch.directory, carried(os.environ))
+    line = f"cd {shlex.quote(words.path(launch.directory, 'the working directory'))} && exec {shlex.join(remote)}"
+    options = [word for name, value in OPTIONS.items() for word in ("-o", f"{name}={value}")]
+    config = os.environ.get("VPIPE_SSH_CONFIG")
+    file = ["-F", words.path(config, "VPIPE_SSH_CONFIG")] if config else []
+    return ["ssh", *file, *options, "-T", "--", words.host(node.host), line]
+
+
+def order(node: Node, launch: Launch, meeting: str, port: int, hello: Hello) -> Order:
+    """What a node is asked to run: the ranks' variables in torch's words."""
+    common = carried(os.environ) | {
+        "WORLD_SIZE": str(len(launch.machines)),
+        "LOCAL_WORLD_SIZE": str(len(node.ranks)),
+        "GROUP_RANK": str(node.index),
+        "MASTER_ADDR": meeting,
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": node.visible_gpus,
+        "PYTHONUNBUFFERED": "1",
+    }
+    interface = launch.interface or hello.interface
+    if interface:
+        common = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} | common
+    if launch.threads:
+        common["OMP_NUM_THREADS"] = str(launch.threads)
+    ranks = {str(rank): {"RANK": str(rank), "LOCAL_RANK": str(local)} for local, rank in enumerate(node.ranks)}
+    return Order((launch.python, *launch.command), launch.directory, common, ranks)
+
+
+def run(launch: Launch, show: Show) -> int:
+    """Run all ranks to their end; the first bad exit code. ``show`` gets every line, tagged with its node."""
+    here = nodes(launch.machines)
+    commands = [command(node, launch) for node in here]
+    launch.run_directory.mkdir(parents=True, exist_ok=True)
+    with (launch.run_directory / "command_history.log").open("a") as history:
+        history.writelines(f"{shlex.join(each)}\n" for each in commands)
+    (launch.run_directory / "machinefile").write_text(machinefile(launch.machines))
+    with _connections(here, commands, launch.run_directory, show) as connections:
+        deadline = time.monotonic() + HELLO_SECONDS
+        hellos = [connection.hello(deadline) for connection in connections]
+        meeting = meeting_point([hello.address for hello in hellos])
+        port = launch.port or hellos[0].port
+        for node, connection, hello in zip(here, connections, hellos, strict=True):
+            connection.send(order(node, launch, meeting, port, hello))
+        return _first_bad(connections)
+
+
+class Connection:
+    """One node: its ssh process, and what it says."""
+
+    def __init__(self, node: Node, words: Sequence[str], log: Path, show: Show) -> None:
+        self.node = node
+        self.process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=0,  # Ctrl-C is for the launcher, which then ends all nodes in order
+        )
+        self._hello: Hello | None = None
+        self._greeted = threading.Event()
+        self._heard: list[str] = []
+        self._reader = threading.Thread(target=self._read, args=(log, show), daemon=True)
+        self._reader.start()
+
+    def hello(self, deadline: float) -> Hello:
+        """The node's first words; one sentence where it has none."""
+        self._greeted.wait(max(0.0, deadline - time.monotonic()))
+        if self._hello is None:
+            said = " ".join(" ".join(self._heard[-3:]).split()) or f"no answer within {HELLO_SECONDS:.0f} s"
+            raise UserError(
+                f"{self.node.host} could not be started by ssh: {said}; 'ssh {self.node.host} true' must work without "
+                "a password, and vpipe must be installed there at the same path"
+            )
+        return self._hello
+
+    def send(self, order: Order) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(order.line())
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        """The end of stdin ends the far side; ssh is killed only where that takes too long."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(PATIENCE + 2)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(2)
+
+    def _read(self, log: Path, show: Show) -> None:
+        assert self.process.stdout is not None
+        with log.open("a") as file:
+            for line in self.process.stdout:
+                if self._hello is None:
+                    with suppress(ValueError, KeyError, TypeError):
+                        self._hello = Hello.parse(line)
+                        self._greeted.set()
+                        continue
+                    self._heard.append(line)
+                file.write(line)
+                file.flush()
+                show(f"{self.node.host}: {line.rstrip()}")
+        self._greeted.set()
+
+
+@contextmanager
+def _connections(
+    here: Sequence[Node], commands: Sequence[Sequence[str]], folder: Path, show: Show
+) -> Iterator[list[Connection]]:
+    """Connections to all nodes, which end together."""
+    opened: list[Connection] = []
+    try:
+        for node, words in zip(here, commands, strict=True):
+            opened.append(Connection(node, words, folder / f"output.log.{node.index}", show))
+        yield opened
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{error.filename} is not on this machine; install openssh-client to use launch.machines"
+        ) from None
+    finally:
+        closers = [threading.Thread(target=connection.close) for connection in opened]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join()
+
+
+def _first_bad(connections: Sequence[Connection]) -> int:
+    while True:
+        codes = [connection.process.poll() for connection in connections]
+        bad = next((code for code in codes if code), None)
+        if bad is not None:
+            return bad if bad > 0 else 128 - bad
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.05)

@@ -1,0 +1,100 @@
+"""A real sshd with keys, config and ports of its own, answering under several host names; also inside namespaces."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+SSHD = """
+Port {port}
+{addresses}
+HostKey {root}/host_key
+AuthorizedKeysFile {root}/user_key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+PermitRootLogin prohibit-password
+"""
+
+SSH = """
+Host *
+  Port {port}
+  IdentityFile {root}/user_key
+  IdentitiesOnly yes
+  StrictHostKeyChecking no
+  UserKnownHostsFile {root}/known_hosts
+  LogLevel ERROR
+"""
+
+
+def missing() -> str:
+    """Why no sshd can be started here; empty where it can."""
+    absent = [name for name in ("ssh", "sshd", "ssh-keygen") if not _program(name)]
+    if absent:
+        return f"no {', '.join(absent)}; apt-get install openssh-server openssh-client"
+    return "" if os.geteuid() == 0 else "this sshd needs root"
+
+
+def missing_namespaces() -> str:
+    """Why no network namespace can be made here; empty where it can."""
+    if not shutil.which("ip"):
+        return "no ip; apt-get install iproute2"
+    name = f"vpipe-try-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+    return "" if made else "network namespaces need root"
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+class Server:
+    """sshd processes for hosts that are names of addresses."""
+
+    def __init__(self, root: Path, hosts: dict[str, str]) -> None:
+        self.root, self.hosts = root, hosts
+        self.config = root / "ssh_config"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = int(probe.getsockname()[1])
+        for name in ("host_key", "user_key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(root / name)], check=True)
+        aliases = "".join(f"Host {name}\n  HostName {address}\n" for name, address in hosts.items())
+        self.config.write_text(aliases + SSH.format(port=self._port, root=root))
+
+    def listen(self, addresses: list[str], prefix: tuple[str, ...] = ()) -> None:
+        """An sshd on these addresses, perhaps inside a namespace."""
+        Path("/run/sshd").mkdir(exist_ok=True)
+        file = self.root / f"sshd_config.{len(self._processes)}"
+        listed = "\n".join(f"ListenAddress {address}" for address in addresses)
+        file.write_text(SSHD.format(port=self._port, addresses=listed, root=self.root))
+        sshd = _program("sshd")
+        assert sshd is not None
+        log = (self.root / "sshd.log").open("ab")
+        command = [*prefix, sshd, "-D", "-e", "-f", str(file)]
+        self._processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+        for address in addresses:
+            self._answers(address)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.wait(5)
+
+    def _answers(self, address: str) -> None:
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                socket.create_connection((address, self._port), timeout=1).close()
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError((self.root / "sshd.log").read_text()) from None
+                time.sleep(0.05)

@@ -1,0 +1,236 @@
+"""``machines`` by a real sshd: several host names on loopback, and hosts in network namespaces."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from ssh_server import Server, missing, missing_namespaces
+
+from vpipe.errors import UserError
+from vpipe.launch.hosts import Node
+from vpipe.launch.remote import Hello
+from vpipe.launch.ssh import Launch, command, order
+
+pytestmark = pytest.mark.timeout(120)
+needs_sshd = pytest.mark.skipif(bool(missing()), reason=missing() or "sshd is here")
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from vpipe.launch.ssh import Launch, run
+*machines, script, folder = sys.argv[1:]
+sys.exit(run(Launch(tuple(machines), (script,), folder, Path(folder) / "run"), lambda line: print(line, flush=True)))
+"""
+
+TRAIN = """
+import os, sys, torch
+from vpipe import Pipeline
+torch.set_num_threads(1); torch.manual_seed(0)
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+told = ("LOCAL_RANK", "GROUP_RANK", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+print("rank", rank, *(os.environ[name] for name in told))
+pipe = Pipeline([torch.nn.Linear(8, 8) for _ in range(size)], torch.nn.functional.mse_loss, num_microbatches=4,
+                optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
+x = torch.randn(8, 8)
+for _ in range(3): loss = pipe.train_step(x, x)
+print(f"loss {loss:.6f}")
+torch.distributed.barrier()
+"""
+
+SLEEP = "import subprocess, time, os; print('up', flush=True); subprocess.run(['sleep', '{mark}'])\n"
+FAIL = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('rank 1 has had enough')\ntime.sleep(600)\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    hosts = {"node-a": "127.0.0.2", "node-b": "127.0.0.3"}
+    server = Server(tmp_path_factory.mktemp("sshd"), hosts)
+    try:
+        server.listen(list(hosts.values()))
+        yield server
+    finally:
+        server.stop()
+
+
+def launch(server: Server, folder: Path, script: str, *machines: str, **variables: str) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(script)
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *machines, str(folder / "script.py"), str(folder)],
+        env=os.environ | {"VPIPE_SSH_CONFIG": str(server.config)} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@needs_sshd
+@pytest.mark.slow
+def test_ranks_on_two_hosts_train_together(server: Server, tmp_path: Path) -> None:
+    """node-a is node 0 with ranks 0 and 2, node-b is node 1 with rank 1."""
+    process = launch(server, tmp_path, TRAIN, "node-a:0", "node-b:3", "node-a:1", HF_TOKEN="secret-word")
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    assert "node-a: [0] rank 0 0 0 0,1 127.0.0.2 lo" in output
+    assert "node-b: [1] rank 1 0 1 3 127.0.0.2 lo" in output
+    assert "node-a: [2] rank 2 1 0 0,1 127.0.0.2 lo" in output
+    assert len(set(re.findall(r"loss (\S+)", output))) == 1
+    run = tmp_path / "run"
+    assert (run / "machinefile").read_text() == "node-a:0\nnode-b:3\nnode-a:1\n"
+    assert len((run / "command_history.log").read_text().splitlines()) == 2
+    assert "[1] loss" in (run / "output.log.1").read_text()
+    assert "[0] loss" in (run / "output.log.0").read_text()
+    written = "".join(path.read_text() for path in run.iterdir())
+    assert "secret-word" not in written + output
+
+
+@needs_sshd
+def test_a_failing_rank_ends_all_nodes(server: Server, tmp_path: Path) -> None:
+    process = launch(server, tmp_path, FAIL, "node-a:0", "node-b:0", "node-a:1")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "node-b: [1] rank 1 has had enough" in output
+    assert "rank 1 ended with exit code 1" in output
+    assert not running(str(tmp_path / "script.py"))
+
+
+@needs_sshd
+@pytest.mark.parametrize("how", ["interrupt", "kill the launcher", "kill ssh"])
+def test_remote_processes_end_with_the_launcher(server: Server, tmp_path: Path, how: str) -> None:
+    mark = str(700_000 + os.getpid() + 10 * len(how))
+    process = launch(server, tmp_path, SLEEP.format(mark=mark), "node-a:0", "node-b:0")
+    until(lambda: len(running(mark)) == 2)
+    if how == "interrupt":
+        process.send_signal(signal.SIGINT)
+    elif how == "kill the launcher":
+        process.kill()
+    else:
+        children = psutil.Process(process.pid).children()
+        next(child for child in children if child.name() == "ssh").kill()
+    process.wait(30)
+    assert process.returncode != 0
+    until(lambda: not running(mark) and not running(str(tmp_path / "script.py")))
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@needs_sshd
+def test_no_secret_is_in_any_list_of_processes(server: Server, tmp_path: Path) -> None:
+    mark = str(700_777 + os.getpid())
+    process = launch(server, tmp_path, SLEEP.format(mark=mark), "node-a:0", "node-b:0", WANDB_API_KEY="secret-word")
+    until(lambda: len(running(mark)) == 2)
+    assert not running("secret-word")
+    environments = [psutil.Process(pid).environ().get("WANDB_API_KEY") for pid in running(mark)]
+    assert environments == ["secret-word"] * 2
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+
+
+@needs_sshd
+@pytest.mark.parametrize(
+    ("machines", "sentence"),
+    [
+        (("nowhere.invalid:0",), r"nowhere.invalid could not be started by ssh: .*[Rr]esolve"),
+        (("node-a:0", "127.0.0.9:0"), r"127.0.0.9 could not be started by ssh: .*refused"),
+    ],
+)
+def test_a_host_that_does_not_answer_is_named(
+    server: Server, tmp_path: Path, machines: tuple[str, ...], sentence: str
+) -> None:
+    process = launch(server, tmp_path, SLEEP.format(mark="1"), *machines)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert re.search(sentence, output), output
+
+
+@needs_sshd
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing_namespaces()), reason=missing_namespaces() or "namespaces are here")
+def test_hosts_in_network_namespaces_find_the_interface_that_leads_to_each_other(tmp_path: Path) -> None:
+    """Two machines with addresses and interfaces of their own behind a bridge; their loopbacks cannot meet."""
+    tag = f"vp{os.getpid() % 100_000}"
+    hosts = {"far-a": "10.199.77.2", "far-b": "10.199.77.3"}
+    server = Server(tmp_path, hosts)
+    bridge = f"{tag}br"
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("address", "add", "10.199.77.1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for index, address in enumerate(hosts.values()):
+            space, near, far = f"{tag}n{index}", f"{tag}h{index}", f"{tag}f{index}"
+            ip("netns", "add", space)
+            ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", space)
+            ip("link", "set", near, "master", bridge, "up")
+            ip("-n", space, "address", "add", f"{address}/24", "dev", far)
+            ip("-n", space, "link", "set", far, "up")
+            ip("-n", space, "link", "set", "lo", "up")
+            server.listen([address], ("ip", "netns", "exec", space))
+        process = launch(server, tmp_path, TRAIN, "far-a:0", "far-b:0")
+        output, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, output
+        assert f"far-a: [0] rank 0 0 0 0 10.199.77.2 {tag}f0" in output
+        assert f"far-b: [1] rank 1 0 1 0 10.199.77.2 {tag}f1" in output
+        assert len(set(re.findall(r"loss (\S+)", output))) == 1
+    finally:
+        server.stop()
+        for index in range(2):
+            subprocess.run(["ip", "netns", "delete", f"{tag}n{index}"], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "delete", bridge], capture_output=True, check=False)
+
+
+def test_the_command_is_words_and_the_far_side_gets_quoted_ones() -> None:
+    node = Node(0, "node-a", (0,), (0,))
+    folder = "/data/it's a $(dir)"
+    words = command(node, Launch(("node-a:0",), ("-m", "vpipe"), folder, Path("run"), python="/opt/my python"))
+    assert words[0] == "ssh"
+    assert words[-3:-1] == ["--", "node-a"]
+    assert words[-1] == "cd '/data/it'\"'\"'s a $(dir)' && exec '/opt/my python' -m vpipe.launch.remote"
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=id", "a b", "a;id", "a\nb", "", "$(id)", "a'", "host\n"])
+def test_a_host_is_a_name(host: str) -> None:
+    with pytest.raises(UserError, match="must be a host name"):
+        command(Node(0, host, (0,), (0,)), Launch((), (), "/", Path("run")))
+
+
+def test_an_order_speaks_torchs_words_and_respects_the_users_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    node = Node(1, "b", (1, 3), (0, 1))
+    sent = order(
+        node, Launch(("a", "b", "a", "b"), ("x.py",), "/w", Path("r"), "py"), "10.0.0.1", 77, Hello("b", 1, "e0")
+    )
+    assert sent.command == ("py", "x.py")
+    assert sent.ranks == {"1": {"RANK": "1", "LOCAL_RANK": "0"}, "3": {"RANK": "3", "LOCAL_RANK": "1"}}
+    expected = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+    assert expected.items() <= sent.environment.items()
+    assert sent.environment["MASTER_PORT"] == "77"
+    assert sent.environment["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def running(mark: str) -> list[int]:
+    """Processes of ranks with ``mark`` among their words; launchers do not count."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or []
+        if mark in words and LAUNCHER not in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+def until(true: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
