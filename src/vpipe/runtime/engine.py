@@ -14,6 +14,8 @@ from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
+from torch.profiler import record_function
+
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.region import Pending, Run, detached
 from vpipe.runtime.stage import Stage, Unit
@@ -98,6 +100,8 @@ class Engine:
         self._local: dict[Envelope, Any] = {}
         self._outbox: dict[tuple[Kind, int, int], list[tuple[int, Any]]] = {}
         self._ready = 0
+        self.annotates = False
+        """Whether actions appear under their names in a torch.profiler trace."""
         self.current: Action | None = None
         """What the rank is doing: read by the watchdog."""
 
@@ -147,7 +151,11 @@ class Engine:
             for action, call in compiled.calls:
                 self.current = action
                 begin = self._ready = perf_counter_ns()
-                call()
+                if self.annotates:
+                    with record_function(str(action)):
+                        call()
+                else:
+                    call()
                 records.append(Record(action, begin, self._ready, perf_counter_ns()))
             self.transport.end_step()
         except BaseException as error:

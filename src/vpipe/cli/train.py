@@ -1,0 +1,106 @@
+"""``vpipe train``: from a config file to a trained model, on as many ranks as the config asks for.
+
+Without a launcher it starts the ranks itself, on this machine. Under torchrun or srun each process is one rank and runs the same command.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vpipe import config as configs
+from vpipe.errors import UserError
+from vpipe.schedule import catalog
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--scheduler", help="The schedule, instead of the config's (see 'vpipe schedules').")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config; may be repeated.")
+@click.option("--nproc", type=click.IntRange(1), help="Ranks of one pipeline: sets parallel.model_parallel_size.")
+@click.option("--output-dir", type=click.Path(path_type=Path), help="The run directory; by default a new one under observe.directory.")
+@click.option("--resume", metavar="DIR|latest", help="Go on from a checkpoint, a run directory, or the latest run.")
+@click.option("--print-config", is_flag=True, help="Print the resolved config with comments, and stop.")
+def command(
+    config: Path,
+    scheduler: str | None,
+    overrides: tuple[str, ...],
+    nproc: int | None,
+    output_dir: Path | None,
+    resume: str | None,
+    print_config: bool,
+) -> int:
+    """Train a model from a config file.
+
+    \b
+    Examples:
+      vpipe train configs/default.yaml
+      vpipe train configs/gpt_small.yaml --scheduler zb-h1 --set training.learning_rate=3e-4
+      vpipe train configs/default.yaml --resume latest
+      torchrun --nproc_per_node=4 -m vpipe train configs/gpt_small.yaml
+    """
+    if nproc is not None:
+        overrides = (*overrides, f"parallel.model_parallel_size={nproc}")
+    known = [name for entry in catalog.entries() for name in (entry.name, *entry.aliases)]
+    loaded = configs.load(config, overrides, scheduler, names={"parallel.scheduler": known})
+    if print_config:
+        click.echo(configs.commented(loaded.config), nl=False)
+        return 0
+    return run(loaded.config, loaded.warnings, output_dir, resume or loaded.config.checkpoint.resume)
+
+
+def run(config: configs.PipelineConfig, warnings: tuple[str, ...], output_dir: Path | None, resume: str | None) -> int:
+    """Train a checked config here and now."""
+    from vpipe.launch import environment
+    from vpipe.train import rundir
+
+    environment.adopt()
+    rank = environment.rank()
+    if not rank:
+        for warning in warnings:
+            click.echo(f"vpipe: warning: {warning}", err=True)
+    start = _resume_from(config, output_dir, resume)
+    arguments: dict[str, Any] = {"config": config.to_dict(), "resume": str(start) if start else None}
+    if rank is not None:
+        from vpipe.train import worker
+
+        return worker.train(**arguments, output_dir=str(output_dir) if output_dir else None)
+    directory = rundir.create(config, output_dir)
+    arguments["directory"] = str(directory)
+    if config.parallel.transport == "inprocess" or config.num_ranks == 1:
+        from vpipe.train import worker
+
+        return worker.train(**arguments)
+    from vpipe.launch import local
+
+    preload = (*local.PRELOAD, "vpipe.train.worker")
+    sys.stdout.flush()
+    return local.run(
+        "vpipe.train.worker:train",
+        config.num_ranks,
+        arguments=arguments,
+        log_dir=directory / "logs",
+        threads=config.launch.threads,
+        preload=preload,
+    )
+
+
+def _resume_from(config: configs.PipelineConfig, output_dir: Path | None, resume: str | None) -> Path | None:
+    """The directory to go on from; ``latest`` is the newest run with a checkpoint."""
+    if resume is None:
+        return None
+    if resume != "latest":
+        if not Path(resume).exists():
+            raise UserError(f"there is nothing at {resume} to resume from; give a checkpoint or a run directory")
+        return Path(resume).resolve()
+    kept = config.checkpoint.directory
+    places = [Path(kept)] if kept else [output_dir] if output_dir else []
+    runs = Path(config.observe.directory)
+    places += sorted((path for path in runs.glob("*") if path.is_dir()), reverse=True) if runs.is_dir() else []
+    for place in places:
+        if any(place.glob("iteration-*/manifest.json")) or any(place.glob("checkpoints/iteration-*/manifest.json")):
+            return place.resolve()
+    return None

@@ -1,0 +1,1 @@
+"""From a config to a trained model: data, optimizer, learning rate, checkpoints, metrics, and the loop around the pipeline."""

@@ -1,0 +1,79 @@
+"""What a run achieved, in OurGPipe's keys: time, tokens, throughput, MFU.
+
+Warm-up and profiled iterations are left out. MFU is the model's FLOPs over the dense peak of the number format really used; where the
+peak of a device is not known it is ``n/a``, not a guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "A100": {"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+    "H100": {"fp32": 66.9e12, "bf16": 989.4e12, "fp16": 989.4e12},
+    "V100": {"fp32": 15.7e12, "fp16": 125e12},
+    "A10": {"fp32": 31.2e12, "bf16": 125e12, "fp16": 125e12},
+    "L4": {"fp32": 30.3e12, "bf16": 121e12, "fp16": 121e12},
+    "RTX 3090": {"fp32": 35.6e12, "bf16": 71e12, "fp16": 71e12},
+    "RTX 4090": {"fp32": 82.6e12, "bf16": 165.2e12, "fp16": 165.2e12},
+}
+"""Dense peaks from the vendors' data sheets, by a part of the device's name."""
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def peak_flops(device: str, precision: str) -> float | None:
+    """The dense peak of one device, or ``None`` where it is not known."""
+    for name in sorted(PEAK_FLOPS, key=len, reverse=True):
+        if name in device:
+            return PEAK_FLOPS[name].get(precision)
+    return None
+
+
+@dataclass
+class Metrics:
+    """Adds up iterations."""
+
+    num_devices: int
+    parameters: int
+    flops_per_token: float
+    precision: str
+    warmup_iterations: int
+    device: str = field(default_factory=device_name)
+    _iterations: list[tuple[float, int, int, bool]] = field(default_factory=list)
+
+    def add(self, seconds: float, tokens: int, samples: int, counts: bool = True) -> None:
+        """One iteration; ``counts`` is false for a profiled one."""
+        counts = counts and len(self._iterations) >= self.warmup_iterations
+        self._iterations.append((seconds, tokens, samples, counts))
+
+    def summary(self) -> dict[str, Any]:
+        """OurGPipe's summary."""
+        effective = [(s, t, n) for s, t, n, counts in self._iterations if counts]
+        seconds = sum(s for s, _, _ in effective)
+        tokens, samples = sum(t for _, t, _ in effective), sum(n for _, _, n in effective)
+        rate = tokens / seconds if seconds else 0.0
+        peak = peak_flops(self.device, self.precision)
+        return {
+            "total_time_seconds": sum(s for s, *_ in self._iterations),
+            "effective_time_seconds": seconds,
+            "time_per_iteration_seconds": seconds / len(effective) if effective else 0.0,
+            "total_iterations": len(self._iterations),
+            "effective_iterations": len(effective),
+            "warmup_iterations": min(self.warmup_iterations, len(self._iterations)),
+            "total_tokens": sum(t for _, t, *_ in self._iterations),
+            "effective_tokens": tokens,
+            "throughput_tokens_per_second": rate,
+            "samples_per_second": samples / seconds if seconds else 0.0,
+            "mfu": rate * self.flops_per_token / (peak * self.num_devices) if peak and seconds else "n/a",
+            "model_params": self.parameters,
+            "flops_per_token": self.flops_per_token,
+            "num_gpus": self.num_devices if torch.cuda.is_available() else 0,
+            "device_name": self.device,
+            "dtype": self.precision,
+        }

@@ -1,0 +1,69 @@
+"""The optimizers of a config. torch has all but LAMB, which BERT's pre-training uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from vpipe.config.sections import TrainingConfig
+
+Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def optimizer(training: TrainingConfig) -> Factory:
+    """The function that makes a stage's optimizer."""
+    rate, decay = training.learning_rate, training.weight_decay
+    moments: dict[str, Any] = {"lr": rate, "betas": training.betas, "eps": training.eps, "weight_decay": decay}
+    match training.optimizer:
+        case "sgd":
+            return lambda ps: torch.optim.SGD(ps, lr=rate, momentum=training.momentum, weight_decay=decay)
+        case "adam":
+            return lambda ps: torch.optim.Adam(ps, **moments)
+        case "adamw":
+            return lambda ps: torch.optim.AdamW(ps, **moments)
+        case "lamb":
+            return lambda ps: Lamb(ps, **moments)
+
+
+class Lamb(Optimizer):
+    """Layer-wise adaptive moments (You et al., 2020): Adam's step, scaled per tensor by ‖weights‖ / ‖step‖."""
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        (beta1, beta2), count = group["betas"], float(state["step"])
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        mean = state["exp_avg"] / (1 - beta1**count)
+        spread = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
+        step = mean / spread + group["weight_decay"] * parameter
+        weight_norm, step_norm = parameter.norm(), step.norm()
+        trust = torch.where((weight_norm > 0) & (step_norm > 0), weight_norm / step_norm, torch.ones_like(weight_norm))
+        parameter.sub_(step * (group["lr"] * trust))
