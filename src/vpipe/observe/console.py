@@ -143,8 +143,8 @@ class Console:
             parts.append(f"bubble {float(bubble):.1%}")
         if held := metrics.get("memory"):
             parts.append(f"memory {memory(max(_list(held)))}")
-        if metrics.get("skipped"):
-            parts.append("update skipped: a gradient is not finite")
+        if skipped := metrics.get("skipped"):
+            parts.append(f"{int(skipped)} updates skipped: a gradient was not finite")
         if (left := self._left()) is not None:
             parts.append(f"{duration(left)} left")
         return "  ".join(parts)

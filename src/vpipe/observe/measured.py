@@ -7,7 +7,7 @@ nanoseconds, which is why sums of parts are exact.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from vpipe.observe.rundir import Event, Step
@@ -30,8 +30,10 @@ class Measured:
 
     @cached_property
     def program(self) -> Program:
-        """The executed program."""
-        return self.planned.with_rows([[event.action for event in row] for row in self.ranks])
+        """The executed program. An asynchronous run may chain more units between two drains than its plan shows."""
+        rows = tuple(tuple(event.action for event in row) for row in self.ranks)
+        units = 1 + max((action.microbatch for row in rows for action in row), default=0)
+        return replace(self.planned, rows=rows, num_microbatches=units)
 
     @cached_property
     def span(self) -> int:

@@ -1,0 +1,52 @@
+/* Curves as SVG: a grid, one or more series, a cursor that reads the nearest point. */
+function chart({ series, format, xFormat, xName = "iteration", fromZero = false, log = false }) {
+  const width = 560, height = 210, left = 52, right = 10, top = 8, bottom = 26;
+  const usable = (value) => isNumber(value) && (!log || value > 0);
+  const points = series.map(({ x, y }) => x.map((value, index) => [value, y[index]]).filter(([a, b]) => isNumber(a) && usable(b)));
+  const all = points.flat();
+  if (!all.length) return h("p.faint", null, "nothing measured yet");
+  const xs = all.map((point) => point[0]), ys = all.map((point) => point[1]);
+  let x0 = xs.reduce((a, b) => Math.min(a, b)), x1 = xs.reduce((a, b) => Math.max(a, b));
+  let y0 = fromZero ? 0 : ys.reduce((a, b) => Math.min(a, b)), y1 = ys.reduce((a, b) => Math.max(a, b));
+  if (x0 === x1) x1 = x0 + 1;
+  const margin = (y1 - y0) * 0.06 || Math.abs(y1) * 0.1 || 1;
+  y1 += margin;
+  if (!fromZero) y0 = y0 >= 0 ? Math.max(0, y0 - margin) : y0 - margin;
+  const px = (value) => left + ((value - x0) / (x1 - x0)) * (width - left - right);
+  const py = (value) => top + (1 - (value - y0) / (y1 - y0)) * (height - top - bottom);
+  const grid = rounds(y0, y1, 5).map((value) => [s("line", { class: "grid", x1: left, x2: width - right, y1: py(value), y2: py(value) }), s("text", { x: left - 6, y: py(value) + 4, "text-anchor": "end" }, format(value))]);
+  const axis = rounds(x0, x1, 6).map((value) => s("text", { x: px(value), y: height - 8, "text-anchor": "middle" }, xFormat ? xFormat(value) : short(value)));
+  const lines = series.map(({ tint, dots, faint }, index) => {
+    const path = points[index].map(([x, y], number) => (number ? "L" : "M") + px(x).toFixed(1) + " " + py(y).toFixed(1)).join("");
+    const marks = dots ? points[index].map(([x, y]) => s("circle", { cx: px(x), cy: py(y), r: 3, fill: tint })) : [];
+    return [s("path", { d: path, stroke: tint, "stroke-opacity": faint ? 0.4 : 1 }), marks];
+  });
+  const cursor = s("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });
+  const drawing = s("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": series.map((each) => each.name).join(", ") }, grid.flat(), axis, lines.flat(2), cursor);
+  drawing.addEventListener("pointermove", (event) => {
+    const box = drawing.getBoundingClientRect();
+    const at = x0 + (((event.clientX - box.left) / box.width) * width - left) / (width - left - right) * (x1 - x0);
+    const nearest = (list) => list.reduce((best, point) => (!best || Math.abs(point[0] - at) < Math.abs(best[0] - at) ? point : best), null);
+    const found = points.map(nearest), main = found.find(Boolean);
+    cursor.setAttribute("x1", px(main[0]));
+    cursor.setAttribute("x2", px(main[0]));
+    cursor.setAttribute("visibility", "visible");
+    tip.show(event, xName + " " + (xFormat ? xFormat(main[0]) : main[0].toLocaleString("en")), found.map((point, index) => point && series[index].name + " " + format(point[1])).filter(Boolean));
+  });
+  drawing.addEventListener("pointerleave", () => { tip.hide(); cursor.setAttribute("visibility", "hidden"); });
+  return drawing;
+}
+
+/* A line through a noisy curve. */
+function smooth(values, weight = 0.9) {
+  let mean = null;
+  return values.map((value) => {
+    if (!isNumber(value)) return mean;
+    mean = mean === null ? value : weight * mean + (1 - weight) * value;
+    return mean;
+  });
+}
+
+function key(series) {
+  return h("div.legend", null, series.map(({ name, tint, faint }) => h("span", null, h("i", { style: { background: tint, opacity: faint ? 0.4 : 1 } }), name)));
+}

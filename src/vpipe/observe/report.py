@@ -1,0 +1,43 @@
+"""``vpipe report``: a run directory as one HTML file, and its trace beside it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from vpipe.errors import UserError
+from vpipe.observe import page_html, trace
+from vpipe.observe.measured import join_all
+from vpipe.observe.payload import payload
+from vpipe.observe.rundir import open_run
+
+MAX_BYTES = 2 * 10**6
+
+
+class Written(NamedTuple):
+    """What was written, and what a reader should know about it."""
+
+    report: Path
+    trace: Path | None
+    notes: list[str]
+
+
+def write_report(run_directory: str | Path, output: str | Path | None = None) -> Written:
+    """Write ``report.html`` (or ``output``) and ``trace.json.gz`` beside it."""
+    run = open_run(run_directory)
+    target = Path(output) if output is not None else run.path / "report.html"
+    data = payload(run)
+    page = page_html.report(data)
+    fresh = target.with_name(target.name + ".new")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(page, encoding="utf-8")
+        os.replace(fresh, target)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror}") from None
+    steps = join_all(run.facts.program, run.common_steps())
+    beside = target.with_name("trace.json.gz") if steps else None
+    if beside is not None:
+        trace.write(beside, steps, {"run": str(run.path), "schedule": run.facts.schedule})
+    return Written(target, beside, list(data["notes"]))

@@ -1,0 +1,138 @@
+"""A run for Perfetto and chrome://tracing: Chrome's JSON of events, gzipped.
+
+    process  a rank            thread 0  compute: one slice per action, from when it had what it needed to its end
+                               thread 1  messages: SEND and RECV as the rank posts them
+                               thread 0 also shows "wait" slices: the rank had come to an action that was not ready
+    arrows   from the action that made a message to the action that used it
+    counters what the rank holds, per step
+
+Slices are named as the schedule writes actions, so the trace reads back into a program (``programs``) and the verifier
+that passed the plan can pass what was executed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vpipe.errors import UserError
+from vpipe.observe.measured import Measured, computes
+from vpipe.observe.waits import meetings, producers
+from vpipe.schedule.action import Action, parse
+from vpipe.schedule.draw import NAMES
+
+COMPUTE, MESSAGES = 0, 1
+WAIT = "wait"
+
+
+def events(steps: Sequence[Measured]) -> Iterator[dict[str, Any]]:
+    """The trace events of these steps, one after the other on one clock."""
+    if steps:
+        yield from _names(steps[0])
+    at = 0
+    for step in steps:
+        at += step.lead
+        yield from _slices(step, at)
+        yield from _arrows(step, at)
+        yield from _counters(step, at)
+        at += step.span
+
+
+def write(path: str | Path, steps: Sequence[Measured], about: Mapping[str, Any] | None = None) -> None:
+    """The trace as a file that Perfetto opens."""
+    found = {"traceEvents": list(events(steps)), "displayTimeUnit": "ms", "otherData": dict(about or {})}
+    data = gzip.compress(json.dumps(found, separators=(",", ":")).encode(), compresslevel=6, mtime=0)
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def programs(path: str | Path) -> dict[int, list[list[Action]]]:
+    """Step → per rank, the actions that a trace says were executed."""
+    try:
+        data = json.loads(gzip.decompress(Path(path).read_bytes()))
+        found = [each for each in data["traceEvents"] if each["ph"] == "X" and each["cat"] != WAIT]
+        steps: dict[int, dict[int, list[tuple[int, Action]]]] = {}
+        for each in found:
+            rank = steps.setdefault(each["args"]["step"], {}).setdefault(each["pid"], [])
+            rank.append((each["args"]["index"], parse(each["name"])))
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a trace of vpipe, or it is cut off: {error}") from None
+    return {
+        step: [[action for _, action in sorted(ranks[rank])] for rank in sorted(ranks)] for step, ranks in steps.items()
+    }
+
+
+def _names(step: Measured) -> Iterator[dict[str, Any]]:
+    for rank, stages in enumerate(step.program.placement.stages_of):
+        held = f"stage {stages[0]}" if len(stages) == 1 else "stages " + " ".join(map(str, stages))
+        yield _meta("process_name", rank, 0, {"name": f"rank {rank} ({held})"})
+        yield _meta("process_sort_index", rank, 0, {"sort_index": rank})
+        yield _meta("thread_name", rank, COMPUTE, {"name": "compute"})
+        yield _meta("thread_name", rank, MESSAGES, {"name": "messages"})
+
+
+def _meta(name: str, rank: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": args}
+
+
+def _slices(step: Measured, at: int) -> Iterator[dict[str, Any]]:
+    met = meetings(step)
+    for rank, row in enumerate(step.ranks):
+        for index, event in enumerate(row):
+            ready = met.get((rank, index), (event.ready, rank))[0]
+            stage, kind, microbatch = event.action
+            if ready - event.begin >= 1000:
+                why = {"step": step.step, "for": str(event.action)}
+                yield _slice(WAIT, WAIT, rank, COMPUTE, at + event.begin, ready - event.begin, why)
+            args: dict[str, Any] = {"step": step.step, "index": index, "stage": stage}
+            if microbatch >= 0:
+                args |= {"microbatch": microbatch, "version": event.version}
+            if event.bytes:
+                args["bytes"] = event.bytes
+            thread = COMPUTE if computes(event) else MESSAGES
+            name = NAMES.get(kind, kind.value)
+            yield _slice(str(event.action), name, rank, thread, at + ready, event.end - ready, args)
+
+
+def _slice(
+    name: str, category: str, rank: int, thread: int, at: int, length: int, args: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": rank,
+        "tid": thread,
+        "ts": at / 1000,
+        "dur": length / 1000,
+        "args": args,
+    }
+
+
+def _arrows(step: Measured, at: int) -> Iterator[dict[str, Any]]:
+    """From the end of what made a message to the start of what used it; drawn inside both slices."""
+    made = {event.action: (rank, event) for rank, row in enumerate(step.ranks) for event in row}
+    for rank, row in enumerate(step.ranks):
+        for event in row:
+            for source in producers(step.program, event.action):
+                if source not in made:
+                    continue
+                peer, maker = made[source]
+                if maker.end == maker.ready or event.end == event.ready:
+                    continue
+                number = f"{step.step}.{source}.{event.action}"
+                common = {"cat": "message", "name": "message", "id": number, "tid": COMPUTE}
+                yield {**common, "ph": "s", "pid": peer, "ts": (at + maker.end - 1) / 1000}
+                yield {**common, "ph": "f", "bp": "e", "pid": rank, "ts": (at + event.ready) / 1000}
+
+
+def _counters(step: Measured, at: int) -> Iterator[dict[str, Any]]:
+    for rank, memory in enumerate(step.memory):
+        if memory:
+            held = {key: value for key, value in memory.items() if value >= 0}
+            yield {"ph": "C", "name": "memory", "pid": rank, "tid": COMPUTE, "ts": at / 1000, "args": held}
