@@ -95,11 +95,14 @@ def even_partition(num_layers: int, num_stages: int) -> list[int]:
 
 
 def bind_inputs(flow: Flow, inputs: object) -> dict[Value, object]:
-    """The model's inputs as values: a single ``x`` takes whatever was given, named inputs come from a dict."""
-    if flow.inputs == (FLOW,) or not flow.inputs:
+    """The model's inputs as values: a single input takes whatever was given, several come from a dict by name."""
+    if not flow.inputs or flow.inputs == (FLOW,):
         return {(FLOW, INPUT): inputs}
+    if len(flow.inputs) == 1 and not (isinstance(inputs, dict) and flow.inputs[0] in inputs):
+        return {(flow.inputs[0], INPUT): inputs}
     if not isinstance(inputs, dict):
-        raise UserError(f"the model reads {', '.join(flow.inputs)}; give its inputs as a dict with these names, not as a {type(inputs).__name__}")
+        names, kind = ", ".join(flow.inputs), type(inputs).__name__
+        raise UserError(f"the model reads {names}; give its inputs as a dict with these names, not as a {kind}")
     missing = [name for name in flow.inputs if name not in inputs]
     if missing:
         raise UserError(f"the model reads {missing[0]!r}, but its inputs have only {', '.join(map(str, inputs))}")
