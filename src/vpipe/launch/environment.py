@@ -47,12 +47,6 @@ def rank(environ: Mapping[str, str] | None = None) -> int | None:
     return int(environ.get("RANK", "0")) if int(environ.get("WORLD_SIZE", "1")) > 1 else None
 
 
-def rank(environ: Mapping[str, str] | None = None) -> int | None:
-    """Which of several this process is; ``None`` where no launcher has started it."""
-    environ = os.environ if environ is None else environ
-    return int(environ["RANK"]) if "RANK" in environ and "WORLD_SIZE" in environ else None
-
-
 def from_slurm(environ: Mapping[str, str], ask: Ask) -> dict[str, str]:
     """torch's variables for one task of a job step."""
     node = int(environ.get("SLURM_NODEID", "0"))

@@ -1,0 +1,245 @@
+"""What this machine has, what would run, what is missing: answered before a job waits in a queue.
+
+Each check looks at one thing and gives a finding: found, missing (something cannot be done without it) or note (works
+differently than one may think), with the command that mends it. No check may take long or fail: what goes wrong inside
+one is its finding.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from vpipe.launch.hosts import free_port, interface_of, is_loopback
+
+SECONDS = 5
+"""How long another program may take to answer."""
+
+EXTRAS = {
+    "data": ("h5py", "tokenizers"),
+    "huggingface": ("transformers",),
+    "dashboard": ("starlette", "uvicorn"),
+    "tensorboard": ("tensorboard",),
+}
+"""Extra → what it installs."""
+
+CONTAINERS = {
+    "apptainer": "see apptainer.org",
+    "singularity": "apptainer is its successor",
+    "docker": "see docs.docker.com",
+    "ch-run": "apt-get install charliecloud",
+    "bwrap": "apt-get install bubblewrap",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check has found."""
+
+    topic: str
+    status: Literal["found", "missing", "note"]
+    detail: str
+    mend: str = ""
+
+
+def examine() -> list[Finding]:
+    """All checks, side by side: several wait for other programs."""
+    checks = (
+        _python,
+        _torch,
+        _gpus,
+        _cores,
+        _memory,
+        _shared_memory,
+        _disk,
+        _network,
+        _ports,
+        _slurm,
+        _ssh,
+        _containers,
+    )
+    with ThreadPoolExecutor(len(checks) + 1) as pool:
+        return [finding for found in pool.map(_safely, (*checks, _extras)) for finding in found]
+
+
+def _safely(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    try:
+        return list(check())
+    except Exception as error:
+        name = check.__name__.strip("_").replace("_", " ")
+        return [Finding(name, "note", f"could not be examined: {type(error).__name__}: {error}")]
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("python", "found", f"{platform.python_version()} at {sys.executable}, {platform.platform()}")
+
+
+def _torch() -> Iterator[Finding]:
+    """Read from its files: importing it would take longer than all other checks."""
+    try:
+        build = version("torch")
+    except PackageNotFoundError:
+        yield Finding("torch", "missing", "not installed", "pip install -e . installs it")
+        return
+    spec = find_spec("torch")
+    text = Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
+    cuda = next((line.split("=")[1].strip(" '\"") for line in text.splitlines() if line.startswith("cuda")), "None")
+    kind = "for CPUs" if cuda == "None" else f"for CUDA {cuda}"
+    yield Finding("torch", "found", f"{build}, built {kind}")
+
+
+def _gpus() -> Iterator[Finding]:
+    if shutil.which("nvidia-smi"):
+        names = _lines(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+        if names:
+            yield Finding("gpu", "found", f"{len(names)}: {'; '.join(names)}")
+            return
+    yield Finding("gpu", "note", "none seen; ranks compute on processor cores and talk by gloo")
+
+
+def _cores() -> Iterator[Finding]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    yield Finding("cores", "found", f"{usable} usable of {os.cpu_count()}, load {load:.1f}")
+    if load > usable:
+        yield Finding("load", "note", f"{load:.1f} processes want {usable} cores: times measured now mean little")
+
+
+def _memory() -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    yield Finding("memory", "found", f"{_gib(memory.available)} available of {_gib(memory.total)}")
+
+
+def _shared_memory() -> Iterator[Finding]:
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        yield Finding("shared memory", "missing", "no /dev/shm", "use parallel.transport: distributed")
+        return
+    free = shutil.disk_usage(place).free
+    small = free < 2**30
+    mend = "docker run --ipc=host or --shm-size=8g" if small else ""
+    yield Finding("shared memory", "note" if small else "found", f"{_gib(free)} free in /dev/shm", mend)
+
+
+def _disk() -> Iterator[Finding]:
+    here = Path.cwd()
+    free = shutil.disk_usage(here).free
+    if not os.access(here, os.W_OK):
+        yield Finding("disk", "missing", f"{here} cannot be written", "work elsewhere or set observe.directory")
+    elif free < 5 * 2**30:
+        yield Finding(
+            "disk", "note", f"{_gib(free)} free in {here}: little for checkpoints", "set checkpoint.directory"
+        )
+    else:
+        yield Finding("disk", "found", f"{_gib(free)} free in {here}")
+
+
+def _network() -> Iterator[Finding]:
+    states = psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        shown = [each.address for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
+        if shown and states[name].isup:
+            yield Finding("interface", "found", f"{name}: {', '.join(shown)}")
+    yield _gloo()
+
+
+def _gloo() -> Finding:
+    """gloo takes the interface that the environment names, else the one that this machine's name leads to."""
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if chosen:
+        known = all(name in psutil.net_if_addrs() for name in chosen.split(","))
+        mend = "" if known else f"interfaces are {', '.join(psutil.net_if_addrs())}"
+        return Finding("gloo", "found" if known else "missing", f"GLOO_SOCKET_IFNAME={chosen}", mend)
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return Finding(
+            "gloo", "missing", f"the name {name} of this machine does not resolve", f"add {name} to /etc/hosts"
+        )
+    where = f"{interface_of(address) or 'no interface'} ({name} is {address})"
+    if is_loopback(address):
+        several = "fine on one machine; over several, vpipe takes the interface that leads to the first node"
+        return Finding("gloo", "note", f"{where}: {several}", "set launch.interface to choose another")
+    return Finding("gloo", "found", where)
+
+
+def _ports() -> Iterator[Finding]:
+    port = free_port()
+    yield Finding("ports", "found", f"127.0.0.1:{port} can be listened on")
+    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    yield Finding("ports", "found", f"ephemeral ports {text[0]} to {text[1]}; SLURM jobs meet at 10000 to 29999")
+
+
+def _slurm() -> Iterator[Finding]:
+    if not shutil.which("sbatch"):
+        yield Finding(
+            "slurm", "missing", "no sbatch here", "run vpipe submit on a login node; --dry-run works anywhere"
+        )
+        return
+    lines = _lines(["sinfo", "--noheader", "--format=%P %D nodes %G %a"])
+    if lines:
+        yield Finding("slurm", "found", f"{_first(['sbatch', '--version'])}; {'; '.join(lines)}")
+    else:
+        mend = "is SLURM_CONF set, is slurmctld up? 'sinfo' says more"
+        yield Finding("slurm", "missing", "sbatch is here, but the controller does not answer", mend)
+    if "SLURM_JOB_ID" in os.environ:
+        yield Finding("slurm", "found", f"inside job {os.environ['SLURM_JOB_ID']}")
+
+
+def _ssh() -> Iterator[Finding]:
+    if not shutil.which("ssh"):
+        yield Finding("ssh", "missing", "no ssh: launch.machines cannot be used", "apt-get install openssh-client")
+        return
+    home = Path.home() / ".ssh"
+    keys = sorted(path.name for path in home.glob("id_*") if path.suffix != ".pub") if home.is_dir() else []
+    agent = "an agent runs" if os.environ.get("SSH_AUTH_SOCK") else "no agent"
+    yield Finding("ssh", "found", f"keys: {', '.join(keys) or 'none in ~/.ssh'}; {agent}")
+
+
+def _containers() -> Iterator[Finding]:
+    found = {name: path for name in CONTAINERS if (path := shutil.which(name))}
+    for name in found:
+        yield Finding("container", "found", f"{name}: {_first([name, '--version'])}")
+    if not found:
+        yield Finding("container", "note", "none; launch.container.kind: none works", CONTAINERS["ch-run"])
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, modules in EXTRAS.items():
+        absent = [module for module in modules if find_spec(module) is None]
+        if absent:
+            yield Finding("extra", "missing", f"{extra}: no {', '.join(absent)}", f"pip install 'vpipe[{extra}]'")
+        else:
+            yield Finding("extra", "found", f"{extra}: {', '.join(modules)}")
+
+
+def _lines(command: list[str]) -> list[str]:
+    """What a program prints, if it prints it soon."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    text = (done.stdout or done.stderr) if done.returncode == 0 else ""
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _first(command: list[str]) -> str:
+    return next(iter(_lines(command)), "no version told")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
