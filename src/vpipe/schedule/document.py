@@ -76,7 +76,7 @@ def _overview() -> str:
         name = f"[{entry.name}](#{entry.name})"
         spans = (f"{found.makespan:g}", f"{found.maxspan:g}", f"{found.bubble:.1%}")
         rows.append((name, *spans, peaks, str(max(found.weight_versions))))
-    note = "pipedream and pipedream-2bw do not flush: their makespan here contains one filling and one draining of the pipe."
+    note = "pipedream and pipedream-2bw do not flush: their makespan here contains one filling and one draining."
     return f"## All of them\n\n{_table(rows)}\n{note}\n"
 
 
