@@ -83,10 +83,10 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         while True:
             self._reap()
-            ready, _, _ = select.select([self._control, reader], [], [], 1.0)
+            ready, _, _ = select.select([self._control.fileno(), reader], [], [], 1.0)
             if reader in ready:
                 os.read(reader, 4096)
-            if self._control in ready:
+            if self._control.fileno() in ready:
                 data = self._control.recv(4096)
                 if not data:
                     kill_own_group()

@@ -6,13 +6,13 @@ Everything here runs once, before the first step.
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
+from vpipe.runtime import membership
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow
 from vpipe.runtime.programs import Programs, ScheduleSpec
@@ -43,9 +44,26 @@ def under_launcher() -> bool:
 
 def join(timeout: float) -> int:
     """Join the others; how many there are."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    return dist.get_world_size()
+    return membership.join(membership.Place.read(os.environ) if "WORLD_SIZE" in os.environ else None, timeout)
+
+
+def agree(programs: Programs, flow: Flow, seed: int) -> None:
+    """Before anything is built: every rank must be about to run the same program."""
+    member = membership.current()
+    if member is None:
+        return
+    spec = programs.spec
+    text = repr((spec.program.rows, flow.bounds, flow.skips(), programs.synchronous))
+    member.agree(
+        {
+            "schedule": spec.schedule if isinstance(spec.schedule, str) else "of its own",
+            "num_microbatches": str(spec.num_microbatches),
+            "partition": str([end - begin for begin, end in flow.bounds]),
+            "replicas": str(spec.replicas),
+            "seed": str(seed),
+            "program": hashlib.sha256(text.encode()).hexdigest()[:12],
+        }
+    )
 
 
 def own_module(index: int, layer: Layer, replica: int) -> nn.Module:
@@ -100,7 +118,10 @@ class Pieces:
         optimizers = {index: self._optimizer(stage) for index, stage in stages.items()} if self.optimizer else {}
         scale = self.loss_scale if lock is None and transport.num_ranks == 1 else copy.copy(self.loss_scale)
         updater = Updater(transport, placement, stages, optimizers, self.tied, self.update, scale)
-        return Engine(stages, self.flow, transport, updater, self.seed, self.autocast, lock)
+        engine = Engine(stages, self.flow, transport, updater, self.seed, self.autocast, lock)
+        if member := membership.current():
+            member.watch(engine)
+        return engine
 
     def _optimizer(self, stage: Stage) -> Any:
         assert self.optimizer is not None

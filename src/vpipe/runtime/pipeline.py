@@ -91,6 +91,7 @@ class Pipeline:
         self.loss_scale = loss_scale or LossScale()
         pieces = assembly.Pieces(
             plain,
+        assembly.agree(self.programs, self.flow, seed)
             loss_fn,
             self.flow,
             self.programs,

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vpipe.runtime import membership
+from vpipe.runtime.failure import PeerLost
 from vpipe.runtime.wire import Envelope, Packed, pack, unpack, unpack_head
 
 START_CAPACITY = 16 * 1024
@@ -125,7 +127,8 @@ class DistributedTransport:
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
-            raise ConnectionError(f"rank {self.rank} {doing}, but rank {peer} is gone or silent ({_first_line(error)})") from None
+            sentence = f"rank {self.rank} {doing}, but rank {peer} does not answer ({_first_line(error)})"
+            raise PeerLost(sentence, peer) from None
 
     def all_gather(self, value: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Tensor]:
         group = self._group(ranks)
@@ -161,13 +164,13 @@ class DistributedTransport:
         try:
             call()
         except RuntimeError as error:
-            raise ConnectionError(f"rank {self.rank} lost another rank during a collective ({_first_line(error)})") from None
+            raise PeerLost(f"rank {self.rank} lost another rank in a collective ({_first_line(error)})") from None
 
     def barrier(self) -> None:
         self._collective(dist.barrier)
 
     def fail(self, error: BaseException) -> None:
-        pass
+        membership.failed(error)
 
     def close(self) -> None:
         pass

@@ -1,0 +1,261 @@
+"""Joining the other ranks, and staying in touch.
+
+Ranks meet at a store, say who they are, and only then connect to each other: a rank with another torch, another vpipe
+or another program is refused in words instead of hanging in the middle of a step. From then on a watchdog ends this
+rank when another one fails. There is one membership a process, as there is one default process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import sys
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic, sleep
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+import vpipe
+from vpipe.errors import UserError
+from vpipe.runtime.failure import Board, Cause, PeerLost
+from vpipe.runtime.watchdog import Watchdog
+
+_stores: Any = dist
+"""torch's type stubs leave its stores out."""
+
+COME_WITHIN = 300.0
+"""Seconds within which all ranks must have come; less if the timeout is less."""
+SILENCE = 60.0
+"""Seconds after which a rank that gives no sign is taken for stopped; less if the timeout is less."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a launcher says about this process."""
+
+    rank: int
+    num_ranks: int
+    host: str
+    port: int
+    launcher_keeps_store: bool = False
+    generation: str = "0"
+    """Counts restarts by torchrun: the addresses of ranks that are gone must not be found again."""
+    report_fd: int | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Place:
+        try:
+            report = environ.get("VPIPE_REPORT_FD")
+            return cls(
+                int(environ["RANK"]),
+                int(environ["WORLD_SIZE"]),
+                environ["MASTER_ADDR"],
+                int(environ["MASTER_PORT"]),
+                environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                f"{environ.get('TORCHELASTIC_RUN_ID', '')}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+                int(report) if report else None,
+            )
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"the launcher has set WORLD_SIZE, but not what belongs to it ({error}); RANK, WORLD_SIZE, MASTER_ADDR "
+                "and MASTER_PORT are needed, as torchrun and 'vpipe run' set them"
+            ) from None
+
+    def connect(self, timeout: float, keep: bool = False) -> Any:
+        """A client of the store at which the ranks meet, with what this generation writes; ``keep`` also serves it."""
+        listener = socket.create_server((self.host, self.port), backlog=1024) if keep and self._is_loopback else None
+        options: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener else {}
+        store = _stores.TCPStore(
+            self.host,
+            self.port,
+            None,
+            keep,
+            timedelta(seconds=timeout),
+            wait_for_workers=False,
+            multi_tenant=not options,
+            **options,
+        )
+        return _stores.PrefixStore(f"vpipe/{self.generation}", store)
+
+    @property
+    def _is_loopback(self) -> bool:
+        return self.host == "localhost" or self.host.startswith("127.")
+
+
+class Membership:
+    """This process as one of the ranks. ``store`` is for the main thread, ``watched`` for the watchdog."""
+
+    def __init__(self, place: Place, timeout: float, store: Any, watched: Any) -> None:
+        self._place = place
+        self._patience = min(timeout, COME_WITHIN)
+        self.store = store
+        self._board = Board(store, place.rank)
+        self._board.beat("0 joining")
+        self._agreements = 0
+        self._engines: list[weakref.ref[Any]] = []
+        self._people: list[dict[str, Any]] = []
+        keeper = None if place.launcher_keeps_store else 0
+        self.watchdog = Watchdog(
+            Board(watched, place.rank), place.rank, place.num_ranks, min(SILENCE, timeout), keeper, place.report_fd
+        )
+        self.watchdog.doing = self._doing
+        self.watchdog.end_silent = self._end_silent
+
+    def meet(self) -> None:
+        """Wait for all ranks; their versions must be the same."""
+        me = {"torch": torch.__version__, "vpipe": vpipe.__version__}
+        process = {"host": _machine(), "pid": os.getpid(), "created": psutil.Process().create_time()}
+        self._people = self._exchange("join", me | process)
+        self._compare(self._people, me, "runs {key} {value}", "install the same versions everywhere")
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """All ranks must say the same about the program that they are going to run."""
+        self._agreements += 1
+        everybody = self._exchange(f"agree/{self._agreements}", facts)
+        self._compare(everybody, facts, "has {key} {value}", "every rank must build the same pipeline")
+
+    def _exchange(self, key: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self._board.put(key, facts)
+        until, pause = monotonic() + self._patience, 0.01
+        num_ranks = self._place.num_ranks
+        while missing := self._board.missing(key, num_ranks):
+            cause = self._board.read()
+            if cause is None and monotonic() > until:
+                names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+                verb = "have" if len(missing) > 1 else "has"
+                what = f"{names} of {num_ranks} {verb} not come within {self._patience:g} s"
+                cause = self._board.post(Cause(missing[0], "missing", what, self._place.rank))
+            if cause is not None:
+                error = PeerLost(str(cause), cause.rank)
+                error.cause = cause.fields()
+                raise error
+            sleep(pause)
+            pause = min(0.2, pause * 1.5)
+        return self._board.gathered(key, num_ranks)
+
+    @staticmethod
+    def _compare(everybody: list[dict[str, Any]], keys: Mapping[str, Any], form: str, remedy: str) -> None:
+        for rank, facts in enumerate(everybody):
+            for key in keys:
+                if facts.get(key) != everybody[0].get(key):
+                    here = form.format(key=key, value=facts.get(key))
+                    there = form.format(key=key, value=everybody[0].get(key))
+                    raise UserError(f"rank {rank} {here}, but rank 0 {there}; {remedy}")
+
+    def watch(self, engine: Any) -> None:
+        """Tell the others what this engine is doing, should it fall silent."""
+        self._engines = [known for known in self._engines if known() is not None] + [weakref.ref(engine)]
+
+    def _doing(self) -> str:
+        for known in reversed(self._engines):
+            engine = known()
+            if engine is not None and engine.current is not None:
+                return str(engine.current)
+        return ""
+
+    def _end_silent(self, rank: int) -> None:
+        """A stopped rank of this machine cannot end by itself: it goes too, if its process is still the one that joined."""
+        person = self._people[rank]
+        try:
+            process = psutil.Process(person["pid"])
+            if person["host"] == _machine() and process.create_time() == person["created"]:
+                process.send_signal(signal.SIGKILL)
+        except psutil.Error:
+            pass
+
+    def start(self) -> None:
+        """From now on this rank ends with the others."""
+        atexit.register(self.watchdog.finish)
+        self.watchdog.start()
+
+def _machine() -> str:
+    """This machine, until its next start."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+_current: Membership | None = None
+
+
+def current() -> Membership | None:
+    """The membership of this process, if it has joined."""
+    return _current
+
+
+def join(place: Place | None, timeout: float) -> int:
+    """Join the others; how many there are. ``place`` is None where only a process group of the user's own says so."""
+    global _current
+    if _current is not None or place is None:
+        return dist.get_world_size()
+    sys.excepthook = hook = Hook(place)
+    if dist.is_initialized():
+        store = _stores.PrefixStore(f"vpipe/{place.generation}", _stores.distributed_c10d._get_default_store())
+        hook.member = member = Membership(place, timeout, store, store.clone())
+        member.meet()
+    else:
+        store, watched = _connected(place, min(timeout, COME_WITHIN))
+        hook.member = member = Membership(place, timeout, store, watched)
+        member.meet()
+        group = _stores.PrefixStore("group", store)
+        patience = timedelta(seconds=timeout)
+        dist.init_process_group("gloo", store=group, rank=place.rank, world_size=place.num_ranks, timeout=patience)
+    _current = member
+    member.start()
+    return place.num_ranks
+
+
+def _connected(place: Place, patience: float) -> tuple[Any, Any]:
+    keep = place.rank == 0 and not place.launcher_keeps_store
+    try:
+        return place.connect(patience, keep), place.connect(patience)
+    except (RuntimeError, OSError) as error:
+        where, reason = f"{place.host}:{place.port}", str(error).strip().splitlines()[0][:200]
+        if keep:
+            raise UserError(f"rank 0 cannot open the store at {where} ({reason}); choose another MASTER_PORT") from None
+        raise PeerLost(f"rank 0 has not opened the store at {where} within {patience:g} s ({reason})", 0) from None
+
+
+class Hook:
+    """The ``sys.excepthook`` of a rank: the others are told before anything is shown, and consequences are one line."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._before = sys.excepthook
+        self.member: Membership | None = None
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        rank = self._place.rank
+        cause = self.member.watchdog.failed(error) if self.member else Cause.of(rank, error)
+        if self._place.report_fd is not None:
+            self._before(kind, error, trace)
+        elif isinstance(error, PeerLost):
+            _to_stderr(f"rank {rank} ends because {cause if error.cause else error}")
+        elif isinstance(error, UserError):
+            if cause.rank == rank or cause.sentence != str(error):
+                _to_stderr(" ".join(str(error).split()))
+            sys.stdout.flush()
+            if self.member:
+                self.member.watchdog.finish()
+            os._exit(2)
+        else:
+            self._before(kind, error, trace)
+
+
+def _to_stderr(sentence: str) -> None:
+    os.write(2, f"vpipe: {sentence}\n".encode())
+
+
+def failed(error: BaseException) -> None:
+    """Tell the other ranks that this one cannot go on; without other ranks, nothing."""
+    if _current is not None:
+        _current.watchdog.failed(error)
