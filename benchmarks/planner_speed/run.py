@@ -102,24 +102,31 @@ def main() -> None:
     sizes = SIZES[:2] if arguments.quick else SIZES
     kinds = [(alike, swap) for swap in (False, True) for alike in (False, True)]
     rows = []
+    if not arguments.json:
+        print("layers stages kind        runs   median    worst  median cpu  worst cpu  worst gap   limit")
     for layers, stages in sizes:
         repeats = 1 if arguments.quick else 2 if layers >= 1000 else 5
-        rows += [measure(layers, stages, repeats, alike=alike, swap=swap) for alike, swap in kinds]
+        for alike, swap in kinds:
+            rows.append(measure(layers, stages, repeats, alike=alike, swap=swap))
+            if not arguments.json:
+                show(rows[-1])
     peer = against_milp(1 if arguments.quick else 5)
     if arguments.json:
         print(json.dumps({"rows": rows, "milp": peer}))
         return
-    print("layers stages kind        runs   median    worst  median cpu  worst cpu  worst gap   limit")
-    for row in rows:
-        limit = f"{row['limit_s']:.3f}" if row["limit_s"] else "-"
-        print(
-            f"{row['layers']:6} {row['stages']:6} {row['kind']:11} {row['runs']:4} "
-            f"{row['median_s']:8.3f} {row['worst_s']:8.3f} "
-            f"{row['median_cpu_s']:11.3f} {row['worst_cpu_s']:10.3f} {row['worst_gap']:10.1e} {limit:>7}"
-        )
     print(
         f"HiGHS on {peer['layers']} x {peer['stages']}: {peer['highs_median_s']:.2f} s, ours "
         f"{peer['ours_median_s'] * 1e3:.1f} ms, same optimum: {peer['ratio']:.0f} times as long"
+    )
+
+
+def show(row: dict[str, object]) -> None:
+    limit = f"{row['limit_s']:.3f}" if row["limit_s"] else "-"
+    print(
+        f"{row['layers']:6} {row['stages']:6} {row['kind']:11} {row['runs']:4} {row['median_s']:8.3f} "
+        f"{row['worst_s']:8.3f} {row['median_cpu_s']:11.3f} {row['worst_cpu_s']:10.3f} "
+        f"{row['worst_gap']:10.1e} {limit:>7}",
+        flush=True,
     )
 
 

@@ -24,7 +24,8 @@ from vpipe.plan.memory import SWAP_RESIDENT, Choice
 from vpipe.plan.repair import repair
 
 _RELATIVE = 1e-12
-_LANE_STEPS = 10
+_LANE_STEPS = 8
+_NUM_REPAIRED = 4
 LABEL_LIMIT = 4_000
 """Partial choices that ``solve`` extends before it settles for a bound."""
 
@@ -92,7 +93,8 @@ class Knapsack:
         if smallest.bytes > self.capacity:
             return None
         bound, price, weight, found = self._prices(smallest)
-        best = min((repair(self, option.path) for option in found), key=lambda pair: pair[0])
+        found.sort(key=lambda option: max(self.base + option.seconds, option.swap))
+        best = min((repair(self, option.path) for option in found[:_NUM_REPAIRED]), key=lambda pair: pair[0])
         if bound >= best[0] * (1 - _RELATIVE):
             return Packing(best[0], best[0], best[1])
         return Packing(*extend(self, price, weight, bound, best, label_limit))
@@ -152,9 +154,11 @@ class Knapsack:
         if not self.swappable:
             bound, price, _ = self._byte_price(0.0, smallest, found)
             return bound, price, 0.0, found
-        best = (-1.0, 0.0, 0.0)
+        bound, price, lean = self._byte_price(0.0, smallest, found)
+        best = bound, price, 0.0
         low, high = 0.0, 1.0
-        for _ in range(_LANE_STEPS):
+        # Where the swap lane does not lead even when swapping is free, it costs nothing: no weight is better.
+        for _ in range(_LANE_STEPS if lean > 0 else 0):
             weight = (low + high) / 2
             bound, price, lean = self._byte_price(weight, smallest, found)
             best = max(best, (bound, price, weight))
