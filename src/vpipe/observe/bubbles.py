@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from vpipe.observe.measured import Measured, computes
 from vpipe.observe.replay import idle_times
-from vpipe.observe.waits import Meetings, meetings, producers
+from vpipe.observe.waits import Meetings, meetings
 from vpipe.schedule.action import Action, Kind
 
 CAUSES = ("warmup_drain", "imbalance", "communication", "data", "overhead")
@@ -86,7 +86,8 @@ Segment = tuple[int, int, _Doing, int]
 def attribute(step: Measured) -> Bubbles:
     """The idle time of every rank by cause."""
     met = meetings(step)
-    tiles = [_tiles(step, rank, met) for rank in range(len(step.ranks))]
+    ends = _ends(step)
+    tiles = [_tiles(step, rank, met, ends) for rank in range(len(step.ranks))]
     starts, doing = _resolved(tiles)
     length = np.append(starts[1:], step.span) - starts
     spent = [{what: int(length[row == what].sum()) for what in _Doing} for row in doing]
@@ -137,9 +138,8 @@ def _worked(tiles: Sequence[Segment]) -> int:
     return sum(until - start for start, until, what, _ in tiles if what is _Doing.WORK)
 
 
-def _tiles(step: Measured, rank: int, met: Meetings) -> list[Segment]:
+def _tiles(step: Measured, rank: int, met: Meetings, ends: dict[Action, tuple[int, int]]) -> list[Segment]:
     """The window of one rank without gaps: what it does, and for whom it waits."""
-    ends = _ends(step)
     last = max(range(len(step.ranks)), key=lambda each: step.ranks[each][-1].end if step.ranks[each] else 0)
     tiles: list[Segment] = [(-step.lead, 0, _Doing.DATA, rank)]
     at = 0
@@ -163,7 +163,7 @@ def _waiting(
     step: Measured, rank: int, action: Action, begin: int, ready: int, ends: dict[Action, tuple[int, int]]
 ) -> list[Segment]:
     """The wait of an action: until the last of its producers has ended for that rank, then for the message."""
-    made = [ends[each] for each in producers(step.program, action) if each in ends]
+    made = [ends[each] for each in step.producers.get(action, ())]
     if not made:
         first = action.stage == 0 and action.kind is Kind.F
         return [(begin, ready, _Doing.DATA if first else _Doing.COMMUNICATION, rank)]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from vpipe.observe.measured import Measured, computes
-from vpipe.observe.waits import meetings, producers
+from vpipe.observe.waits import meetings
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.program import Program
@@ -74,7 +74,7 @@ def _latency(steps: Sequence[Measured]) -> float:
         ends: dict[Action, int] = {event.action: event.end for row in step.ranks for event in row}
         for row in step.ranks:
             for event in row:
-                made = [ends[each] for each in producers(step.program, event.action) if each in ends]
+                made = [ends[each] for each in step.producers.get(event.action, ())]
                 if made and max(made) > event.begin and event.ready >= max(made):
                     taken.append(event.ready - max(made))
     return median(taken) * NS if taken else 0.0

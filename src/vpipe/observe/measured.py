@@ -6,13 +6,14 @@ nanoseconds, which is why sums of parts are exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from vpipe.observe.rundir import Event, Step
+from vpipe.schedule.action import Action
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import LANE, Lane
+from vpipe.schedule.semantics import LANE, NEEDS, Lane, Where
 from vpipe.schedule.simulate import Simulation
 
 
@@ -36,6 +37,16 @@ class Measured:
         return replace(self.planned, rows=rows, num_microbatches=units)
 
     @cached_property
+    def producers(self) -> dict[Action, list[Action]]:
+        """Action → the executed actions of other ranks whose messages it needs."""
+        known = {event.action for row in self.ranks for event in row}
+        return {
+            action: [each for each in producers(self.program, action) if each in known]
+            for action in known
+            if LANE[action.kind] is Lane.COMPUTE
+        }
+
+    @cached_property
     def span(self) -> int:
         """First begin to last end."""
         return max((row[-1].end for row in self.ranks if row), default=0)
@@ -44,6 +55,22 @@ class Measured:
     def busy(self) -> list[int]:
         """Per rank, the time its compute actions took once they had what they needed."""
         return [sum(event.end - event.ready for event in row if computes(event)) for row in self.ranks]
+
+
+def producers(program: Program, action: Action) -> Iterator[Action]:
+    """The actions of other ranks whose messages ``action`` needs."""
+    stage, kind, microbatch = action
+    if microbatch < 0:
+        return
+    here = program.placement.rank(stage, microbatch)
+    for need in NEEDS[kind]:
+        if need.where is Where.HERE:
+            continue
+        stages = (program.writers if need.where is Where.WRITERS else program.readers)[stage]
+        for other in stages:
+            if program.placement.rank(other, microbatch) != here:
+                for each in need.kinds:
+                    yield Action(other, each, microbatch)
 
 
 def computes(event: Event) -> bool:

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from vpipe.errors import UserError
-from vpipe.observe.bubbles import CAUSES, NAMES, attribute
+from vpipe.observe.bubbles import CAUSES, NAMES, Bubbles, attribute
 from vpipe.observe.calibrate import calibrate
 from vpipe.observe.measured import Measured, from_simulation, join_all
 from vpipe.observe.memory import memory_table
@@ -36,9 +36,8 @@ FACTS = (
 )  # fmt: skip
 
 
-def payload(run: RunDirectory) -> dict[str, Any]:
-    """Everything about a run."""
-    steps = join_all(run.facts.program, run.common_steps())
+def payload(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any]:
+    """Everything about a run; ``steps`` are those of ``recorded``."""
     found = {
         "format": 1,
         "title": run.path.resolve().name,
@@ -61,16 +60,22 @@ def payload(run: RunDirectory) -> dict[str, Any]:
     return found
 
 
+def recorded(run: RunDirectory, last: int | None = None) -> list[Measured]:
+    """The steps that all ranks have written down, or only the last of them."""
+    return join_all(run.facts.program, run.common_steps(last))
+
+
 def timelines(steps: Sequence[Measured]) -> dict[str, Any]:
     """The recorded steps, the simulation that they calibrate, and what both say about idle time."""
     if not steps:
         return {"steps": [], "rows": [], "simulated": None, "prediction": None, "verified": None}
     last = steps[-1]
     rows = actions(last)
+    bubbles = [attribute(step) for step in steps]
     simulation, problem = simulated(steps)
     found: dict[str, Any] = {
         "rows": rows,
-        "steps": _within_budget(steps, rows),
+        "steps": _within_budget(steps, bubbles, rows),
         "simulated": None,
         "prediction": None,
         "verified": [str(each) for each in verify(last.program)][:5],
@@ -79,15 +84,16 @@ def timelines(steps: Sequence[Measured]) -> dict[str, Any]:
         found["simulation_problem"] = problem
         return found
     drawn = from_simulation(simulation)
-    found["simulated"] = timeline(drawn) | {"rows": actions(drawn)}
+    expected = attribute(drawn)
+    found["simulated"] = timeline(drawn, expected) | {"rows": actions(drawn)}
     measured = [step.span for step in (steps[1:] if len(steps) > 2 else steps)]
     typical = median(measured) * 1e-9
     found["prediction"] = {
         "simulated_seconds": simulation.makespan,
         "measured_seconds": typical,
         "error": simulation.makespan / typical - 1 if typical else None,
-        "simulated_bubble": attribute(drawn).fraction,
-        "measured_bubble": median(attribute(step).fraction for step in steps),
+        "simulated_bubble": expected.fraction,
+        "measured_bubble": median(each.fraction for each in bubbles),
         "latency": simulation.costs.latency,
         "overhead": simulation.costs.overhead,
         "peak_activations": simulation.peak_activations,
@@ -110,7 +116,7 @@ def actions(step: Measured) -> list[list[list[Any]]]:
     return [[[e.action.kind.value, e.action.stage, e.action.microbatch] for e in row] for row in step.ranks]
 
 
-def timeline(step: Measured) -> dict[str, Any]:
+def timeline(step: Measured, bubbles: Bubbles) -> dict[str, Any]:
     """A step as the page draws it: per rank (gap before, waited, worked) of every action, in ticks."""
     met = meetings(step)
     ranks = []
@@ -123,7 +129,6 @@ def timeline(step: Measured) -> dict[str, Any]:
             times += [begin - at, ready - begin, end - ready]
             at = end
         ranks.append(times)
-    bubbles = attribute(step)
     return {
         "step": step.step,
         "iteration": step.iteration,
@@ -138,12 +143,14 @@ def timeline(step: Measured) -> dict[str, Any]:
     }
 
 
-def _within_budget(steps: Sequence[Measured], rows: list[list[list[Any]]]) -> list[dict[str, Any]]:
+def _within_budget(
+    steps: Sequence[Measured], bubbles: Sequence[Bubbles], rows: list[list[list[Any]]]
+) -> list[dict[str, Any]]:
     """As many of the latest steps as fit, oldest first; a step with actions of its own carries them."""
     found: list[dict[str, Any]] = []
     size = len(json.dumps(rows))
-    for step in reversed(steps):
-        drawn = timeline(step)
+    for step, causes in zip(reversed(steps), reversed(bubbles), strict=True):
+        drawn = timeline(step, causes)
         if (own := actions(step)) != rows:
             drawn["rows"] = own
         size += len(json.dumps(drawn))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vpipe.observe.measured import Measured, computes
-from vpipe.observe.waits import Meetings, producers
+from vpipe.observe.waits import Meetings
 from vpipe.schedule.action import Action
 
 Duration = Callable[[int, int], int]
@@ -21,7 +21,6 @@ def idle_times(step: Measured, met: Meetings, duration: Duration) -> list[int]:
     """Per rank, the idle time until the last rank ends, if links were free and nothing else took time."""
     clock, busy = [0] * len(step.ranks), [0] * len(step.ranks)
     ends: dict[Action, int] = {}
-    known = {event.action for row in step.ranks for event in row}
     came: dict[tuple[int, int], int] = {}
     groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for member, meeting in met.items():
@@ -35,7 +34,7 @@ def idle_times(step: Measured, met: Meetings, duration: Duration) -> list[int]:
                 index = position[rank]
                 event = row[index]
                 if computes(event):
-                    needs = [each for each in producers(step.program, event.action) if each in known]
+                    needs = step.producers.get(event.action, [])
                     if not forced and any(each not in ends for each in needs):
                         break
                     ready = max([clock[rank], *(ends.get(each, 0) for each in needs)])

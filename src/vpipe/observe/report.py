@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from vpipe.errors import UserError
 from vpipe.observe import page_html, trace
-from vpipe.observe.measured import join_all
-from vpipe.observe.payload import payload
+from vpipe.observe.payload import payload, recorded
 from vpipe.observe.rundir import open_run
 
 MAX_BYTES = 2 * 10**6
@@ -27,7 +26,8 @@ def write_report(run_directory: str | Path, output: str | Path | None = None) ->
     """Write ``report.html`` (or ``output``) and ``trace.json.gz`` beside it."""
     run = open_run(run_directory)
     target = Path(output) if output is not None else run.path / "report.html"
-    data = payload(run)
+    steps = recorded(run)
+    data = payload(run, steps)
     page = page_html.report(data)
     fresh = target.with_name(target.name + ".new")
     try:
@@ -36,7 +36,6 @@ def write_report(run_directory: str | Path, output: str | Path | None = None) ->
         os.replace(fresh, target)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}") from None
-    steps = join_all(run.facts.program, run.common_steps())
     beside = target.with_name("trace.json.gz") if steps else None
     if beside is not None:
         trace.write(beside, steps, {"run": str(run.path), "schedule": run.facts.schedule})

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,20 +125,20 @@ class RunDirectory:
     def plan(self) -> dict[str, Any] | None:
         return self._object("plan.json")
 
-    def steps(self, rank: int) -> list[Step]:
+    def steps(self, rank: int, last: int | None = None) -> list[Step]:
         """The last steps of a rank, in full."""
         path = self.path / "events" / f"rank{rank}.jsonl"
         found = []
-        for line in self._lines(path):
+        for line in self._lines(path, last):
             try:
                 found.append(_step(line))
             except (KeyError, TypeError, ValueError) as error:
                 self._note(f"{path} has a step that is not one ({error})")
         return found
 
-    def common_steps(self) -> list[list[Step]]:
+    def common_steps(self, last: int | None = None) -> list[list[Step]]:
         """The steps that every rank has recorded in full, oldest first: ``[step][rank]``."""
-        ranks = [{step.step: step for step in self.steps(rank)} for rank in range(self.facts.num_ranks)]
+        ranks = [{step.step: step for step in self.steps(rank, last)} for rank in range(self.facts.num_ranks)]
         shared = set.intersection(*(set(rank) for rank in ranks)) if ranks else set()
         return [[rank[number] for rank in ranks] for number in sorted(shared)]
 
@@ -172,12 +172,12 @@ class RunDirectory:
             return None
         return found
 
-    def _lines(self, path: Path) -> Iterator[dict[str, Any]]:
+    def _lines(self, path: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
         """The objects of a file of JSON lines; the unfinished last line of a running job is not yet one."""
         text = _text(path) or ""
         *whole, rest = text.split("\n")
         broken = 0
-        for line in whole:
+        for line in whole[-last:] if last else whole:
             if not line.strip():
                 continue
             try:
@@ -240,6 +240,10 @@ def _no_number(name: str) -> float | None:
     return number if isfinite(number) else None
 
 
+_action = lru_cache(maxsize=100_000)(parse)
+"""Steps repeat the same actions."""
+
+
 def _step(line: Mapping[str, Any]) -> Step:
     events, before = [], 0
     for text, *numbers in line["actions"]:
@@ -247,7 +251,7 @@ def _step(line: Mapping[str, Any]) -> Step:
         begin = max(begin, before)
         ready = max(begin, ready)
         before = max(ready, end)
-        events.append(Event(parse(str(text)), begin, ready, before, size, version))
+        events.append(Event(_action(str(text)), begin, ready, before, size, version))
     if not events:
         raise ValueError("no actions")
     memory = {str(key): int(value) for key, value in (line.get("memory") or {}).items() if value is not None}

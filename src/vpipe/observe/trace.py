@@ -20,7 +20,7 @@ from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.observe.measured import Measured, computes
-from vpipe.observe.waits import meetings, producers
+from vpipe.observe.waits import meetings
 from vpipe.schedule.action import Action, parse
 from vpipe.schedule.draw import NAMES
 
@@ -119,9 +119,7 @@ def _arrows(step: Measured, at: int) -> Iterator[dict[str, Any]]:
     made = {event.action: (rank, event) for rank, row in enumerate(step.ranks) for event in row}
     for rank, row in enumerate(step.ranks):
         for event in row:
-            for source in producers(step.program, event.action):
-                if source not in made:
-                    continue
+            for source in step.producers.get(event.action, ()):
                 peer, maker = made[source]
                 if maker.end == maker.ready or event.end == event.ready:
                     continue

@@ -1,7 +1,6 @@
-"""Whom an action waits for.
+"""Where ranks meet.
 
-The rules are those of ``schedule.semantics``: what an action needs from another rank arrives in a message, and the
-action that made it is found by turning its needs around. Two kinds need no message and wait all the same: the replicas
+Most waits are for messages (``Measured.producers``). Two kinds of action need none and wait all the same: the replicas
 of a stage meet at ``REDUCE``, and in a synchronous program all ranks meet at ``STEP`` where the update depends on all
 of them (global gradient norm, or skipping a gradient that is not finite). The runtime does not record when a meeting is
 complete, but the record tells: if nobody left before the last one came, they met.
@@ -10,31 +9,12 @@ complete, but the record tells: if nobody left before the last one came, they me
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 from vpipe.observe.measured import Measured
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import NEEDS, Where
 
 Meetings = dict[tuple[int, int], tuple[int, int]]
 """(rank, index in its row) → when everyone had come, and who came last."""
-
-
-def producers(program: Program, action: Action) -> Iterator[Action]:
-    """The actions of other ranks whose messages ``action`` needs."""
-    stage, kind, microbatch = action
-    if microbatch < 0:
-        return
-    here = program.placement.rank(stage, microbatch)
-    for need in NEEDS[kind]:
-        if need.where is Where.HERE:
-            continue
-        stages = (program.writers if need.where is Where.WRITERS else program.readers)[stage]
-        for other in stages:
-            if program.placement.rank(other, microbatch) != here:
-                for each in need.kinds:
-                    yield Action(other, each, microbatch)
 
 
 def meetings(step: Measured) -> Meetings:

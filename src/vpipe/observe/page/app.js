@@ -89,22 +89,32 @@ function refresh() {
 }
 
 /* Live: the server sends the whole once, then what changed; the browser reconnects by itself. */
+const MOST_STEPS = 40;
+
+function remember(data) {
+  for (const step of data.steps) step.rows = step.rows || data.rows;
+  if (!page.data) return data;
+  const known = new Map(page.data.steps.map((step) => [step.step, step]));
+  for (const step of data.steps) known.set(step.step, step);
+  data.steps = [...known.values()].sort((a, b) => a.step - b.step).slice(-MOST_STEPS);
+  return data;
+}
+
 function connect() {
   const token = new URLSearchParams(location.search).get("token") || "";
   const source = new EventSource("events?token=" + encodeURIComponent(token));
   const state = (text, kind) => { const badge = document.getElementById("state"); if (badge) { badge.textContent = text; badge.className = "badge " + kind; } };
-  source.addEventListener("whole", (event) => {
-    const data = JSON.parse(event.data);
-    if (!page.data || page.data.facts.started !== data.facts.started) build(data);
-    else { Object.assign(page.data, data); page.measured.data = page.simulated.data = page.data; refresh(); }
-    state(data.state, data.state === "running" ? "running" : "");
-  });
-  source.addEventListener("change", (event) => {
-    if (!page.data) return;
-    Object.assign(page.data, JSON.parse(event.data));
-    refresh();
-    state(page.data.state, page.data.state === "running" ? "running" : "");
-  });
+  const settled = () => state(page.data.state, page.data.state === "running" ? "running" : "");
+  const take = (data) => {
+    if (page.data && data.facts && page.data.facts.started !== data.facts.started) page.data = null;
+    const first = !page.data;
+    if (first) build(remember(data));
+    else { Object.assign(page.data, remember(data)); refresh(); }
+    document.title = page.data.title;
+    settled();
+  };
+  source.addEventListener("whole", (event) => take(JSON.parse(event.data)));
+  source.addEventListener("change", (event) => { if (page.data) take(JSON.parse(event.data)); });
   source.addEventListener("problem", (event) => { if (!page.data) document.getElementById("app").replaceChildren(h("main", null, h("p", null, JSON.parse(event.data)))); });
   source.onerror = () => state("connection lost, trying again", "lost");
 }
@@ -116,5 +126,5 @@ function start() {
   addEventListener("afterprint", () => setTheme(before || "light"));
   const embedded = document.getElementById("data");
   if (embedded) build(JSON.parse(embedded.textContent));
-  else { page.live = true; connect(); }
+  else { page.live = true; document.getElementById("app").replaceChildren(h("main", null, h("p.faint", null, "reading the run …"))); connect(); }
 }

@@ -37,13 +37,12 @@ function chart({ series, format, xFormat, xName = "iteration", fromZero = false,
   return drawing;
 }
 
-/* A line through a noisy curve. */
-function smooth(values, weight = 0.9) {
-  let mean = null;
-  return values.map((value) => {
-    if (!isNumber(value)) return mean;
-    mean = mean === null ? value : weight * mean + (1 - weight) * value;
-    return mean;
+/* A line through a noisy curve: the mean of the neighbours on both sides. */
+function smooth(values) {
+  const reach = Math.max(2, Math.round(values.length / 60));
+  return values.map((value, index) => {
+    const near = values.slice(Math.max(0, index - reach), index + reach + 1).filter(isNumber);
+    return near.length ? near.reduce((sum, each) => sum + each, 0) / near.length : null;
   });
 }
 

@@ -13,7 +13,7 @@ function tiles(data) {
   return h("div.tiles", { id: "tiles" },
     tile("loss", fixed(last(train.loss), 4), isNumber(tested) ? "evaluation " + fixed(tested, 4) : "training"),
     tile("tokens per second", short(isNumber(rate) ? rate : median(train.tokens_per_second.slice(2))), seconds(median(train.seconds)) + " per iteration"),
-    tile("one step, measured", seconds(prediction.measured_seconds), isNumber(prediction.error) ? "simulated " + seconds(prediction.simulated_seconds) + " (" + (prediction.error >= 0 ? "+" : "−") + percent(Math.abs(prediction.error)) + ")" : "not simulated"),
+    tile("one step, measured", seconds(prediction.measured_seconds), isNumber(prediction.error) ? "simulated " + (prediction.error >= 0 ? "+" : "−") + percent(Math.abs(prediction.error)) : "not simulated"),
     tile("bubble, measured", percent(prediction.measured_bubble), isNumber(prediction.simulated_bubble) ? "simulated " + percent(prediction.simulated_bubble) : ""),
     tile("memory, largest rank", memory ? bytes(memory) : DASH, data.facts.model && data.facts.model.parameters ? short(data.facts.model.parameters) + " parameters" : ""),
     tile("iterations", done.toLocaleString("en"), total ? percent(done / total, 0) + " of " + total.toLocaleString("en") : data.state === "finished" ? "finished" : count + " lines"));
@@ -41,8 +41,12 @@ function memoryTable(data) {
   const predicted = table(["stage", "rank", "weights", "versions", "kept versions", "microbatches held", ...terms.map((term) => "plan: " + term.replaceAll("_", " "))],
     stages.map((row) => [row.stage, row.ranks.join(" "), bytes(row.weights), row.versions, bytes(row.version_bytes), row.in_flight, ...terms.map((term) => planned(row, term))]));
   const keys = [...new Set(ranks.flatMap((row) => Object.keys(row)))];
-  const measured = keys.length ? table(["rank", ...keys.map((name) => (name === "rss" ? "process" : name.replaceAll("_", " ")))],
-    ranks.map((row, rank) => [rank, ...keys.map((name) => (name === "versions" && row[name] < 4096 ? String(row[name]) : bytes(row[name])))])) : h("p.faint", null, "nothing recorded");
+  const most = (row) => Math.max(row.peak || 0, row.rss || 0, row.allocated || 0, row.weights || 0);
+  const top = Math.max(1, ...ranks.map(most));
+  const bar = (row) => h("div.bar", { role: "img", "aria-label": "weights and the rest" }, [["accent", row.weights || 0, "weights"], ["busy", Math.max(0, most(row) - (row.weights || 0)), "activations and the rest"]].map(([name, value, label]) => h("i", { title: label + " " + bytes(value), style: { width: (100 * value) / top + "%", background: `var(--${name})` } })));
+  const cell = (row, name) => (name === "versions" && row[name] < 4096 ? String(row[name]) : bytes(row[name]));
+  const measured = keys.length ? table(["rank", "weights, then the rest", ...keys.map((name) => (name === "rss" ? "process" : name.replaceAll("_", " ")))],
+    ranks.map((row, rank) => [rank, bar(row), ...keys.map((name) => cell(row, name))]), { wide: [1] }) : h("p.faint", null, "nothing recorded");
   return h("div", null, h("h3", null, "predicted, per stage"), predicted, h("h3", null, "measured, the most of each rank"), measured);
 }
 

@@ -69,6 +69,7 @@ class Timeline {
   set(rows, times) {
     this.ranks = rows && times ? decode(rows, times) : [];
     this.laid = null;
+    this.digits = String(Math.max(0, ...this.ranks.map((row) => row.reduce((most, item) => Math.max(most, item.microbatch), 0)))).length;
     this.view.redraw();
   }
 
@@ -165,7 +166,7 @@ class Timeline {
     const gap = wide > 5 ? 1 : 0;
     pen.fillRect(left, top, Math.max(0.75, wide - gap), this.row);
     const text = item.microbatch < 0 ? "" : String(item.microbatch);
-    if (text && this.row >= 13 && wide > 7 * text.length + 4) {
+    if (text && this.row >= 13 && wide > 7 * this.digits + 3) {
       pen.globalAlpha = dim ? 0.3 : 1;
       pen.fillStyle = this.ink.text;
       pen.font = (this.row > 16 ? 11 : 10) + "px ui-sans-serif, system-ui, 'DejaVu Sans', sans-serif";
@@ -182,7 +183,7 @@ class Timeline {
     for (const value of rounds(low, high, Math.floor((this.width - this.left) / 90))) {
       const x = this.x(value);
       pen.fillRect(x, top, 1, 4);
-      pen.fillText(this.data.unitless ? Number((value * 1e-7).toPrecision(6)) : ticks(value), Math.min(x, this.width - 24), top + 7);
+      pen.fillText(this.data.unitless ? Number((value * 1e-7).toPrecision(6)) : value === 0 ? "0" : ticks(value), Math.min(x, this.width - 24), top + 7);
     }
   }
 
