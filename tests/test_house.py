@@ -34,7 +34,7 @@ WITHOUT_TORCH = {"schedule", "config", "launch", "observe"}
 TORCH_IN_PLAN = {"profile"}
 """Modules of ``plan`` that may import torch, and runtime and models with it: they measure."""
 
-NUMPY_IN_SCHEDULE = {"flat", "timeline", "simulate"}
+NUMPY_IN_SCHEDULE = {"flat", "lanes", "timeline", "simulate"}
 """The rest of ``schedule`` is standard library."""
 
 

@@ -2,7 +2,8 @@
 
 Written without ``semantics``, ``timeline`` or ``verify``, so that it cannot share their mistakes. Ranks run their rows
 with plain blocking sends: a SEND ends when its receiver has posted the receive; RECV only posts; F, B and I wait for
-what they read. Between two ranks messages are matched by order alone, as NCCL does.
+what they read. Between two ranks messages are matched by order alone, as NCCL does; only a tensor that skips stages has
+a queue of its own.
 
 Values are interned: equal numbers mean equal expressions. The meaning of a program is, for every stage, the chain of
 its updates (which gradients, of which forwards, on which weights, added in which order), what was left over, and the
@@ -37,8 +38,8 @@ class _Machine:
     def __init__(self, program: Program, known: Known) -> None:
         self.program, self.known = program, known
         self.ranks = [_Rank(self, rank) for rank in range(program.num_ranks)]
-        self.posted: dict[tuple[int, int], list[tuple[Action, int]]] = defaultdict(list)
-        """(source, target) → receives posted and not yet matched: (receive, writer stage)."""
+        self.posted: dict[tuple[int, ...], list[tuple[Action, int]]] = defaultdict(list)
+        """(source, target[, writer, reader of a skip]) → receives posted and not yet matched: (receive, writer)."""
         self.read_at_first_stage: dict[int, int] = {}
         """Vertical sync: the version that a unit read at stage 0."""
         self.meetings: dict[tuple[int, int], dict[int, tuple[tuple[int, int], ...]]] = defaultdict(dict)
@@ -255,7 +256,7 @@ class _Rank:
             raise Wrong(f"{place} sends what it does not have")
         for stage in self.others(place, (self.program.readers if forward else self.program.writers)[place[0]]):
             target = self.machine.holder((stage, place[1]))
-            queue = self.machine.posted[self.rank, target]
+            queue = self.machine.posted[_queue(self.rank, target, place[0], stage)]
             while not queue:
                 yield
             receive, writer = queue.pop(0)
@@ -272,8 +273,13 @@ class _Rank:
                 raise Wrong(f"{slot} is posted twice")
             self.inbox[slot] = None
             source = self.machine.holder((writer, place[1]))
-            self.machine.posted[source, self.rank].append((Action(place[0], kind, place[1]), writer))
+            queue = self.machine.posted[_queue(source, self.rank, writer, place[0])]
+            queue.append((Action(place[0], kind, place[1]), writer))
         yield from ()
+
+
+def _queue(source: int, target: int, writer: int, reader: int) -> tuple[int, ...]:
+    return (source, target) if abs(writer - reader) == 1 else (source, target, writer, reader)
 
 
 _TABLE = {

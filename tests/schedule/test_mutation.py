@@ -13,7 +13,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -154,14 +154,14 @@ def programs() -> Iterator[tuple[str, Program]]:
         yield f"{name}, recompute", lower(authored[name], recompute_stages=stages)
         yield f"{name}, swap", lower(authored[name], swap_stages=stages)
         yield f"{name}, both", lower(authored[name], recompute_stages=stages, swap_stages=stages)
-    for name in ("1f1b p=4 m=10", "gpipe p=4 m=10", "zb-h1 p=4 m=10"):
-        skipping = _with_skip(authored[name])
-        yield f"{name}, skip 0→2", skipping
-        yield f"{name}, skip 0→2, lowered", lower(skipping)
-
-
-def _with_skip(program: Program) -> Program:
-    return Program(program.rows, program.placement, program.num_microbatches, program.versions, frozenset({(0, 2)}))
+    for name in ("1f1b p=4 m=10", "zb-h1 p=4 m=10", "zb-v p=3 m=9", "hanayo p=3 m=9", "interleaved p=2 m=7"):
+        skipping = replace(authored[name], skips=frozenset({(0, 2), (1, 3), (0, 3)}))
+        yield f"{name}, skips", skipping
+        yield f"{name}, skips, lowered", lower(skipping)
+    yield (
+        "replicas and a skip",
+        lower(replace(build("pipedream", 4, 12, replicas=[2, 1, 1]), skips=frozenset({(0, 2)}))),
+    )
 
 
 def campaign(num_mutants: int, seed: int) -> tuple[Counter[tuple[str, str]], list[Verdict]]:

@@ -26,7 +26,7 @@ class Transfers:
     send: Ints
     receive: Ints
     link: Ints
-    """Numbers of the ordered pairs of ranks, from 0."""
+    """Numbers of the queues that keep their order (``semantics.channel``), from 0."""
 
     def __len__(self) -> int:
         return len(self.send)
@@ -36,16 +36,18 @@ def find_transfers(flat: Flat) -> Transfers:
     """Every message whose SEND and RECV the program has."""
     program = flat.program
     nothing = np.empty(0, np.int64)
-    parts: list[tuple[Ints, Ints, Ints]] = [(nothing, nothing, nothing)]
+    parts: list[tuple[Ints, Ints, Ints, Ints]] = [(nothing,) * 4]
     for receive_kind, senders in ((Kind.RECV_F, program.writers), (Kind.RECV_B, program.readers)):
         receives = np.flatnonzero(flat.of([receive_kind]) & (flat.stage < program.num_stages))
         stage, microbatch = flat.stage[receives], flat.microbatch[receives]
         for turn, sender in enumerate(padded(senders)[stage].T):
             send = flat.find(SEND_OF[receive_kind], sender, microbatch)
             travels = (send != NONE) & (flat.rank_of(sender, microbatch) != flat.rank_of(stage, microbatch))
-            parts.append((send[travels], receives[travels], np.full(int(travels.sum()), turn)))
-    send, receive, turns = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    _, link = np.unique(flat.rank[send] * program.num_ranks + flat.rank[receive], return_inverse=True)
+            edge = np.where(np.abs(sender - stage) == 1, 0, 1 + sender * program.num_stages + stage)
+            parts.append((send[travels], receives[travels], edge[travels], np.full(int(travels.sum()), turn)))
+    send, receive, edge, turns = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    ranks = flat.rank[send] * program.num_ranks + flat.rank[receive]
+    _, link = np.unique(edge * program.num_ranks**2 + ranks, return_inverse=True)
     order = np.lexsort((turns, receive, link))
     return Transfers(send[order], receive[order], link[order])
 

@@ -128,7 +128,8 @@ def channel(program: Program, writer: int, reader: int, source: int) -> int:
     The chain shares one queue between two ranks: NCCL matches by order alone. A skip is a queue of its own (a tag, or a
     communicator), because a RECV that takes from several stages of one rank cannot be in the order of all their sends.
     """
-    return source if abs(writer - reader) == 1 else program.num_ranks + writer * program.num_stages + reader
+    edge = 0 if abs(writer - reader) == 1 else 1 + writer * program.num_stages + reader
+    return edge * program.num_ranks + source
 
 
 VersionTable = dict[tuple[int, int], int]

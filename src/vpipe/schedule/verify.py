@@ -41,8 +41,9 @@ def verify(
     actions of the program as it was given. What makes other checks meaningless ends the search.
     """
     place = _places(program)
-    found = [*_strangers(program), *_duplicates(program), *_incomplete(program)]
-    if any(_strangers(program)):
+    strangers = [*_strangers(program)]
+    found = [*strangers, *_duplicates(program), *_incomplete(program)]
+    if strangers:
         return sorted(set(found))
     lowered = is_lowered(program)
     found += updates.violations(program, lowered)
@@ -130,28 +131,34 @@ def _lost_swaps(program: Program) -> Iterator[Violation]:
 def _unmet_needs(program: Program, place: Places) -> Iterator[Violation]:
     """Every need of ``semantics`` is somewhere in the program; on the same rank it comes earlier."""
     index_of = _places(program)
-    rank_of = program.placement.rank
+    period = program.placement.period
+    known_needs: dict[tuple[Kind, int, int], list[tuple[bool, list[tuple[int, Kind]]]]] = {}
     for action, (rank, index) in index_of.items():
         stage, kind, microbatch = action
-        for need in NEEDS[kind]:
-            others = {
-                Where.HERE: (stage,),
-                Where.WRITERS: program.writers[stage],
-                Where.READERS: program.readers[stage],
-            }
-            for other in others[need.where]:
-                if rank_of(other, microbatch) == rank:
-                    wanted = [Action(other, needed, microbatch) for needed in need.kinds]
-                else:
-                    assert need.received_by is not None, f"{kind} needs {need.kinds} of another rank"
-                    wanted = [Action(stage, need.received_by, microbatch)]
-                known = [index_of[candidate] for candidate in wanted if candidate in index_of]
-                if not known and not need.optional:
-                    yield _at(place, action, rank, f"needs {' or '.join(map(str, wanted))}, which no rank runs")
-                elif known and known[0][1] > index:
-                    yield _at(
-                        place, action, rank, f"needs {program.rows[rank][known[0][1]]}, which comes later in the row"
-                    )
+        key = (kind, stage, microbatch % period)
+        if key not in known_needs:
+            known_needs[key] = list(_needs(program, *key))
+        for optional, wanted in known_needs[key]:
+            known = [index_of[found] for each in wanted if (found := (*each, microbatch)) in index_of]
+            if not known and not optional:
+                names = " or ".join(f"{other}{needed}{microbatch}" for other, needed in wanted)
+                yield _at(place, action, rank, f"needs {names}, which no rank runs")
+            elif known and known[0][1] > index:
+                later = program.rows[rank][known[0][1]]
+                yield _at(place, action, rank, f"needs {later}, which comes later in the row")
+
+
+def _needs(program: Program, kind: Kind, stage: int, turn: int) -> Iterator[tuple[bool, list[tuple[int, Kind]]]]:
+    """(optional?, any of these (stage, kind)) for every need, as it is met on the rank that runs the action."""
+    rank_of = program.placement.rank
+    stages = {Where.HERE: (stage,), Where.WRITERS: program.writers[stage], Where.READERS: program.readers[stage]}
+    for need in NEEDS[kind]:
+        for other in stages[need.where]:
+            if rank_of(other, turn) == rank_of(stage, turn):
+                yield need.optional, [(other, needed) for needed in need.kinds]
+            else:
+                assert need.received_by is not None, f"{kind} needs {need.kinds} of another rank"
+                yield need.optional, [(stage, need.received_by)]
 
 
 def _unmatched(program: Program, place: Places) -> Iterator[Violation]:
