@@ -1,0 +1,72 @@
+"""``vpipe parity``: is the pipelined training equal to one process, to the bit?"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import click
+
+from vpipe import config as configs
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Iterations to compare.")
+@click.option("--scheduler", help="The schedule, instead of the config's.")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config; may be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(config: Path, steps: int, scheduler: str | None, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Train pipelined and in one process, and compare loss, gradients and weights to the bit.
+
+    Exit code 0: equal. 1: not equal, with the first tensor that differs.
+
+    \b
+    Example:
+      vpipe parity configs/default.yaml --scheduler zb-v --steps 3
+    """
+    loaded = configs.load(config, overrides, scheduler)
+    chosen = loaded.config.model_copy(
+        update={"launch": loaded.config.launch.model_copy(update={"threads": 1})}  # more threads add in another order
+    )
+    from vpipe.launch import local
+
+    with tempfile.TemporaryDirectory(prefix="vpipe-parity-") as directory:
+        arguments = {"config": chosen.to_dict(), "directory": directory, "steps": steps}
+        code = local.run(
+            "vpipe.train.parity:pipelined",
+            chosen.num_ranks,
+            arguments=arguments,
+            threads=1,
+            preload=(*local.PRELOAD, "vpipe.train.parity"),
+        )
+        if code:
+            return code
+        import torch
+
+        from vpipe.train import parity
+        from vpipe.train.session import open_session
+
+        torch.set_num_threads(1)
+        expected = parity.sequential(open_session(chosen), steps)
+        result = parity.compare(Path(directory), expected, steps)
+    if as_json:
+        facts = {
+            "equal": result.equal,
+            "steps": steps,
+            "tensors": result.num_tensors,
+            "difference": result.difference,
+            "largest_difference": result.largest,
+            "scheduler": chosen.parallel.scheduler,
+            "ranks": chosen.num_ranks,
+        }
+        click.echo(json.dumps(facts))
+    elif result.equal:
+        click.echo(
+            f"equal to the bit: {result.num_tensors} tensors (loss, gradients, weights) over {steps} steps, "
+            f"{chosen.parallel.scheduler} on {chosen.num_ranks} ranks against one process"
+        )
+    else:
+        click.echo(f"not equal: {result.difference}")
+    return 0 if result.equal else 1

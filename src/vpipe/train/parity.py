@@ -1,0 +1,146 @@
+"""``vpipe parity``: a few steps pipelined, the same steps in one process, every bit compared.
+
+The pipelined side is the real thing, run by the config's own schedule on its own ranks. The other side is ``Replay``: one unit after the other
+through the whole model. Loss, gradients (as the optimizer gets them) and weights are compared after every step; the first tensor that
+differs is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from vpipe.config import PipelineConfig
+from vpipe.runtime.replay import Replay, ReplayUnit
+from vpipe.train.learning_rate import learning_rate
+from vpipe.train.optimizers import optimizer
+from vpipe.train.session import Session, open_session
+
+LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was compared, and the first difference."""
+
+    num_tensors: int
+    num_steps: int
+    difference: str | None
+    largest: float
+
+    @property
+    def equal(self) -> bool:
+        return self.difference is None
+
+
+def pipelined(config: dict[str, Any], directory: str, steps: int) -> int:
+    """What each rank runs: the steps, and what it held after each, written down."""
+    session = open_session(PipelineConfig.from_dict(config))
+    seen: dict[str, Tensor] = {}
+    step = 0
+    for engine in session.pipeline.engines:
+        for index, stage in engine.stages.items():
+            names = {id(p): name for name, p in stage.weights.parameters.items()}
+            _watch(engine.updater.optimizers[index], names, lambda name, g: seen.__setitem__(f"{step}/grad/{name}", g))
+    session.pipeline.set_learning_rate(_rate(session, steps))
+    for step in range(steps):  # noqa: B007 - read by the hooks
+        units = session.feed.read([(0, step)])
+        loss = session.pipeline.train_step(units.inputs(), units.targets())
+        seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
+        seen |= {f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in session.pipeline.state_dict().items()}
+    rank = session.pipeline.engines[0].rank
+    save_file({name: tensor.contiguous() for name, tensor in seen.items()}, Path(directory) / f"rank{rank}.safetensors")
+    return 0
+
+
+def _rate(session: Session, steps: int) -> Callable[[int], float]:
+    return learning_rate(session.config.training, max(steps, 2) * 4)
+
+
+def _watch(made: Optimizer, names: Mapping[int, str], note: Callable[[str, Tensor], None]) -> None:
+    """Note every gradient that the optimizer is given; of several updates in a step, the last."""
+    if not hasattr(made, "register_step_pre_hook"):
+        return
+
+    def before(chosen: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in chosen.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    note(names[id(parameter)], parameter.grad.detach().clone())
+
+    made.register_step_pre_hook(before)
+
+
+def sequential(session: Session, steps: int) -> dict[str, Tensor]:
+    """The same steps by replay. ``session`` gives the program, the data and the model; its pipeline is not trained."""
+    config, pipeline = session.config, session.pipeline
+    program = pipeline.programs.training()
+    modules = dict(enumerate(session.model.build()))
+    seen: dict[str, Tensor] = {}
+    step = 0
+    names = {id(p): f"{layer}.{name}" for layer, module in modules.items() for name, p in module.named_parameters()}
+    make = optimizer(config.training)
+    rate = _rate(session, steps)
+
+    def watched(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        made = make(parameters)
+        count = 0
+
+        def set_rate(chosen: Optimizer, args: Any, kwargs: Any) -> None:
+            nonlocal count
+            for group in chosen.param_groups:
+                group["lr"] = rate(count)
+            count += 1
+
+        _watch(made, names, lambda name, gradient: seen.__setitem__(f"{step}/grad/{name}", gradient))
+        made.register_step_pre_hook(set_rate)
+        return made
+
+    replay = Replay(
+        pipeline.flow,
+        modules,
+        session.model.loss,
+        watched,
+        seed=config.training.seed,
+        tied=session.model.tied,
+        clip_norm=config.training.gradient_clipping or None,
+        replicas=[len(ranks) for ranks in program.placement.ranks_of],
+    )
+    weights = pipeline.programs.gradient_weights(program)
+    for step in range(steps):  # noqa: B007 - read by the hooks
+        units = session.feed.read([(0, step)])
+        shares = units.shares()
+        loss = replay.run(
+            program,
+            [
+                ReplayUnit(batch.inputs, batch.targets, shares[k] if weights is None else weights[k], shares[k])
+                for k, batch in enumerate(units.batches)
+            ],
+        )
+        seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
+        seen |= {f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in replay.state_dict().items()}
+    return seen
+
+
+def compare(directory: Path, expected: Mapping[str, Tensor], steps: int) -> Comparison:
+    """Every tensor that the ranks wrote against the replay's, in the order of steps."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("rank*.safetensors")):
+        found |= load_file(file)
+    first, largest = None, 0.0
+    for name in sorted(expected, key=lambda name: (int(name.split("/", 1)[0]), name)):
+        if name not in found:
+            first = first or f"{name} is missing from the pipelined run"
+        elif not torch.equal(found[name], expected[name]):
+            distance = float((found[name].double() - expected[name].double()).abs().max())
+            largest = max(largest, distance)
+            step, rest = name.split("/", 1)
+            first = first or f"step {step}: {rest.replace('/', ' ')} differs by up to {distance:.3g}"
+    return Comparison(len(expected), steps, first, largest)
