@@ -6,6 +6,7 @@ The golden values of every schedule are in test_golden.
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -174,3 +175,17 @@ def test_what_does_not_fit_comes_last_and_what_cannot_be_built_says_why() -> Non
         (each.fits for each in found if not each.refused), reverse=True
     )
     assert any("pipedream-2bw" in each.name and "at least 5" in each.refused for each in found)
+
+
+def test_time_per_action_does_not_grow() -> None:
+    """Ten times the microbatches take ten times as long. The figures are in benchmarks/simulate_speed."""
+
+    def seconds_per_action(m: int) -> float:
+        begin = time.process_time()
+        simulation = simulate(lower(build("1f1b", 16, m)))
+        simulation.summary()
+        return (time.process_time() - begin) / len(simulation.program)
+
+    seconds_per_action(100)
+    few, many = (min(seconds_per_action(m) for _ in range(3)) for m in (100, 1000))
+    assert many < 2.5 * few
