@@ -111,33 +111,37 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     quick = arguments.quick
-    names = ["gnmt", "resnet50", "vgg16"] if PROFILES.exists() else []
-    rows = [real(name, count, room) for name in names for count in (2, 4, 8) for room in (1.0, 0.3)]
-    result = {
-        "brute_force": against_brute_force(200 if quick else 2000),
-        "milp": against_milp(3 if quick else 20),
-        "gaps": gaps(20 if quick else 1000),
-        "profiles": rows,
-        "median_even_ratio": statistics.median([r["even_ratio"] for r in rows if r["even_ratio"]]) if rows else None,
-    }
+    say = (lambda *words: None) if arguments.json else (lambda *words: print(*words, flush=True))
+    result: dict[str, object] = {}
+    result["brute_force"] = part = against_brute_force(200 if quick else 2000)
+    say(f"brute force: {part['equal']} of {part['chains']} chains equal ({part['with_a_plan']} of them have a plan)")
+    rows = []
+    if PROFILES.exists():
+        say("profile   stages      cap     step       gap   equal counts   balanced by time   (times the plan's step)")
+        for name in ("gnmt", "resnet50", "vgg16"):
+            for count in (2, 4, 8):
+                for room in (1.0, 0.3):
+                    rows.append(real(name, count, room))
+                    say(line(rows[-1]))
+    else:
+        say(f"no profiles: {PROFILES} is not on this machine")
+    result["profiles"] = rows
+    ratios = [row["even_ratio"] for row in rows if row["even_ratio"]]
+    result["median_even_ratio"] = statistics.median(ratios) if ratios else None
+    result["gaps"] = part = gaps(20 if quick else 1000)
+    say(f"larger chains: {part['exact']} of {part['chains']} proven exact, worst gap {part['worst_gap']:.2e}")
+    result["milp"] = part = against_milp(3 if quick else 20)
+    say(f"milp: {part['equal']} of {part['chains']} chains equal ({part['with_a_plan']} of them have a plan)")
     if arguments.json:
         print(json.dumps(result))
-        return
-    for title in ("brute_force", "milp"):
-        part = result[title]
-        print(f"{title}: {part['equal']} of {part['chains']} chains equal ({part['with_a_plan']} of them have a plan)")
-    part = result["gaps"]
-    print(f"larger chains: {part['exact']} of {part['chains']} proven exact, worst gap {part['worst_gap']:.2e}")
-    if not rows:
-        print(f"no profiles: {PROFILES} is not on this machine")
-        return
-    print("profile   stages      cap     step       gap   equal counts   balanced by time   (times the plan's step)")
-    for row in rows:
-        ratios = [f"{row[key]:.3f}" if row[key] else "does not fit" for key in ("even_ratio", "balanced_ratio")]
-        print(
-            f"{row['profile']:9} {row['stages']:6} {row['cap_gib']:6.2f}G {row['step_s']:7.3f}s {row['gap']:9.1e} "
-            f"{ratios[0]:>14} {ratios[1]:>18}"
-        )
+
+
+def line(row: dict[str, object]) -> str:
+    ratios = [f"{row[key]:.3f}" if row[key] else "does not fit" for key in ("even_ratio", "balanced_ratio")]
+    return (
+        f"{row['profile']:9} {row['stages']:6} {row['cap_gib']:6.2f}G {row['step_s']:7.3f}s {row['gap']:9.1e} "
+        f"{ratios[0]:>14} {ratios[1]:>18}"
+    )
 
 
 if __name__ == "__main__":

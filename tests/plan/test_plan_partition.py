@@ -143,6 +143,14 @@ def test_the_shortfall_is_exactly_what_is_missing() -> None:
     assert seen > 20
 
 
+def test_layers_that_take_no_time_are_planned() -> None:
+    profile = Profile(tuple(replace(x, forward=0.0, input_grad=0.0, weight_grad=0.0) for x in medium(1).profile.layers))
+    found = best_partition(profile, [StageFacts(2)] * 3, Objective(1.0, 3.0))
+    assert isinstance(found, Partition)
+    assert found.value == 0
+    assert found.exact
+
+
 def _gaps(seeds: range) -> list[float]:
     gaps = []
     for seed in seeds:
