@@ -27,14 +27,15 @@ class Dashboard:
                 f"the live page needs {error.name}; install it with: pip install 'vpipe[dashboard]'"
             ) from None
         self.token = token or secrets.token_urlsafe(16)
+        self._stopping = threading.Event()
         self._socket = listen(port)
         self.port: int = self._socket.getsockname()[1]
         settings = uvicorn.Config(
-            app(run_directory, self.token),
-            log_level="error",
+            app(run_directory, self.token, self._stopping),
+            log_level="critical",
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=2,
         )
         self._server: Any = uvicorn.Server(settings)
         self._thread = threading.Thread(
@@ -59,6 +60,7 @@ class Dashboard:
             self._thread.join(0.5)
 
     def stop(self) -> None:
+        self._stopping.set()
         self._server.should_exit = True
         self._thread.join(5)
         self._socket.close()

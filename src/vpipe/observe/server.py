@@ -31,6 +31,8 @@ from vpipe.observe import page_html, whatif
 from vpipe.observe.payload import payload, recorded
 from vpipe.observe.rundir import open_run
 
+TICK = 0.1
+"""Seconds after which a stream notices that the server stops."""
 POLL = 0.5
 """Seconds between two looks at the files."""
 LIVE_STEPS = 4
@@ -81,8 +83,9 @@ class Watcher:
         return {key: value for key, value in self.whole().items() if key not in STATIC}
 
 
-def app(path: str | Path, token: str) -> Starlette:
-    """The server's routes; ``token`` must come with every request."""
+def app(path: str | Path, token: str, stopping: threading.Event | None = None) -> Starlette:
+    """The server's routes; ``token`` must come with every request. Streams end when ``stopping`` is set."""
+    ended = stopping or threading.Event()
     watcher = Watcher(Path(path))
 
     def guarded(handler: Handler) -> Handler:
@@ -113,17 +116,24 @@ def app(path: str | Path, token: str) -> Starlette:
         return JSONResponse(found)
 
     async def events(request: Request) -> Response:
-        return StreamingResponse(_stream(watcher), media_type="text/event-stream")
+        return StreamingResponse(_stream(watcher, ended), media_type="text/event-stream")
 
     routes = {"/": index, "/events": events, "/whatif": ask, "/schedules": schedules}
     return Starlette(routes=[Route(where, guarded(handler)) for where, handler in routes.items()])
 
 
-async def _stream(watcher: Watcher) -> AsyncIterator[str]:
+async def _stream(watcher: Watcher, ended: threading.Event) -> AsyncIterator[str]:
     """The whole, then changes, with a sign of life in between."""
     yield "retry: 1000\n\n"
-    name, seen, quiet = "whole", None, 0.0
-    while True:
+    name, seen, quiet, rest = "whole", None, 0.0, 0.0
+    while not ended.is_set():
+        await asyncio.sleep(TICK)
+        quiet, rest = quiet + TICK, rest - TICK
+        if quiet > 10:
+            quiet = 0.0
+            yield ": still here\n\n"
+        if rest > 0:
+            continue
         stamp = watcher.stamp()
         if stamp != seen:
             try:
@@ -132,12 +142,7 @@ async def _stream(watcher: Watcher) -> AsyncIterator[str]:
                 name, seen, quiet = "change", stamp, 0.0
             except UserError as error:
                 yield _event("problem", str(error))
-        pause = max(POLL, 4 * watcher.cost)
-        await asyncio.sleep(pause)
-        quiet += pause
-        if quiet > 10:
-            quiet = 0.0
-            yield ": still here\n\n"
+        rest = max(POLL, 4 * watcher.cost)
 
 
 def _event(name: str, data: Any) -> str:

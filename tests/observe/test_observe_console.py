@@ -1,0 +1,89 @@
+"""The terminal: plain lines in a log, VPipe's line, a live view that leaves the terminal as it was."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from vpipe.observe.console import Console
+from vpipe.observe.words import count, duration, memory, time
+
+FACTS = {
+    "schedule": "1f1b", "num_ranks": 2, "num_stages": 4, "num_microbatches": 8, "partition": [2, 2],
+    "model": {"name": "gpt", "parameters": 1_234_567}, "placement": [[0], [1], [0], [1]],
+    "iterations": 200, "iterations_per_epoch": 100, "directory": "runs/x",
+}  # fmt: skip
+
+
+def line(iteration: int, **more: object) -> dict[str, object]:
+    return {"kind": "train", "iteration": iteration, "epoch": iteration // 100, "loss": 8.34214, "learning_rate": 3e-4,
+            "tokens_per_second": 12345.6, "seconds": 0.512, "skipped": 0, **more}  # fmt: skip
+
+
+def run(console: Console, stream: io.StringIO) -> str:
+    console.start(FACTS)
+    for number in range(1, 21):
+        console.iteration(line(number, bubble=0.25, busy=[0.7, 0.8], memory=[2**30, 2**29]))
+    console.evaluation({"kind": "evaluation", "iteration": 20, "loss": 7.5})
+    console.message("a word")
+    console.finish(
+        {"total_iterations": 20, "total_time_seconds": 10.24, "throughput_tokens_per_second": 12000.0, "mfu": "n/a"}
+    )
+    return stream.getvalue()
+
+
+def test_a_log_gets_plain_whole_lines() -> None:
+    stream = io.StringIO()
+    text = run(Console(stream), stream)
+    assert "\x1b" not in text
+    lines = text.splitlines()
+    assert lines[0] == "gpt (1.23M parameters); 1f1b on 2 ranks, 4 stages, 8 microbatches; layers 2 2; run runs/x"
+    assert [each.split("  ")[0] for each in lines[1:4]] == ["iteration 1/200", "iteration 10/200", "iteration 20/200"]
+    assert "loss 8.3421" in lines[1]
+    assert "12,346 tokens/s" in lines[1]
+    assert "bubble 25.0%" in lines[1]
+    assert lines[4:6] == ["iteration 20  evaluation loss 7.5000", "a word"]
+    assert lines[-1].startswith("done: 20 iterations, in 10s, loss 8.3421, 12,000 tokens/s")
+
+
+def test_vpipes_line_is_kept() -> None:
+    stream = io.StringIO()
+    text = run(Console(stream, line_format="vpipe-line"), stream)
+    form = (
+        r"Stage: \[3\] Epoch: \[0\]\[10/100\]\tTime: 0\.512 \(0\.512\)\tEpoch time \[hr\]: \d\.\d{3} \(0\.014\)\t"
+        r"Memory: 0\.500 \(0\.500\)\tLoss: 8\.3421 \(8\.3421\)"
+    )
+    assert any(re.fullmatch(form, each) for each in text.splitlines()), text
+
+
+def test_nothing_is_said_when_nothing_is_asked() -> None:
+    stream = io.StringIO()
+    console = Console(stream, log_interval=0)
+    console.start(FACTS)
+    console.iteration(line(1))
+    assert "iteration" not in stream.getvalue()
+
+
+def test_a_terminal_gets_a_live_view() -> None:
+    stream = io.StringIO()
+    text = run(Console(stream, live=True), stream)
+    assert "busy" in text
+    assert "rank 1" in text
+    assert "stage 1,3" in text
+    assert "\x1b[?25h" in text.split("done:")[0]  # the cursor is back
+
+
+def test_figures_that_are_missing_are_dashes() -> None:
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start({})
+    console.iteration({"iteration": 1, "loss": None})
+    console.finish({})
+    assert "loss –" in stream.getvalue()
+
+
+def test_words() -> None:
+    assert [duration(x) for x in (1.2, 12, 185, 3725)] == ["1.20s", "12s", "3m 05s", "1h 02m"]
+    assert [time(x) for x in (1.25, 0.0125, 8e-5)] == ["1.25 s", "12.5 ms", "80 µs"]
+    assert [memory(x) for x in (10, 1536, 3 * 2**30, 2**50)] == ["10 B", "1.5 KiB", "3.0 GiB", "1024.0 TiB"]
+    assert [count(x) for x in (12, 340_000, 1.2e6)] == ["12", "340K", "1.2M"]
