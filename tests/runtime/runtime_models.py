@@ -148,6 +148,7 @@ def skips(num_layers: int, dropout: float) -> Model:
 
 def tied(num_layers: int, dropout: float) -> Model:
     layers = [nn.Embedding(CLASSES, WIDTH), *[Block(dropout) for _ in range(num_layers - 2)], Head()]
+    layers[-1].weight.data.copy_(layers[0].weight)
     return Model(layers, _tokens, tied=(TiedWeight(((0, "weight"), (num_layers - 1, "weight"))),))
 
 

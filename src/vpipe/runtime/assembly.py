@@ -109,6 +109,7 @@ class Pieces:
             options = StageOptions(
                 versioned=not self.programs.synchronous,
                 splits=index in self.programs.splits,
+                stashes=index in self.programs.stashes,
                 fused=self.fused,
                 recompute=self.recompute,
                 autocast=self.autocast,

@@ -17,7 +17,8 @@ The products are the ones autograd itself would compute, so the split changes no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -31,18 +32,20 @@ Work = Callable[[], None]
 
 
 class WeightQueue:
-    """Weight gradients that wait for their ``W``; outside of ``I`` they are computed at once."""
+    """Weight gradients that wait for their ``W``; outside of a backward they are computed at once."""
 
     def __init__(self, fused: bool = False) -> None:
         self.fused = fused
-        self._open: list[Work] | None = None
-        self._waiting: dict[int, list[Work]] = {}
+        self._open: list[tuple[Work, tuple[Tensor, ...]]] | None = None
+        self._waiting: dict[int, list[tuple[Work, tuple[Tensor, ...]]]] = {}
+        self._sums: dict[int, tuple[Tensor, Tensor | None]] = {}
 
-    def defer(self, work: Work) -> None:
+    def defer(self, work: Work, *parameters: Tensor) -> None:
+        """``work`` adds to the gradients of ``parameters``."""
         if self._open is None:
             work()
         else:
-            self._open.append(work)
+            self._open.append((work, parameters))
 
     def open(self, microbatch: int) -> None:
         """From here on, what is deferred belongs to this microbatch."""
@@ -52,9 +55,43 @@ class WeightQueue:
         self._open = None
 
     def run(self, microbatch: int) -> None:
-        """Compute what the microbatch has deferred, in the order of the backward."""
-        for work in self._waiting.pop(microbatch):
+        """Compute what the microbatch has deferred, in the order of the backward.
+
+        A parameter that the unit used several times gets their sum at once, as autograd gives it.
+        """
+        works = self._waiting.pop(microbatch)
+        seen: set[int] = set()
+        for _, parameters in works:
+            for parameter in parameters:
+                if id(parameter) in seen:
+                    self._sums[id(parameter)] = (parameter, None)
+                seen.add(id(parameter))
+        for work, _ in works:
             work()
+        for parameter, total in self._sums.values():
+            if total is not None:
+                accumulate(parameter, total)
+        self._sums.clear()
+
+    def may_fuse(self, parameter: Tensor, dtype: torch.dtype) -> bool:
+        """Whether the product may be added into the gradient as it is computed."""
+        return (
+            self.fused and parameter.grad is not None and parameter.grad.dtype == dtype and id(parameter) not in self._sums
+        )
+
+    def add(self, parameter: Tensor, gradient: Tensor) -> None:
+        """One use's part of the unit's gradient."""
+        if id(parameter) not in self._sums:
+            accumulate(parameter, gradient)
+            return
+        before = self._sums[id(parameter)][1]
+        self._sums[id(parameter)] = (parameter, gradient if before is None else before + gradient)
+
+    def clear(self) -> None:
+        """Forget everything: the step has failed."""
+        self._open = None
+        self._waiting.clear()
+        self._sums.clear()
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
@@ -63,13 +100,24 @@ def accumulate(parameter: Tensor, gradient: Tensor) -> None:
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def install(module: nn.Module, queue: WeightQueue) -> None:
-    """Give every module that can be split its split backward."""
-    for part in module.modules():
+def install(modules: Iterable[nn.Module], queue: WeightQueue) -> None:
+    """Give every module that can be split its split backward.
+
+    A parameter that several modules hold is left to autograd, which alone knows the order of all its uses.
+    """
+    parts = list({id(part): part for module in modules for part in module.modules()}.values())
+    holders = Counter(id(parameter) for part in parts for parameter in part.parameters(recurse=False))
+    for part in parts:
+        own = list(part.parameters(recurse=False))
         if hasattr(part, "deferred_forward"):
-            own: Any = part.deferred_forward
-            part.forward = partial(own, defer=queue.defer)
-        elif type(part) in _SPLIT and any(p.requires_grad for p in part.parameters(recurse=False)) and _plain(part):
+            forward: Any = part.deferred_forward
+            part.forward = partial(forward, defer=queue.defer)
+        elif (
+            type(part) in _SPLIT
+            and any(parameter.requires_grad for parameter in own)
+            and all(holders[id(parameter)] == 1 for parameter in own)
+            and _plain(part)
+        ):
             part.forward = MethodType(partial(_SPLIT[type(part)], queue), part)
 
 
@@ -82,6 +130,11 @@ def _plain(module: nn.Module) -> bool:
     if isinstance(module, nn.LayerNorm):
         return module.elementwise_affine
     return True
+
+
+def _are_leaves(module: Any) -> bool:
+    """Whether gradients end at the module's weights; those of a weight norm, for example, go on to what it is made of."""
+    return module.weight.is_leaf and (getattr(module, "bias", None) is None or module.bias.is_leaf)
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
@@ -107,21 +160,23 @@ class _Linear(torch.autograd.Function):
 
         def work() -> None:
             if weight.requires_grad:
-                if queue.fused and weight.grad is not None and weight.grad.dtype == dy_rows.dtype:
+                if queue.may_fuse(weight, dy_rows.dtype):
                     weight.grad.addmm_(dy_rows.t(), rows)
                 else:
-                    accumulate(weight, dy_rows.t().mm(rows))
+                    queue.add(weight, dy_rows.t().mm(rows))
             if bias is not None and bias.requires_grad:
-                accumulate(bias, dy_rows.sum(0))
+                queue.add(bias, dy_rows.sum(0))
 
         dx = None
         if ctx.needs_input_grad[0]:
             dx = dy_rows.mm(weight if ctx.dtype is None else weight.to(ctx.dtype)).view_as(x)
-        queue.defer(work)
+        queue.defer(work, weight, *([] if bias is None else [bias]))
         return dx, None, None, None, None
 
 
 def _linear(queue: WeightQueue, module: nn.Linear, x: Tensor) -> Tensor:
+    if not _are_leaves(module):
+        return nn.Linear.forward(module, x)
     dtype = _autocast(x)
     return _Linear.apply(x if dtype is None else x.to(dtype), module.weight, module.bias, queue, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -138,11 +193,14 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
         index, weight = ctx.saved_tensors
         backward = torch.ops.aten.embedding_dense_backward
-        ctx.queue.defer(lambda: accumulate(weight, backward(dy, index, weight.shape[0], ctx.padding, False)))
+        queue, padding = ctx.queue, ctx.padding
+        queue.defer(lambda: queue.add(weight, backward(dy, index, weight.shape[0], padding, False)), weight)
         return None, None, None, None
 
 
 def _embedding(queue: WeightQueue, module: nn.Embedding, index: Tensor) -> Tensor:
+    if not _are_leaves(module):
+        return nn.Embedding.forward(module, index)
     padding = -1 if module.padding_idx is None else module.padding_idx
     return _Embedding.apply(index, module.weight, padding, queue)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -159,23 +217,25 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        bias = ctx.bias
+        bias, queue = ctx.bias, ctx.queue
         backward = partial(torch.ops.aten.native_layer_norm_backward, dy, x, ctx.shape, mean, rstd, weight, bias)
 
         def work() -> None:
             wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
             _, dw, db = backward(wanted)
             if wanted[1]:
-                accumulate(weight, dw)
+                queue.add(weight, dw)
             if wanted[2]:
-                accumulate(bias, db)
+                queue.add(bias, db)
 
         dx = backward([True, False, False])[0] if ctx.needs_input_grad[0] else None
-        ctx.queue.defer(work)
+        queue.defer(work, weight, *([] if bias is None else [bias]))
         return dx, None, None, None, None
 
 
 def _layer_norm(queue: WeightQueue, module: nn.LayerNorm, x: Tensor) -> Tensor:
+    if not _are_leaves(module):
+        return nn.LayerNorm.forward(module, x)
     if _autocast(x) is not None:
         x = x.float()
     return _LayerNorm.apply(x, module.weight, module.bias, module, queue)  # type: ignore[no-any-return, no-untyped-call]
@@ -194,7 +254,7 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        bias, module = ctx.bias, ctx.module
+        bias, module, queue = ctx.bias, ctx.module, ctx.queue
         sizes = None if bias is None else list(bias.shape)
         backward = partial(
             torch.ops.aten.convolution_backward, dy, x, weight, sizes, module.stride, module.padding, module.dilation, False,
@@ -205,17 +265,17 @@ class _Convolution(torch.autograd.Function):
             wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
             _, dw, db = backward(wanted)
             if wanted[1]:
-                accumulate(weight, dw)
+                queue.add(weight, dw)
             if wanted[2]:
-                accumulate(bias, db)
+                queue.add(bias, db)
 
         dx = backward([True, False, False])[0] if ctx.needs_input_grad[0] else None
-        ctx.queue.defer(work)
+        queue.defer(work, weight, *([] if bias is None else [bias]))
         return dx, None, None, None, None
 
 
 def _convolution(queue: WeightQueue, module: Any, x: Tensor) -> Tensor:
-    if _autocast(x) is not None or x.dim() != len(module.stride) + 2:
+    if not _are_leaves(module) or _autocast(x) is not None or x.dim() != len(module.stride) + 2:
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     return _Convolution.apply(x, module.weight, module.bias, module, queue)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -162,6 +162,7 @@ class Engine:
             where = f"rank {self.rank}, stage {action.stage}, action {action}" if action else f"rank {self.rank}"
             unit = f", microbatch {action.microbatch}" if action and action.microbatch >= 0 else ""
             error.add_note(f"vpipe: this happened at {where}{unit}, step {job.step}")
+            self._abandon()
             self.transport.fail(error)
             raise
         finally:
@@ -170,6 +171,14 @@ class Engine:
                 if job.training:
                     stage.weights.end()
         return self._result
+
+    def _abandon(self) -> None:
+        """Drop what a failed step has left, its gradients too: the next step must not add to half of a batch."""
+        self._local.clear()
+        self._outbox.clear()
+        if self._job.training:
+            for stage in self.stages.values():
+                stage.abandon()
 
     def _arrive(self, source: int, target: int, microbatch: int, backward: bool) -> Any:
         """A message, from another rank or from a stage of this one."""

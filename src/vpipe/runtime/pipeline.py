@@ -28,6 +28,7 @@ from vpipe.runtime.trace import Trace
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.inprocess import Hub, PeerFailed
 from vpipe.runtime.update import LossScale, UpdateOptions
+from vpipe.schedule import catalog
 from vpipe.schedule.program import Program
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -74,6 +75,9 @@ class Pipeline:
             raise UserError(
                 f"the pipeline wants {num_ranks} ranks, but the launcher started {world}; start {num_ranks} processes"
             )
+        blocking = blocking or (isinstance(schedule, str) and catalog.get(schedule).blocking)
+        if loss_scale is not None and loss_scale.dynamic and not ScheduleSpec(schedule, world, num_microbatches).synchronous:
+            raise UserError("a dynamic loss scale needs a synchronous schedule, where all stages agree; give LossScale(value) or use bf16")
         spec = ScheduleSpec(schedule, world, num_microbatches, stages_per_rank, replicas, schedule_options or {})
         plain = as_layers(layers)
         partition = list(partition) if partition is not None else even_partition(len(plain), spec.placement.num_stages)
@@ -87,11 +91,11 @@ class Pipeline:
         assembly.check_tied(tied, plain, spec)
         recomputed = assembly.recomputed_layers(recompute, self.flow.bounds)
         self.programs = Programs(spec, self.flow, {stage for stage, _ in _stages_with(recomputed, self.flow.bounds)})
+        assembly.agree(self.programs, self.flow, seed)
         options = UpdateOptions(spec.synchronous, clip_norm, skip_nonfinite, exact_reduction)
-        self.loss_scale = loss_scale or LossScale()
+        loss_scale = loss_scale or LossScale()
         pieces = assembly.Pieces(
             plain,
-        assembly.agree(self.programs, self.flow, seed)
             loss_fn,
             self.flow,
             self.programs,
@@ -99,13 +103,13 @@ class Pipeline:
             tied,
             optimizer,
             options,
-            self.loss_scale,
+            loss_scale,
             seed,
             fused_weight_grad,
             autocast,
         )
         if self._in_process:
-            self._hub: Hub | None = Hub(world)
+            self._hub: Hub | None = Hub(world, blocking)
             lock = threading.Lock() if world > 1 and not assembly.thread_safe(plain) else None
             copies = assembly.CopiesForReplicas(self.placement)
             self.engines = [pieces.engine(transport, copies, lock) for transport in self._hub.transports()]
@@ -120,6 +124,11 @@ class Pipeline:
         self.num_updates = 0
         self._trace: Trace | None = None
         self._on_all(lambda engine: assembly.share_initial_weights(engine, self.placement, tied))
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """What losses are multiplied by now; the same on every rank."""
+        return self.engines[0].updater.scaler
 
     @property
     def is_last(self) -> bool:
@@ -224,10 +233,13 @@ class Pipeline:
 
     def _on_all(self, call: Callable[[Engine], Any]) -> list[Any]:
         """Call on every engine of this process; several run as threads. The first failure is the one that is raised."""
+        if self._hub is not None and self._hub.failure is not None:
+            self._hub.reset()
         if len(self.engines) == 1:
             return [call(self.engines[0])]
-        assert self._hub is not None
-        with ThreadPoolExecutor(len(self.engines), thread_name_prefix="vpipe-rank") as pool:
+        # OpenMP counts its threads per thread: without this a rank could add in another order than the caller would.
+        threads = (torch.get_num_threads(),)
+        with ThreadPoolExecutor(len(self.engines), "vpipe-rank", torch.set_num_threads, threads) as pool:
             futures = [pool.submit(call, engine) for engine in self.engines]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from vpipe.errors import UserError
@@ -42,23 +42,38 @@ class ScheduleSpec:
                 raise UserError(f"the program is for {self.schedule.num_ranks} ranks, but there are {self.num_ranks}")
             return self.schedule
         options = dict(self.options or {})
-        if not isinstance(self.replicas, int):
-            return catalog.build(
-                self.schedule,
-                len(self.replicas),
-                self.num_microbatches,
-                self.stages_per_rank,
-                replicas=tuple(self.replicas),
-                **options,
+        replicas = self._replicas()
+        build = partial(catalog.build, self.schedule)
+        if catalog.get(self.schedule).mode == "asp":
+            if replicas is not None:
+                options["replicas"] = replicas
+            return build(self.num_ranks, self.num_microbatches, self.stages_per_rank, **options)
+        if replicas is None:
+            return build(self.num_ranks, self.num_microbatches, self.stages_per_rank, **options)
+        if len(set(replicas)) > 1:
+            raise UserError(
+                f"{self.schedule} has the same number of replicas on every stage, not {list(replicas)}; "
+                f"give one number, or use pipedream"
             )
-        if self.num_ranks % self.replicas:
+        program = build(self.num_ranks // replicas[0], self.num_microbatches, self.stages_per_rank, **options)
+        return replicate(program, replicas[0])
+
+    def _replicas(self) -> tuple[int, ...] | None:
+        """Replicas per rank of one pipeline; ``None`` where nothing is replicated."""
+        if self.replicas == 1:
+            return None
+        if not isinstance(self.replicas, int):
+            replicas = tuple(self.replicas)
+            if sum(replicas) != self.num_ranks:
+                raise UserError(
+                    f"replicas {list(replicas)} need {sum(replicas)} ranks, but there are {self.num_ranks}; make the sum equal"
+                )
+            return None if set(replicas) == {1} else replicas
+        if self.replicas < 1 or self.num_ranks % self.replicas:
             raise UserError(
                 f"{self.num_ranks} ranks cannot hold {self.replicas} replicas of every stage; the number must divide"
             )
-        program = catalog.build(
-            self.schedule, self.num_ranks // self.replicas, self.num_microbatches, self.stages_per_rank, **options
-        )
-        return replicate(program, self.replicas) if self.replicas > 1 else program
+        return (self.replicas,) * (self.num_ranks // self.replicas)
 
     @property
     def placement(self) -> Placement:
@@ -67,6 +82,8 @@ class ScheduleSpec:
     @cached_property
     def synchronous(self) -> bool:
         """Whether every unit of a step reads the same weights and each stage updates once at the end."""
+        if isinstance(self.schedule, str):
+            return catalog.get(self.schedule).mode != "asp"
         return all(len(groups) <= 1 for groups in update_groups(self.program))
 
     def describe(self) -> str:
@@ -95,6 +112,18 @@ class Programs:
     def splits(self) -> frozenset[int]:
         """Stages where I and W are apart."""
         return frozenset(action.stage for _, action in self.spec.program.actions() if action.kind is Kind.I)
+
+    @property
+    def stashes(self) -> frozenset[int]:
+        """Stages whose I run out of the order of units, or between whose I and W an update may come."""
+        found: set[int] = set()
+        last: dict[tuple[int, int], int] = {}
+        for rank, action in self.spec.program.actions():
+            if action.kind is Kind.I:
+                if not self.synchronous or last.get((rank, action.stage), -1) > action.microbatch:
+                    found.add(action.stage)
+                last[rank, action.stage] = action.microbatch
+        return frozenset(found)
 
     def training(self, update: bool = True, num_microbatches: int | None = None) -> Program:
         """One step; without ``update`` the same without REDUCE and STEP."""
@@ -132,6 +161,8 @@ class Programs:
         program = replace(program, skips=self._flow.skips())
         if not is_lowered(program):
             program = lower(program, recompute_stages=recompute_stages)
+        if self.synchronous:
+            program = updates_last(program)
         if violations := _verified(program):
             raise UserError(
                 f"{self.spec.describe()} is not a valid program: {violations[0]} ({len(violations)} in all; 'vpipe verify' lists them)"
@@ -155,6 +186,13 @@ class Programs:
             for unit in units:
                 weights[unit] = replicas / len(units)
         return weights
+
+
+def updates_last(program: Program) -> Program:
+    """Every ``STEP`` at the end of its row: all ranks agree on the norm of all gradients before the first of them updates."""
+    return program.with_rows(
+        sorted(row, key=lambda action: action.kind is Kind.STEP) for row in program.rows
+    )
 
 
 @lru_cache(maxsize=64)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class StageOptions:
     versioned: bool = False
     splits: bool = False
     """Whether the program separates I and W at this stage."""
+    stashes: bool = False
+    """Whether what I computes of the weight gradient must wait for W: the program runs I in another order, or updates in between."""
     fused: bool = False
     recompute: Collection[int] = ()
     """Layers whose activations are computed again instead of kept."""
@@ -80,8 +83,7 @@ class Stage:
             for slot, buffer in part.named_buffers(recurse=False)
         ]
         if options.splits:
-            for module in modules.values():
-                deferred.install(module, self.queue)
+            deferred.install(modules.values(), self.queue)
         self.regions = self._cut(options.recompute)
 
     def _cut(self, recompute: Collection[int]) -> list[Region]:
@@ -175,23 +177,46 @@ class Stage:
     def backward(self, microbatch: int, pending: Pending, defer_weights: bool) -> Pending:
         """Turn the gradients of what the unit gave into the gradients of what it took."""
         unit = self.units[microbatch]
-        if defer_weights:
+        if self.options.splits:
             self.queue.open(microbatch)
+        stashed = self._set_aside(unit.version) if defer_weights and self.options.stashes else []
         try:
             for region, graph in zip(reversed(self.regions), reversed(unit.graphs), strict=True):
-                assert graph is not None, f"stage {self.index} has no graph of microbatch {microbatch}: R must come before its backward"
+                assert graph is not None, f"stage {self.index}: R must come before the backward of microbatch {microbatch}"
                 region.backward(graph, pending, unit.weight)
         finally:
+            self._put_back(stashed)
             self.queue.close()
         unit.graphs.clear()
         if not defer_weights:
-            self._finish(microbatch)
+            self.weight_gradient(microbatch)
         return pending
+
+    def _set_aside(self, version: int) -> list[tuple[Tensor, Tensor | None]]:
+        """Take the gradients away, so that what the backward of one unit adds can wait for its W."""
+        found = [(leaf, leaf.grad) for leaf in self.weights.leaves(version)]
+        for leaf, _ in found:
+            leaf.grad = None
+        return found
+
+    def _put_back(self, stashed: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        for leaf, before in stashed:
+            if leaf.grad is not None:
+                self.queue.defer(partial(self.queue.add, leaf, leaf.grad), leaf)
+            leaf.grad = before
 
     def weight_gradient(self, microbatch: int) -> None:
         """Compute what the backward deferred."""
-        self.queue.run(microbatch)
+        if self.options.splits:
+            self.queue.run(microbatch)
         self._finish(microbatch)
+
+    def abandon(self) -> None:
+        """Forget all units and their gradients: the step has failed."""
+        self.units.clear()
+        self.queue.clear()
+        for parameter in self.weights.parameters.values():
+            parameter.grad = None
 
     def _finish(self, microbatch: int) -> None:
         self.weights.gather(self.units.pop(microbatch).version)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import isfinite
 
 import torch
@@ -21,6 +22,9 @@ from vpipe.runtime.transport.base import Transport
 from vpipe.schedule.placement import Placement
 
 NO_GRADIENT = -1.0
+BUCKET = 1 << 20
+"""Numbers that replicas exchange at a time."""
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 @dataclass
@@ -79,7 +83,7 @@ class Updater:
         self._num_units = 0
         self._verdict: tuple[bool, Tensor | None] | None = None
         self.shared_losses: dict[tuple[int, int], float] | None = None
-        self._counts: list[list[tuple[int, int]]] | None = None
+        self._counts: list[list[tuple[int, int, int]]] | None = None
         self.learning_rate: Callable[[int], float] | None = None
         """The learning rate of update n, the same on all stages; the optimizers' own if not given."""
         self.num_updates = dict.fromkeys(stages, 0)
@@ -96,13 +100,20 @@ class Updater:
     def reduce(self, stage: Stage) -> None:
         """Sum over the stage's replicas; in asynchronous modes the mean of the round."""
         ranks = self._placement.ranks_of[stage.index]
-        for parameter in stage.weights.parameters.values():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                self._sum(parameter.grad, ranks)
-                if not self.options.synchronous:
-                    parameter.grad.div_(len(ranks))
+        trained = [p for p in stage.weights.parameters.values() if p.requires_grad]
+        mine = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
+        anyone = torch.stack(self._transport.all_gather(mine, ranks, [len(trained)] * len(ranks))).any(0).tolist()
+        # A parameter that no replica has used gets no gradient, as in one process: an optimizer leaves it alone.
+        for bucket in _buckets([p for p, has in zip(trained, anyone, strict=True) if has]):
+            parts = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in bucket]
+            total = torch.cat(parts)
+            self._sum(total, ranks)
+            if not self.options.synchronous:
+                total.div_(len(ranks))
+            begin = 0
+            for parameter in bucket:
+                parameter.grad = total[begin : begin + parameter.numel()].view_as(parameter)
+                begin += parameter.numel()
 
     def _sum(self, gradient: Tensor, ranks: Sequence[int]) -> None:
         if not self.options.exact_reduction:
@@ -116,23 +127,23 @@ class Updater:
 
     def step(self, stage: Stage) -> None:
         """The stage's next weight version."""
+        if self.options.synchronous and self._verdict is None:
+            self._verdict = self._agree()  # gives tied weights new gradients
         gradients = [p.grad for p in stage.weights.parameters.values() if p.grad is not None]
-        if self.options.synchronous:
-            if self._verdict is None:
-                self._verdict = self._agree()
+        if self._verdict is not None:
             finite, factor = self._verdict
         else:
             if self.loss_scale != 1.0:
                 torch._foreach_div_(gradients, self.loss_scale)
-            finite, factor = self._judge(_norms(stage)) if self._judges else (True, None)
+            dtype = _promoted([p.dtype for p in stage.weights.parameters.values()])
+            finite, factor = self._judge(_norms(stage).to(dtype)) if self._judges else (True, None)
+            self.num_skipped += not finite
         stage.weights.before_update()
         if finite:
             if factor is not None and gradients:
                 torch._foreach_mul_(gradients, factor)
             self._set_learning_rate(stage.index)
             self.optimizers[stage.index].step()
-        else:
-            self.num_skipped += 1
         self.optimizers[stage.index].zero_grad(set_to_none=True)
         self.num_updates[stage.index] += 1
         stage.weights.after_update()
@@ -145,7 +156,12 @@ class Updater:
 
     @property
     def _judges(self) -> bool:
-        return self.options.skip_nonfinite or self.options.clip_norm is not None
+        return self._skips or self.options.clip_norm is not None
+
+    @property
+    def _skips(self) -> bool:
+        """Whether a gradient that is not finite skips the update."""
+        return self.options.skip_nonfinite or self.scaler.dynamic
 
     def _agree(self) -> tuple[bool, Tensor | None]:
         """One exchange between all ranks: whether to update, and by what factor to clip."""
@@ -160,19 +176,20 @@ class Updater:
         order = self._parameter_order()
         mine = [_norms(self._stages[stage], self._tied) for stage in sorted(self._stages)]
         losses = torch.tensor(self.local_losses(), dtype=torch.float64)
-        sizes = [sum(count for _, count in counts) + self._num_losses(rank) for rank, counts in enumerate(order)]
+        sizes = [sum(count for _, count, _ in counts) + self._num_losses(rank) for rank, counts in enumerate(order)]
         everyone = range(self._transport.num_ranks)
-        found = self._transport.all_gather(torch.cat([*(n.double() for n in mine), losses]), everyone, sizes)
+        found = self._transport.all_gather(torch.cat([*mine, losses]), everyone, sizes)
         self.shared_losses = {}
         by_layer: dict[int, Tensor] = {}
         for rank, (block, counts) in enumerate(zip(found, order, strict=True)):
             at = 0
-            for layer, count in counts:
+            for layer, count, _ in counts:
                 by_layer.setdefault(layer, block[at : at + count])  # replicas agree: the first will do
                 at += count
             self.shared_losses.update(self._read_losses(rank, block[at:]))
-        norms = torch.cat([by_layer[layer] for layer in sorted(by_layer)]).float()
-        verdict = self._judge(norms)
+        dtype = _promoted([_FLOATS[code] for counts in order for _, _, code in counts])
+        verdict = self._judge(torch.cat([by_layer[layer] for layer in sorted(by_layer)]).to(dtype))
+        self.num_skipped += not verdict[0]
         self.scaler.update(verdict[0])
         return verdict
 
@@ -181,23 +198,24 @@ class Updater:
         norms = norms[norms != NO_GRADIENT]
         total = torch.linalg.vector_norm(norms) if len(norms) else torch.zeros(())
         self.last_norm = float(total)
-        finite = isfinite(self.last_norm) or not self.options.skip_nonfinite
+        finite = isfinite(self.last_norm) or not self._skips
         if self.options.clip_norm is None:
             return finite, None
         return finite, torch.clamp(self.options.clip_norm / (total + 1e-6), max=1.0)
 
-    def _parameter_order(self) -> list[list[tuple[int, int]]]:
-        """Per rank, (layer, number of parameters) in the order of its block; asked once."""
+    def _parameter_order(self) -> list[list[tuple[int, int, int]]]:
+        """Per rank, (layer, number of parameters, their dtype) in the order of its block; asked once."""
         if self._counts is None:
             mine: list[int] = []
             for index in sorted(self._stages):
-                counts: dict[int, int] = {}
+                dtypes: dict[int, list[torch.dtype]] = {}
                 for name in _named(self._stages[index], self._tied):
-                    layer = int(name.split(".", 1)[0])
-                    counts[layer] = counts.get(layer, 0) + 1
-                mine += [number for pair in counts.items() for number in pair]
+                    parameter = self._stages[index].weights.parameters[name]
+                    dtypes.setdefault(int(name.split(".", 1)[0]), []).append(parameter.dtype)
+                for layer, found_dtypes in dtypes.items():
+                    mine += [layer, len(found_dtypes), _FLOATS.index(_promoted(found_dtypes))]
             found = self._transport.all_gather(torch.tensor(mine, dtype=torch.int64), range(self._transport.num_ranks))
-            self._counts = [[(int(a), int(b)) for a, b in block.view(-1, 2)] for block in found]
+            self._counts = [[(int(a), int(b), int(c)) for a, b, c in block.view(-1, 3)] for block in found]
         return self._counts
 
     def _sum_tied(self) -> None:
@@ -266,6 +284,24 @@ class Updater:
         return self.shared_losses
 
 
+def _promoted(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype in which torch would add up norms of these."""
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+
+
+def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Neighbours of one dtype, as many as are worth one exchange."""
+    found: list[list[Tensor]] = []
+    room = 0
+    for parameter in parameters:
+        room -= parameter.numel()
+        if not found or room < 0 or parameter.dtype != found[-1][-1].dtype:
+            found.append([])
+            room = BUCKET - parameter.numel()
+        found[-1].append(parameter)
+    return found
+
+
 def _named(stage: Stage, tied: Sequence[TiedWeight]) -> list[str]:
     """The parameters that count towards the norm: a tied weight counts once, where it is first."""
     later = {f"{layer}.{name}" for tie in tied for layer, name in tie.owners[1:]}
@@ -278,7 +314,7 @@ def _norms(stage: Stage, tied: Sequence[TiedWeight] = ()) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     found = iter(torch._foreach_norm(gradients) if gradients else ())
     return (
-        torch.stack([next(found).float() if p.grad is not None else torch.tensor(NO_GRADIENT) for p in parameters])
+        torch.stack([next(found).double() if p.grad is not None else torch.tensor(NO_GRADIENT, dtype=torch.float64) for p in parameters])
         if parameters
-        else torch.empty(0)
+        else torch.empty(0, dtype=torch.float64)
     )

@@ -13,7 +13,7 @@ So a stage holds as many copies as versions are alive, W_s + 1 for PipeDream, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,10 @@ class Weights:
 
     def read(self, version: int) -> None:
         """The forward or recompute that follows reads this version."""
+
+    def leaves(self, version: int) -> Iterable[Tensor]:
+        """The tensors of this version that gather gradients."""
+        return self.parameters.values()
 
     def gather(self, version: int) -> None:
         """A unit's backward at this version is complete: its gradient belongs to the parameters."""
@@ -93,6 +97,9 @@ class VersionedWeights(Weights):
         for part, slot, name in self._slots:
             part._parameters[slot] = leaves[name]  # type: ignore[assignment]
         self._installed = version
+
+    def leaves(self, version: int) -> Iterable[Tensor]:
+        return self._leaves[version].values()
 
     def gather(self, version: int) -> None:
         for name, leaf in self._leaves[version].items():

@@ -188,6 +188,11 @@ def pack(envelope: Envelope, value: Any) -> Packed:
     return Packed(envelope, _layout(structure, facts), [tensor.detach() for tensor in tensors])
 
 
+def mismatch(expected: Envelope, found: Envelope) -> RuntimeError:
+    """The error of a receiver that got another message than the next one of its program."""
+    return RuntimeError(f"expected {expected}, but received {found}: the ranks run different programs or steps")
+
+
 def unpack_head(block: Tensor, expected: Envelope) -> Layout:
     """The form of the message that begins in ``block``; an error in words where it is not the expected one."""
     view = block.numpy().data
@@ -196,7 +201,7 @@ def unpack_head(block: Tensor, expected: Envelope) -> Layout:
         raise RuntimeError(f"expected {expected}, but the bytes that came are no vpipe message: do all ranks run the same vpipe?")
     found = Envelope(*fields)
     if found != expected:
-        raise RuntimeError(f"expected {expected}, but received {found}: the ranks run different programs or steps")
+        raise mismatch(expected, found)
     return _parsed(bytes(view[_PREFIX.size : _PREFIX.size + length]))
 
 

@@ -1,33 +1,53 @@
 """Ranks as threads of one process: the same engine without a launcher, for notebooks, tests and debugging.
 
-Values are handed over as copies, because a stage may change its input in place.
+Values are handed over as copies, because a stage may change its input in place. Channels keep their order as they do between processes,
+so that a program which pairs messages wrongly fails here too, and in the same words.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vpipe.runtime.wire import Envelope, flatten, unflatten
+from vpipe.runtime.wire import Envelope, flatten, mismatch, unflatten
 
 
 class PeerFailed(RuntimeError):
     """Another rank failed first; its own error is the one to read."""
 
 
+class Channel(NamedTuple):
+    """Everything that flows from one stage to another in one direction, between two ranks."""
+
+    source_rank: int
+    target_rank: int
+    source: int
+    target: int
+    backward: int
+
+
 class Hub:
     """What the ranks of one process share."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, blocking: bool = False) -> None:
         self.num_ranks = num_ranks
+        self.blocking = blocking
         self.changed = threading.Condition()
-        self.mail: dict[Envelope, Any] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what a failed step has left."""
+        self.mail: dict[tuple[Channel, int], tuple[Envelope, Any]] = {}
+        self.num_sent: Counter[Channel] = Counter()
+        self.num_posted: Counter[Channel] = Counter()
+        self.posted: dict[tuple[int, Envelope], tuple[Channel, int]] = {}
         self.gathered: dict[tuple[tuple[int, ...], int], dict[int, Tensor]] = defaultdict(dict)
+        self.rounds: Counter[tuple[int, tuple[int, ...]]] = Counter()
         self.failure: BaseException | None = None
 
     def transports(self) -> list[InProcessTransport]:
@@ -48,43 +68,58 @@ class InProcessTransport:
         self.hub = hub
         self.rank = rank
         self.num_ranks = hub.num_ranks
-        self._rounds: dict[tuple[int, ...], int] = defaultdict(int)
 
     def begin_step(self, step: int) -> None:
         pass
 
     def post(self, envelope: Envelope, source_rank: int) -> None:
-        pass
+        hub = self.hub
+        channel = Channel(source_rank, self.rank, envelope.source, envelope.target, envelope.backward)
+        with hub.changed:
+            hub.posted[self.rank, envelope] = (channel, hub.num_posted[channel])
+            hub.num_posted[channel] += 1
+            hub.changed.notify_all()
 
     def take(self, envelope: Envelope) -> Any:
         hub = self.hub
         with hub.changed:
-            hub.wait_until(lambda: envelope in hub.mail)
-            return hub.mail.pop(envelope)
+            place = hub.posted.pop((self.rank, envelope))
+            hub.wait_until(lambda: place in hub.mail)
+            found, value = hub.mail.pop(place)
+        if found != envelope:
+            raise mismatch(envelope, found)
+        return value
 
     def send(self, envelope: Envelope, target_rank: int, value: Any) -> None:
         tensors: list[Tensor] = []
         structure = flatten(value, tensors)
         copies = iter([tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors])
         copy = unflatten(structure, lambda: next(copies))
-        with self.hub.changed:
-            self.hub.mail[envelope] = copy
-            self.hub.changed.notify_all()
+        hub = self.hub
+        channel = Channel(self.rank, target_rank, envelope.source, envelope.target, envelope.backward)
+        with hub.changed:
+            number = hub.num_sent[channel]
+            hub.num_sent[channel] += 1
+            hub.mail[channel, number] = (envelope, copy)
+            hub.changed.notify_all()
+            if hub.blocking:
+                hub.wait_until(lambda: hub.num_posted[channel] > number)
 
     def end_step(self) -> None:
         pass
 
     def all_gather(self, value: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Tensor]:
         group = tuple(ranks)
-        hub, key = self.hub, (group, self._rounds[group])
-        self._rounds[group] += 1
+        hub = self.hub
         with hub.changed:
-            found = hub.gathered[key]
+            number = hub.rounds[self.rank, group]
+            hub.rounds[self.rank, group] += 1
+            found = hub.gathered[group, number]
             found[self.rank] = value.detach().flatten().clone()
             hub.changed.notify_all()
             hub.wait_until(lambda: len(found) == len(group))
             found_all = [found[rank] for rank in group]
-            hub.gathered.pop((group, key[1] - 2), None)  # two rounds ago: everyone has read it
+            hub.gathered.pop((group, number - 2), None)  # two rounds ago: everyone has read it
         return found_all
 
     def all_reduce(self, value: Tensor, ranks: Sequence[int]) -> None:

@@ -1,0 +1,95 @@
+"""The equality matrix: every schedule, model, optimizer, recompute and replication equals ``Replay`` to the bit."""
+
+from __future__ import annotations
+
+import pytest
+from runtime_models import MODELS
+from runtime_support import Case, check
+
+from vpipe.schedule import catalog
+
+SCHEDULES = [entry.name for entry in catalog.entries()]
+SYNCHRONOUS = [entry.name for entry in catalog.entries() if entry.mode == "bsp"]
+SHAPES = ((2, 4), (3, 5), (4, 8), (1, 3), (4, 2))
+"""(ranks, microbatches): fewer microbatches than ranks, one rank, and numbers that do not divide are among them."""
+CROSS = [
+    (model, optimizer, recompute)
+    for model in MODELS
+    for optimizer, recompute in (("sgd", 0.0), ("adam", 1.0), ("adamw", 0.5))
+]
+
+
+def _may_run(schedule: str, model: str, num_ranks: int, num_microbatches: int) -> bool:
+    if schedule == "pipedream-2bw" and num_microbatches < num_ranks - 1:
+        return False
+    return model != "tied" or schedule in SYNCHRONOUS
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_equals_replay(schedule: str) -> None:
+    """The fast core: each schedule meets every model once, with everything else rotating."""
+    shift = SCHEDULES.index(schedule)
+    for number, model in enumerate(MODELS):
+        num_ranks, num_microbatches = SHAPES[(number + shift) % 3]
+        _, optimizer, recompute = CROSS[(number + shift) % 3]
+        clip = 0.5 if (number + shift) % 2 else None
+        if _may_run(schedule, model, num_ranks, num_microbatches):
+            check(
+                Case(schedule, model, num_ranks, num_microbatches, optimizer, recompute=recompute, clip_norm=clip)
+            )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shape", [(1, 3), (4, 2), (2, 1)])
+def test_few_ranks_and_few_microbatches(schedule: str, shape: tuple[int, int]) -> None:
+    if _may_run(schedule, "plain", *shape):
+        check(Case(schedule, "plain", *shape, recompute=0.5, num_steps=1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("model", MODELS)
+def test_whole_matrix(schedule: str, model: str) -> None:
+    for num_ranks, num_microbatches in SHAPES:
+        if not _may_run(schedule, model, num_ranks, num_microbatches):
+            continue
+        for optimizer in ("sgd", "adam"):
+            for recompute in (0.0, 0.5, 1.0):
+                for dropout in (0.0, 0.2):
+                    check(Case(schedule, model, num_ranks, num_microbatches, optimizer, dropout, recompute, num_steps=3))
+
+
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+def test_replicas_of_a_synchronous_schedule(schedule: str) -> None:
+    model = ("plain", "skips", "tied", "frozen", "batch_norm")[SYNCHRONOUS.index(schedule) % 5]
+    check(Case(schedule, model, 4, 2, replicas=2, recompute=0.5, clip_norm=0.3))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@pytest.mark.parametrize("model", MODELS)
+def test_replicas_of_every_model(schedule: str, model: str) -> None:
+    for replicas, num_ranks in ((2, 4), (3, 6), (2, 2)):
+        check(Case(schedule, model, num_ranks, 3, replicas=replicas, recompute=0.5, clip_norm=0.3))
+
+
+@pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2), (3, 1), (2, 1, 3)])
+def test_pipedream_with_replicas_per_stage(replicas: tuple[int, ...]) -> None:
+    check(Case("pipedream", "plain", sum(replicas), 12, replicas=replicas, recompute=0.5, num_steps=2))
+
+
+@pytest.mark.parametrize("options", [{"vertical_sync": True}, {"update_interval": 3}, {"depths": (4, 2, 0)}])
+def test_options_of_pipedream(options: dict[str, object]) -> None:
+    for model in ("plain", "batch_norm", "skips"):
+        check(Case("pipedream", model, 3, 7, options=options, recompute=0.5))
+
+
+def test_batches_of_2bw() -> None:
+    check(Case("pipedream-2bw", "plain", 3, 4, options={"num_batches": 5}, num_steps=2))
+
+
+def test_stages_per_rank() -> None:
+    for schedule, stages in (("interleaved", 3), ("looped-bfs", 4), ("hanayo", 4), ("interleaved-zb", 3)):
+        check(Case(schedule, "skips", 3, 6, num_layers=14, more={"stages_per_rank": stages}))
