@@ -92,11 +92,12 @@ class Follower:
         self._job, self._ask, self._pause, self._sleep = job, ask, pause, sleep
         self._seen: dict[str, Task] = {}
         self._read: dict[str, int] = {}
+        self._last: list[Task] = []
 
     def lines(self) -> Iterator[str]:
         """State changes and output, as they come."""
         while True:
-            current = self._current()
+            current = self._last = self._current()
             for task in current:
                 yield from self._news(task, several=len(current) > 1)
             if all(task.ended for task in current):
@@ -106,18 +107,18 @@ class Follower:
     @property
     def exit_code(self) -> int:
         """0 where all completed, else the first other code."""
-        failed = [task for task in self._seen.values() if task.state != "COMPLETED"]
+        failed = [task for task in self._last if task.state != "COMPLETED"]
         return next((task.exit_code for task in failed if task.exit_code), 1) if failed else 0
 
     def _current(self) -> list[Task]:
         try:
             return tasks(self._job, self._ask)
         except UserError:
-            if not self._seen:
+            if not self._last:
                 raise
             return [  # SLURM forgets ended jobs after a while
                 task if task.ended else Task(task.label, "FORGOTTEN", "", task.output, task.exit_code)
-                for task in self._seen.values()
+                for task in self._last
             ]
 
     def _news(self, task: Task, several: bool) -> Iterator[str]:

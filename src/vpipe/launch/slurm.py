@@ -185,7 +185,7 @@ def _resume(job: Job) -> list[str]:
     where = '"$run"/checkpoints' if job.checkpoint_directory is None else shlex.quote(job.checkpoint_directory)
     return [
         "resume=()",
-        f"if [ \"${{SLURM_RESTART_COUNT:-0}}\" -gt 0 ] && compgen -G {where}/'*' >/dev/null; then",
+        f"if [ \"${{SLURM_RESTART_COUNT:-0}}\" -gt 0 ] && compgen -G {where}/'iteration-*' >/dev/null; then",
         "  resume=(--resume latest)",
         '  echo "vpipe: queued again ($SLURM_RESTART_COUNT); going on from the latest checkpoint"',
         "fi",
@@ -216,7 +216,11 @@ def _launch(job: Job) -> list[str]:
             '  wait "$step"; code=$?',
             '  kill -0 "$step" 2>/dev/null || break  # a signal ends a wait before the step has ended',
             "done",
-            f'if [ "$code" -eq {INTERRUPTED} ] || {{ [ "$announced" -eq 1 ] && [ "$code" -gt 128 ]; }}; then',
+            "interrupted() {",
+            f'  [ "$code" -eq {INTERRUPTED} ] || {{ [ "$announced" -eq 1 ] &&',
+            """    { [ "$code" -gt 128 ] || grep -qs '"stopped": true' "$run"/summary.json; }; }""",
+            "}",
+            "if interrupted; then",
             '  echo "vpipe: interrupted; queueing again"',
             '  scontrol requeue "$SLURM_JOB_ID" && sleep 60',
             "fi",

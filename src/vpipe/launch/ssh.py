@@ -53,11 +53,19 @@ class Launch:
     port: int = 0
     threads: int = 0
 
+    def __post_init__(self) -> None:
+        words.path(self.directory, "the working directory")
+        words.path(self.python, "the Python program")
+        for word in self.command:
+            words.argument(word, "an argument of the ranks")
+        if self.interface is not None:
+            words.option(self.interface, "launch.interface")
+
 
 def command(node: Node, launch: Launch) -> list[str]:
     """The ssh command of one node. The far side's shell reads one string, so every word of it is quoted."""
     remote = wrap(launch.container, [launch.python, "-m", "vpipe.launch.remote"], launch.directory, carried(os.environ))
-    line = f"cd {shlex.quote(words.path(launch.directory, 'the working directory'))} && exec {shlex.join(remote)}"
+    line = f"cd {shlex.quote(launch.directory)} && exec {shlex.join(remote)}"
     options = [word for name, value in OPTIONS.items() for word in ("-o", f"{name}={value}")]
     config = os.environ.get("VPIPE_SSH_CONFIG")
     file = ["-F", words.path(config, "VPIPE_SSH_CONFIG")] if config else []

@@ -1,0 +1,8 @@
+"""VPipe's old command, for old habits: ``driver.py --config_file configs/bert_4vpipe.yml`` is ``vpipe train``."""
+
+import sys
+
+from vpipe.cli.shims import driver
+
+if __name__ == "__main__":
+    sys.exit(driver())

@@ -1,0 +1,176 @@
+"""A container is a prefix: the words of each kind, and charliecloud and bubblewrap run for real."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ssh_server import Server
+from ssh_server import missing as missing_sshd
+
+from vpipe.config import ContainerConfig
+from vpipe.errors import UserError
+from vpipe.launch.container import NONE, Container, wrap
+from vpipe.launch.ssh import Launch, run
+
+PYTHON = ["python3", "-m", "vpipe"]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("container", "expected"),
+    [
+        (NONE, "python3 -m vpipe"),
+        (
+            Container("apptainer", "/images/torch.sif", ("/data", "/scratch:/tmp/s"), gpus=True),
+            "apptainer exec --nv --bind /data:/data --bind /scratch:/tmp/s --bind /work:/work --pwd /work "
+            "/images/torch.sif python3 -m vpipe",
+        ),
+        (
+            Container("singularity", "torch.sif", ("/work",)),
+            "singularity exec --bind /work:/work --pwd /work torch.sif python3 -m vpipe",
+        ),
+        (
+            Container("docker", "pytorch/pytorch:2.6.0", ("/data",), gpus=True),
+            "docker run --rm --init --interactive --network=host --ipc=host --gpus=all --volume /data:/data "
+            "--volume /work:/work --workdir /work --env HF_TOKEN --env RANK pytorch/pytorch:2.6.0 python3 -m vpipe",
+        ),
+        (
+            Container("charliecloud", "/images/torch", ("/data",)),
+            "ch-run --bind=/data:/data --bind=/work:/work --cd=/work /images/torch -- python3 -m vpipe",
+        ),
+        (
+            Container("bubblewrap", "/images/torch"),
+            "bwrap --ro-bind /images/torch / --dev /dev --proc /proc --bind /dev/shm /dev/shm --bind /work /work "
+            "--chdir /work --die-with-parent -- python3 -m vpipe",
+        ),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Container) else None,
+)
+def test_the_words_of_each_kind(container: Container, expected: str) -> None:
+    assert wrap(container, PYTHON, "/work", ["RANK", "HF_TOKEN"]) == expected.split()
+
+
+def test_a_bind_that_brings_the_working_directory_is_enough() -> None:
+    words = wrap(Container("apptainer", "i.sif", ("/home/me:/home/me",)), PYTHON, "/home/me/project")
+    assert words.count("--bind") == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Container("dokcer", "image"), r"did you mean 'docker'\?"),
+        (lambda: Container("docker", "-v/:/host"), "does not begin with a dash"),
+        (lambda: Container("docker", ""), "must be a path"),
+        (lambda: Container("docker", "my image"), "without spaces"),
+        (lambda: Container("docker", "image", ("/a:/b:rw",)), "without commas"),
+        (lambda: Container("docker", "image", ("relative",)), "without commas"),
+        (lambda: wrap(Container("docker", "image"), [], "/", ["A=b"]), "a name of letters"),
+    ],
+)
+def test_what_is_refused(make: object, sentence: str) -> None:
+    assert callable(make)
+    with pytest.raises(UserError, match=sentence):
+        make()
+
+
+def test_every_kind_of_the_config_is_known() -> None:
+    for kind in ContainerConfig.model_fields["kind"].annotation.__args__:  # type: ignore[union-attr]
+        config = ContainerConfig(kind=kind, image=None if kind == "none" else "image")
+        assert Container.from_config(config).kind == kind
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory tree that says who it is; programs and Python come by binds, for which it has empty places."""
+    root = tmp_path_factory.mktemp("image")
+    for name in ("usr", "etc", "dev", "proc", "sys", "tmp", "run", "home", "root", "mnt", "var/tmp"):
+        (root / name).mkdir(parents=True)
+    for place in (*brought(), str(tmp_path_factory.getbasetemp())):
+        (root / place.lstrip("/")).mkdir(parents=True, exist_ok=True)
+    for name in ("bin", "lib", "lib64", "sbin"):
+        (root / name).symlink_to(f"usr/{name}")
+    for name in ("passwd", "group", "hosts", "resolv.conf"):
+        shutil.copy(f"/etc/{name}", root / "etc" / name)
+    (root / "image-name").write_text("vpipe-test-image")
+    return root
+
+
+def brought() -> tuple[str, ...]:
+    """What the image lacks: the system's programs, this Python and this repository."""
+    places = {"/usr", str(ROOT), str(Path(sys.base_prefix)), str(Path(sys.prefix))}
+    return tuple(sorted(place for place in places if place == "/usr" or not place.startswith("/usr/")))
+
+
+def works(*command: str) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+KINDS = {
+    "charliecloud": pytest.mark.skipif(not shutil.which("ch-run"), reason="no ch-run; apt-get install charliecloud"),
+    "bubblewrap": pytest.mark.skipif(
+        not works("bwrap", "--ro-bind", "/", "/", "true"), reason="bwrap cannot run here; apt-get install bubblewrap"
+    ),
+}
+
+INSIDE = "import os; print(open('/image-name').read(), os.getcwd(), os.environ.get('HF_TOKEN'), os.environ.get('RANK'))"
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=mark) for kind, mark in KINDS.items()])
+def test_a_command_runs_inside_for_real(kind: str, image: Path, tmp_path: Path) -> None:
+    container = Container(kind, str(image), brought())
+    environment = os.environ | {"USER": os.environ.get("USER", "root"), "HF_TOKEN": "token-1", "RANK": "3"}
+    words = wrap(container, [sys.executable, "-c", INSIDE], str(ROOT), ["HF_TOKEN"])
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["vpipe-test-image", str(ROOT), "token-1", "3"], done.stderr
+    outside = subprocess.run([sys.executable, "-c", INSIDE], capture_output=True, text=True, timeout=60, check=False)
+    assert outside.returncode != 0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("sshd"), {"node-a": "127.0.0.2", "node-b": "127.0.0.3"})
+    try:
+        server.listen(["127.0.0.2", "127.0.0.3"])
+        yield server
+    finally:
+        server.stop()
+
+
+MEET = """
+import os
+from datetime import timedelta
+from torch.distributed import TCPStore
+rank = int(os.environ["RANK"])
+store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, rank == 0, timedelta(seconds=60))
+store.set(f"from {rank}", open("/image-name").read())
+print(store.get(f"from {1 - rank}").decode(), os.environ["RANK"], flush=True)
+store.set(f"end {rank}", "")
+store.get(f"end {1 - rank}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing_sshd()), reason=missing_sshd() or "sshd is here")
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=mark) for kind, mark in KINDS.items()])
+def test_ranks_on_two_hosts_meet_inside_containers(
+    kind: str, image: Path, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VPIPE_SSH_CONFIG", str(server.config))
+    (image / str(tmp_path).lstrip("/")).mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+    script = tmp_path / "meet.py"
+    script.write_text(MEET)
+    container = Container(kind, str(image), (*brought(), str(tmp_path)))
+    launch = Launch(("node-a:0", "node-b:0"), (str(script),), str(ROOT), tmp_path, container=container)
+    code = run(launch, lines.append)
+    assert code == 0, lines
+    assert {"node-a: [0] vpipe-test-image 0", "node-b: [1] vpipe-test-image 1"} <= set(lines), lines

@@ -1,0 +1,95 @@
+"""``vpipe doctor`` answers in seconds, says how to mend what is missing, and never fails itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vpipe.launch import doctor
+from vpipe.launch.doctor import Finding, examine
+
+TOPICS = {
+    "python",
+    "torch",
+    "gpu",
+    "cores",
+    "memory",
+    "disk",
+    "interface",
+    "gloo",
+    "ports",
+    "slurm",
+    "ssh",
+    "container",
+}
+
+
+def ask(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vpipe", "doctor", *words],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_every_topic_is_answered_and_json_is_only_json() -> None:
+    begin = time.monotonic()
+    done = ask("--json")
+    assert time.monotonic() - begin < 15
+    answer = json.loads(done.stdout)
+    assert answer["can_train"] is True
+    assert {finding["topic"] for finding in answer["findings"]} >= TOPICS
+    assert all(finding["mend"] for finding in answer["findings"] if finding["status"] == "missing")
+    assert done.returncode == 0
+
+
+def test_a_machine_with_nothing_gets_remedies(tmp_path: Path) -> None:
+    """No program on the PATH: no SLURM, ssh or container, and still an answer."""
+    done = ask(PATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "run vpipe submit on a login node" in done.stdout
+    assert "apt-get install openssh-client" in done.stdout
+
+
+def test_it_says_which_interface_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonet0")
+    (finding,) = [each for each in examine() if each.topic == "gloo"]
+    assert finding.status == "missing"
+    assert "interfaces are" in finding.mend
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    (finding,) = [each for each in examine() if each.topic == "gloo"]
+    assert finding.status == "found"
+
+
+def test_a_check_that_fails_is_a_finding() -> None:
+    def _broken() -> Iterator[Finding]:
+        raise RuntimeError("boom")
+        yield
+
+    assert doctor._safely(_broken) == [Finding("broken", "note", "could not be examined: RuntimeError: boom")]
+
+
+def test_a_program_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sbatch", "sinfo"):
+        (tmp_path / name).write_text("#!/bin/sh\nexec sleep 60\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(doctor, "SECONDS", 0.2)
+    found = [each for each in examine() if each.topic == "slurm"]
+    assert found[0].status == "missing"
+    assert "does not answer" in found[0].detail
+
+
+def test_it_loads_no_torch() -> None:
+    code = "import sys; from vpipe.launch.doctor import examine; examine(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
