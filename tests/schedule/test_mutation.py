@@ -186,13 +186,13 @@ def test_originals_are_valid() -> None:
         assert not verify(program), name
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_verify_rejects_exactly_the_mutants_that_change_meaning(seed: int) -> None:
-    counts, disputed = campaign(600, seed)
+    counts, disputed = campaign(1000, seed)
     totals = Counter(kind for _, kind in counts.elements())
     print(dict(totals))
-    assert min(totals["changed"], totals["alike"]) > 50
     assert not disputed, "\n".join(map(str, disputed[:5]))
+    assert min(totals["changed"], totals["alike"]) > 50, "too few of one sort to say anything"
 
 
 if __name__ == "__main__":
