@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from runtime_gloo import Worlds
 from runtime_support import COUNTS
 
 
@@ -13,6 +14,14 @@ from runtime_support import COUNTS
 def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """``worlds.run(num_ranks, task, *arguments)``: the task on every rank of a gloo world."""
+    found = Worlds()
+    yield found
+    found.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

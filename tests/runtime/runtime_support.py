@@ -17,6 +17,7 @@ from vpipe import Pipeline
 from vpipe.layer import Layer
 from vpipe.runtime.microbatches import split
 from vpipe.runtime.replay import Replay, ReplayUnit
+from vpipe.schedule.action import parse
 from vpipe.schedule.program import Program
 from vpipe.schedule.verify import verify
 
@@ -129,3 +130,41 @@ def check(case: Case) -> Pipeline:
     assert not wrong, f"{len(wrong)} tensors differ, the first is {wrong[0]}"
     COUNTS["in-process"] += 1
     return pipe
+
+
+def train_rank(case: Case) -> tuple[list[float], dict[str, Tensor], list[list[str]]]:
+    """One rank of a process group: its losses, its weights, and what it executed."""
+    model = build(case.model, case.num_layers, case.dropout)
+    pipe = pipeline(case, model)
+    losses, rows = [], []
+    for step in range(case.num_steps):
+        losses.append(pipe.train_step(*model.data(case.rows * pipe.programs.num_units, step)))
+        (records,) = pipe.trace().records.values()
+        rows.append([str(record.action) for record in records])
+    return losses, {name: tensor.detach().clone() for name, tensor in pipe.state_dict().items()}, rows
+
+
+def check_processes(run: Callable[..., list[Any]], case: Case) -> None:
+    """The same as ``check`` with a process for every rank."""
+    answers = run(case.num_ranks, train_rank, case)
+    model = build(case.model, case.num_layers, case.dropout)
+    modules = modules_of(model)
+    pipe = pipeline(case, model, case.num_ranks)
+    replay = replay_of(pipe, modules, case, model)
+    for step in range(case.num_steps):
+        inputs, targets = model.data(case.rows * pipe.programs.num_units, step)
+        rows = [[parse(text) for text in rows[step]] for _, _, rows in answers]
+        executed = pipe.programs.training().with_rows(rows)
+        check_trace(executed)
+        expected = replay.run(executed, units_of(pipe, executed, inputs, targets))
+        assert [losses[step] for losses, _, _ in answers] == [expected] * case.num_ranks
+    alone = not pipe.placement.has_replicas
+    expected_state = weights_of(replay.state_dict(), alone)
+    seen = set()
+    for _, state, _ in answers:
+        mine = weights_of(state, alone)
+        seen |= mine.keys()
+        wrong = differing(mine, {name: expected_state[name] for name in mine})
+        assert not wrong, f"{len(wrong)} tensors differ, the first is {wrong[0]}"
+    assert seen == expected_state.keys()
+    COUNTS["processes over gloo"] += 1

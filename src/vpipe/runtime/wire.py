@@ -61,6 +61,9 @@ class Facts(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     needs_grad: bool
+    order: tuple[int, ...] | None = None
+    """The dimensions from the slowest to the fastest in memory, where that is not their own order: kernels add in another
+    order where strides differ, and crossing a boundary must change no bit."""
 
 
 class Layout(NamedTuple):
@@ -116,7 +119,7 @@ def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
 
 @lru_cache(maxsize=1024)
 def _layout(structure: Structure, facts: tuple[Facts, ...]) -> Layout:
-    tensors = [[_name(fact.dtype), list(fact.shape), fact.needs_grad] for fact in facts]
+    tensors = [[_name(fact.dtype), list(fact.shape), fact.needs_grad, fact.order] for fact in facts]
     text = json.dumps([structure, tensors], separators=(",", ":")).encode()
     offset = _aligned(_PREFIX.size + len(text))
     offsets = []
@@ -129,7 +132,10 @@ def _layout(structure: Structure, facts: tuple[Facts, ...]) -> Layout:
 @lru_cache(maxsize=1024)
 def _parsed(text: bytes) -> Layout:
     structure, tensors = json.loads(text)
-    facts = tuple(Facts(_DTYPES[name], tuple(shape), bool(needs_grad)) for name, shape, needs_grad in tensors)
+    facts = tuple(
+        Facts(_DTYPES[name], tuple(shape), bool(needs_grad), None if order is None else tuple(order))
+        for name, shape, needs_grad, order in tensors
+    )
     return _layout(_hashable(structure), facts)
 
 
@@ -141,6 +147,14 @@ def _name(dtype: torch.dtype) -> str:
     if dtype not in _NAMES:
         raise UserError(f"tensors of {dtype} cannot travel between stages; use one of {', '.join(sorted(_DTYPES))}")
     return _NAMES[dtype]
+
+
+def _order(tensor: Tensor) -> tuple[int, ...] | None:
+    """How a copy of the tensor lies in memory."""
+    if tensor.is_contiguous():
+        return None
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda dimension: (-strides[dimension], dimension)))
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -184,7 +198,7 @@ def pack(envelope: Envelope, value: Any) -> Packed:
     """Describe a value; nothing is copied yet."""
     tensors: list[Tensor] = []
     structure = flatten(value, tensors)
-    facts = tuple(Facts(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors)
+    facts = tuple(Facts(tensor.dtype, tuple(tensor.shape), tensor.requires_grad, _order(tensor)) for tensor in tensors)
     return Packed(envelope, _layout(structure, facts), [tensor.detach() for tensor in tensors])
 
 
@@ -218,4 +232,8 @@ def unpack(block: Tensor, layout: Layout, base: int = 0) -> Any:
 
 def _slot(block: Tensor, fact: Facts, offset: int) -> Tensor:
     end = offset + fact.dtype.itemsize * _count(fact.shape)
-    return block[offset:end].view(fact.dtype).view(fact.shape)
+    flat = block[offset:end].view(fact.dtype)
+    if fact.order is None:
+        return flat.view(fact.shape)
+    inverse = sorted(range(len(fact.order)), key=fact.order.__getitem__)
+    return flat.view([fact.shape[dimension] for dimension in fact.order]).permute(inverse)

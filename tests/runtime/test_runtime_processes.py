@@ -1,0 +1,41 @@
+"""The matrix over real processes: gloo changes no bit."""
+
+from __future__ import annotations
+
+import pytest
+from runtime_gloo import Worlds
+from runtime_models import MODELS
+from runtime_support import Case, check_processes
+
+from vpipe.schedule import catalog
+
+SCHEDULES = [entry.name for entry in catalog.entries()]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_processes(schedule: str, worlds: Worlds) -> None:
+    asynchronous = catalog.get(schedule).mode == "asp"
+    models = [name for name in MODELS if not (asynchronous and name == "tied")]
+    model = models[SCHEDULES.index(schedule) % len(models)]
+    check_processes(worlds.run, Case(schedule, model, 2, 4, recompute=0.5, clip_norm=0.5))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_four_processes(model: str, worlds: Worlds) -> None:
+    check_processes(worlds.run, Case("zb-v", model, 4, 5, recompute=0.5, num_layers=12))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_model_over_gloo(schedule: str, worlds: Worlds) -> None:
+    for model in MODELS:
+        if model != "tied" or catalog.get(schedule).mode == "bsp":
+            check_processes(worlds.run, Case(schedule, model, 4, 6, "sgd", recompute=0.5, clip_norm=0.5, num_layers=12))
+
+
+def test_replicas_over_gloo(worlds: Worlds) -> None:
+    check_processes(worlds.run, Case("1f1b", "plain", 4, 3, replicas=2, clip_norm=0.3))
+    check_processes(worlds.run, Case("zb-v", "tied", 4, 3, replicas=2, recompute=1.0))
+    check_processes(worlds.run, Case("pipedream", "plain", 4, 8, replicas=(2, 1, 1)))
+    check_processes(worlds.run, Case("pipedream", "skips", 4, 8, replicas=(1, 2, 1)))
