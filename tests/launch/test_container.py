@@ -15,7 +15,7 @@ from ssh_server import missing as missing_sshd
 
 from vpipe.config import ContainerConfig
 from vpipe.errors import UserError
-from vpipe.launch.container import NONE, Container, wrap
+from vpipe.launch.container import MARK, NONE, Container, command_inside, wrap
 from vpipe.launch.ssh import Launch, run
 
 PYTHON = ["python3", "-m", "vpipe"]
@@ -83,6 +83,15 @@ def test_every_kind_of_the_config_is_known() -> None:
     for kind in ContainerConfig.model_fields["kind"].annotation.__args__:  # type: ignore[union-attr]
         config = ContainerConfig(kind=kind, image=None if kind == "none" else "image")
         assert Container.from_config(config).kind == kind
+
+
+def test_a_local_run_enters_its_container_once() -> None:
+    container = Container("docker", "image")
+    words = command_inside(container, ["train", "c.yaml"], "/work", {"HF_TOKEN": "x", "HOME": "/"})
+    assert words is not None
+    assert words[-9:] == ["--env", "HF_TOKEN", "--env", MARK, "image", "python3", "-m", "vpipe", "train", "c.yaml"][-9:]
+    assert command_inside(container, ["train"], "/work", {MARK: "1"}) is None
+    assert command_inside(NONE, ["train"], "/work", {}) is None
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ import psutil
 import pytest
 from ssh_server import Server, missing, missing_namespaces
 
+from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
-from vpipe.launch.hosts import Node
+from vpipe.launch.hosts import Node, nodes
 from vpipe.launch.remote import Hello
-from vpipe.launch.ssh import Launch, command, order
+from vpipe.launch.ssh import Launch, command, from_config, order
 
 pytestmark = pytest.mark.timeout(120)
 needs_sshd = pytest.mark.skipif(bool(missing()), reason=missing() or "sshd is here")
@@ -213,6 +214,21 @@ def test_an_order_speaks_torchs_words_and_respects_the_users_interface(monkeypat
     assert expected.items() <= sent.environment.items()
     assert sent.environment["MASTER_PORT"] == "77"
     assert sent.environment["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_a_configs_machines_become_a_launch(tmp_path: Path) -> None:
+    values = {"model": {"name": "gpt"}, "dataset": {"name": "synthetic"}, "parallel": {"model_parallel_size": 2}}
+    here = PipelineConfig.from_dict(values | {"launch": {"machines": ["localhost:0", "localhost:1"]}})
+    assert from_config(here, ["c.yaml"], tmp_path) is None
+    image = {"kind": "apptainer", "image": "/images/torch.sif"}
+    there = PipelineConfig.from_dict(
+        values | {"launch": {"machines": ["a:0", "b:1"], "container": image, "threads": 2}}
+    )
+    launch = from_config(there, ["c.yaml", "--scheduler", "1f1b"], tmp_path)
+    assert launch is not None
+    assert launch.command == ("-m", "vpipe", "train", "c.yaml", "--scheduler", "1f1b", "--output-dir", str(tmp_path))
+    assert (launch.python, launch.threads, launch.machines) == ("python3", 2, ("a:0", "b:1"))
+    assert "apptainer exec" in command(nodes(launch.machines)[0], launch)[-1]
 
 
 def ip(*words: str) -> None:

@@ -8,15 +8,19 @@ appears in the list of processes. The working directory is bound and kept, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vpipe.errors import UserError, nearest
 from vpipe.launch import words
+from vpipe.launch.environment import carried
 
 PYTHON = "python3"
 """Python inside an image; outside it is the interpreter that runs vpipe."""
+
+MARK = "VPIPE_IN_CONTAINER"
+"""Set where a command already runs inside its container."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,16 @@ def wrap(container: Container, command: Sequence[str], directory: str, variables
     """``command`` inside the container, in ``directory``, with the named environment variables."""
     names = sorted(words.variable(name, "the environment variable") for name in variables)
     return [*_PREFIXES[container.kind](container, words.path(directory, "the working directory"), names), *command]
+
+
+def command_inside(
+    container: Container, arguments: Sequence[str], directory: str, environ: Mapping[str, str]
+) -> list[str] | None:
+    """``vpipe`` with ``arguments`` inside the container, for a run on this machine; ``None`` where there is nothing to
+    do: no container, or already inside. The caller sets ``MARK`` in the environment and becomes this command."""
+    if container.kind == "none" or MARK in environ:
+        return None
+    return wrap(container, [PYTHON, "-m", "vpipe", *arguments], directory, {MARK, *carried(environ)})
 
 
 def _none(container: Container, directory: str, names: list[str]) -> list[str]:

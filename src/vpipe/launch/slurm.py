@@ -133,7 +133,6 @@ def _options(job: Job) -> list[str]:
 
 def _body(job: Job) -> list[str]:
     return [
-        "set -u",
         *_address(job),
         *_variables(job),
         "",

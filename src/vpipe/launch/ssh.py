@@ -21,11 +21,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.launch import words
-from vpipe.launch.container import NONE, Container, wrap
+from vpipe.launch.container import NONE, PYTHON, Container, wrap
 from vpipe.launch.environment import carried
-from vpipe.launch.hosts import Node, machinefile, meeting_point, nodes
+from vpipe.launch.hosts import Node, all_local, machinefile, meeting_point, nodes
 from vpipe.launch.remote import PATIENCE, Hello, Order
 
 OPTIONS = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "5", "ServerAliveCountMax": "3"}
@@ -60,6 +61,28 @@ class Launch:
             words.argument(word, "an argument of the ranks")
         if self.interface is not None:
             words.option(self.interface, "launch.interface")
+
+
+def from_config(config: PipelineConfig, arguments: Sequence[str], run_directory: Path) -> Launch | None:
+    """The launch of a config whose ``machines`` are not all this one; ``arguments`` are those of ``vpipe train``.
+
+    Every rank runs the same command with the same run directory, and finds out who it is from its environment.
+    """
+    section = config.launch
+    if not section.machines or all_local(section.machines):
+        return None
+    container = Container.from_config(section.container, gpus=config.parallel.backend == "nccl")
+    return Launch(
+        machines=section.machines,
+        command=("-m", "vpipe", "train", *arguments, "--output-dir", str(run_directory)),
+        directory=str(Path.cwd()),
+        run_directory=run_directory,
+        python=sys.executable if container.kind == "none" else PYTHON,
+        container=container,
+        interface=section.interface,
+        port=section.master_port,
+        threads=section.threads,
+    )
 
 
 def command(node: Node, launch: Launch) -> list[str]:

@@ -1,0 +1,45 @@
+#!/bin/bash
+#SBATCH --job-name=vpipe-gpt_small
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:1
+#SBATCH --time=02:00:00
+#SBATCH --output=slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@60
+
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol --oneliner show node "$first" | sed -n "s/.* NodeAddr=\([^ ]*\).*/\1/p")
+if [ -z "$MASTER_ADDR" ]; then
+  echo "vpipe: SLURM does not tell the address of node $first; set MASTER_ADDR here" >&2
+  exit 2
+fi
+export MASTER_ADDR
+
+run=runs/slurm-"$SLURM_JOB_ID"
+overrides=()
+resume=()
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && compgen -G "$run"/checkpoints/'iteration-*' >/dev/null; then
+  resume=(--resume latest)
+  echo "vpipe: queued again ($SLURM_RESTART_COUNT); going on from the latest checkpoint"
+fi
+
+announced=0 step=
+trap 'announced=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1
+srun --kill-on-bad-exit=1 --nodes=4 --ntasks=4 --ntasks-per-node=1 --distribution=block \
+  python -m vpipe train configs/gpt_small.yaml --output-dir "$run" "${overrides[@]}" "${resume[@]}" &
+step=$!
+while true; do
+  wait "$step"; code=$?
+  kill -0 "$step" 2>/dev/null || break  # a signal ends a wait before the step has ended
+done
+interrupted() {
+  [ "$code" -eq 75 ] || { [ "$announced" -eq 1 ] &&
+    { [ "$code" -gt 128 ] || grep -qs '"stopped": true' "$run"/summary.json; }; }
+}
+if interrupted; then
+  echo "vpipe: interrupted; queueing again"
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+fi
+exit "$code"
