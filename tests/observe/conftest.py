@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from vpipe.schedule.simulate import simulate
 from vpipe.schedule.text import to_csv
 
 MakeRun = Callable[..., Path]
+Vpipe = Callable[..., "subprocess.CompletedProcess[str]"]
 MS = 1_000_000
 
 

@@ -1,0 +1,215 @@
+"""A fair sweep: which runs, in which order, each in a process of its own, and where it stopped last time.
+
+Fair means that runs differ in nothing but what is compared. All take the same config file, and with it the seed, the
+initial weights (a function of seed and layer), the data, the precision and the partition; checkpoints and the live page
+are off. Repeats are interleaved (all schedules once, then all again), so that a machine that gets slower in the
+afternoon is slow for everyone.
+
+    DIR/comparison.json          what is compared; a directory holds one comparison
+    DIR/runs/<name>.json         the result of one run, written when it has ended: what exists is not run again
+    DIR/runs/<name>/             its run directory
+    DIR/runs/<name>.log          what it printed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from vpipe import __version__
+from vpipe.errors import UserError
+from vpipe.observe.result import measured, outcome
+from vpipe.schedule.catalog import get
+
+FAIR = ("checkpoint.interval=-1", "training.profile_iteration=-1", "observe.trace=true", "observe.dashboard=false")
+"""Set for every run: what would disturb the clock is off, what is measured is on."""
+
+Train = Callable[[Sequence[str], Path, float], int]
+"""(command, log file, seconds it may take) → exit code."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the sweep; ``model`` is empty where the config's is taken."""
+
+    schedule: str
+    num_microbatches: int
+    repeat: int
+    model: str = ""
+
+    @property
+    def name(self) -> str:
+        parts = [self.model, self.schedule, f"m{self.num_microbatches}", f"r{self.repeat}"]
+        return "-".join(re.sub(r"[^A-Za-z0-9_.]+", "-", part) for part in parts if part)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is compared."""
+
+    config: Path
+    schedules: tuple[str, ...]
+    microbatches: tuple[int, ...]
+    models: tuple[str, ...] = ()
+    repeats: int = 1
+    iterations: int | None = None
+    overrides: tuple[str, ...] = ()
+    timeout: float = 3600.0
+
+    def cases(self) -> Iterator[Case]:
+        """All of the first repeat, then all of the second: that is what makes machines that drift fair."""
+        for repeat in range(self.repeats):
+            for model in self.models or ("",):
+                for count in self.microbatches:
+                    for schedule in self.schedules:
+                        yield Case(schedule, count, repeat, model)
+
+    def command(self, case: Case, directory: Path) -> list[str]:
+        settings = [*FAIR, f"training.num_microbatches={case.num_microbatches}"]
+        if case.model:
+            settings.append(f"model.name={case.model}")
+        if self.iterations is not None:
+            settings.append(f"training.max_iterations={self.iterations}")
+        settings += self.overrides
+        sets = [word for setting in settings for word in ("--set", setting)]
+        head = [sys.executable, "-m", "vpipe", "train", str(self.config), "--scheduler", case.schedule]
+        return [*head, *sets, "--output-dir", str(directory)]
+
+    def fingerprint(self) -> str:
+        """Changes with whatever would make old results another experiment's; more repeats or schedules do not."""
+        said = [self.config.read_text(encoding="utf-8"), str(self.iterations), *self.overrides, __version__]
+        return sha256("\0".join(said).encode()).hexdigest()[:16]
+
+
+def check(sweep: Sweep) -> None:
+    """Refuse before the first run what could never run."""
+    if not sweep.config.is_file():
+        raise UserError(f"{sweep.config} does not exist; give the config that all runs share")
+    for schedule in sweep.schedules:
+        get(schedule)
+    named: dict[str, Sequence[object]] = {
+        "schedule": sweep.schedules,
+        "number of microbatches": sweep.microbatches,
+        "model": sweep.models,
+    }
+    for what, values in named.items():
+        twice = next((value for value in values if values.count(value) > 1), None)
+        if twice is not None:
+            raise UserError(f"the {what} {twice} is named twice")
+
+
+def run(
+    sweep: Sweep, output: Path, say: Callable[[str], None], train: Train | None = None, retry: bool = False
+) -> list[dict[str, Any]]:
+    """Run what has not run yet (``retry``: and what has failed); the results of all cases."""
+    check(sweep)
+    runs = output / "runs"
+    _claim(sweep, output)
+    results = []
+    cases = list(sweep.cases())
+    for number, case in enumerate(cases, 1):
+        where = f"[{number}/{len(cases)}] {case.name}"
+        kept = runs / f"{case.name}.json"
+        result = _read(kept)
+        if result is None or (retry and result.get("status") != "done"):
+            say(f"{where} …")
+            result = _one(sweep, case, runs, train or subprocess_train)
+            _write(kept, result)
+            say(f"{where}: {outcome(result)}")
+        else:
+            say(f"{where}: {outcome(result)} (from before)")
+        results.append(result)
+    return results
+
+
+def _claim(sweep: Sweep, output: Path) -> None:
+    """The directory is this comparison's: new, or left by the same one."""
+    about = output / "comparison.json"
+    print_of = sweep.fingerprint()
+    known = _read(about)
+    if known is not None and known.get("fingerprint") != print_of:
+        raise UserError(
+            f"{output} holds a comparison of another config, --iterations, --set or version; choose another directory"
+        )
+    try:
+        (output / "runs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror}") from None
+    said = asdict(sweep) | {"config": str(sweep.config), "fingerprint": print_of, "vpipe": __version__}
+    _write(about, said)
+
+
+def _one(sweep: Sweep, case: Case, runs: Path, train: Train) -> dict[str, Any]:
+    directory, log = runs / case.name, runs / f"{case.name}.log"
+    shutil.rmtree(directory, ignore_errors=True)  # what an interrupted run left would be mixed into this one
+    began = monotonic()
+    command = sweep.command(case, directory)
+    about = {**asdict(case), "name": case.name, "mode": get(case.schedule).mode, "command": command}
+    try:
+        code = train(command, log, sweep.timeout)
+    except subprocess.TimeoutExpired:
+        return about | failed(f"took more than {sweep.timeout:.0f} s and was ended", began)
+    if code != 0:
+        return about | failed(_reason(log, code), began)
+    try:
+        return about | {"status": "done", "wall_seconds": monotonic() - began} | measured(directory)
+    except UserError as error:
+        return about | failed(str(error), began)
+
+
+def failed(reason: str, began: float) -> dict[str, Any]:
+    return {"status": "failed", "reason": reason, "wall_seconds": monotonic() - began}
+
+
+def subprocess_train(command: Sequence[str], log: Path, timeout: float) -> int:
+    """Run in a process group of its own; what it says goes to the log. An interrupt ends it with us."""
+    environment = {key: value for key, value in os.environ.items() if key != "VPIPE_DEBUG"}
+    with log.open("wb") as file, subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment
+    ) as process:  # fmt: skip
+        try:
+            return process.wait(timeout)
+        except BaseException:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+
+
+def _reason(log: Path, code: int) -> str:
+    """The sentence that the run ended with; else its last line."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    spoken = [line for line in lines if line.startswith("vpipe: ")]
+    said = (spoken or lines or ["it said nothing"])[-1]
+    return f"{said.removeprefix('vpipe: ')[:500]} (exit code {code})"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(fresh, path)
