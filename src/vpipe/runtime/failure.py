@@ -8,6 +8,7 @@ there before it speaks.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from traceback import format_exception_only
@@ -102,3 +103,10 @@ class Board:
     def gathered(self, key: str, num_ranks: int) -> list[dict[str, Any]]:
         """Everybody's facts; call when nobody is missing."""
         return [json.loads(self._store.get(f"{key}/{rank}")) for rank in range(num_ranks)]
+
+
+def reason(error: BaseException) -> str:
+    """An error of gloo or the store in a few words: without the place in their sources and the advice."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    line = re.sub(r"^\[\S+:\d+\] ", "", line)
+    return re.split(r"\. This is typically|\. Original|, key:", line)[0][:120].rstrip(". ")

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import vpipe
 from vpipe.errors import UserError
-from vpipe.runtime.failure import Board, Cause, PeerLost
+from vpipe.runtime.failure import Board, Cause, PeerLost, reason
 from vpipe.runtime.watchdog import Watchdog
 
 _stores: Any = dist
@@ -37,6 +37,8 @@ COME_WITHIN = 300.0
 """Seconds within which all ranks must have come; less if the timeout is less."""
 SILENCE = 60.0
 """Seconds after which a rank that gives no sign is taken for stopped; less if the timeout is less."""
+SLACK = 5.0
+"""Seconds that gloo waits longer than the watchdog, which can say more about a silent rank."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ def join(place: Place | None, timeout: float) -> int:
         hook.member = member = Membership(place, timeout, store, watched)
         member.meet()
         group = _stores.PrefixStore("group", store)
-        patience = timedelta(seconds=timeout)
+        patience = timedelta(seconds=timeout + SLACK)
         dist.init_process_group("gloo", store=group, rank=place.rank, world_size=place.num_ranks, timeout=patience)
     _current = member
     member.start()
@@ -219,10 +221,10 @@ def _connected(place: Place, patience: float) -> tuple[Any, Any]:
     try:
         return place.connect(patience, keep), place.connect(patience)
     except (RuntimeError, OSError) as error:
-        where, reason = f"{place.host}:{place.port}", str(error).strip().splitlines()[0][:200]
+        where, why = f"{place.host}:{place.port}", reason(error)
         if keep:
-            raise UserError(f"rank 0 cannot open the store at {where} ({reason}); choose another MASTER_PORT") from None
-        raise PeerLost(f"rank 0 has not opened the store at {where} within {patience:g} s ({reason})", 0) from None
+            raise UserError(f"rank 0 cannot open the store at {where} ({why}); choose another MASTER_PORT") from None
+        raise PeerLost(f"rank 0 has not opened the store at {where} within {patience:g} s ({why})", 0) from None
 
 
 class Hook:
@@ -239,7 +241,10 @@ class Hook:
         if self._place.report_fd is not None:
             self._before(kind, error, trace)
         elif isinstance(error, PeerLost):
-            _to_stderr(f"rank {rank} ends because {cause if error.cause else error}")
+            if self.member:
+                self.member.watchdog.say(cause)
+            else:
+                _to_stderr(f"rank {rank} ends because {error}")
         elif isinstance(error, UserError):
             if cause.rank == rank or cause.sentence != str(error):
                 _to_stderr(" ".join(str(error).split()))

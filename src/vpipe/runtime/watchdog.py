@@ -24,6 +24,8 @@ PATIENCE = 3.0
 """Seconds to wait for the real cause after losing a rank; a living rank beats several times meanwhile."""
 OWN_GRACE = 5.0
 """Seconds that a failing rank gets to end by itself."""
+FOLLOWER_GRACE = 2.0
+"""The same for a rank that ends because another one has failed."""
 NAP = 5.0
 """A gap in our own time from which we conclude that it was this process that was stopped."""
 
@@ -43,6 +45,7 @@ class Watchdog:
         self._report_fd = report_fd
         self._process = os.getpid()
         self._stopped = threading.Event()
+        self._said = threading.Event()
         self._cause: Cause | None = None
         self._leave_at = float("inf")
         self._round = monotonic()
@@ -65,7 +68,7 @@ class Watchdog:
                     self._cause = self._board.post(Cause.of(self._rank, error))
             except RuntimeError:
                 self._cause = self._store_lost() if isinstance(error, PeerLost) else Cause.of(self._rank, error)
-            self._leave_at = monotonic() + OWN_GRACE
+            self._leave_at = monotonic() + (FOLLOWER_GRACE if isinstance(error, PeerLost) else OWN_GRACE)
         if isinstance(error, PeerLost):
             error.cause = self._cause.fields()
         return self._cause
@@ -88,7 +91,7 @@ class Watchdog:
         if before.get(rank) == DONE:
             what = f"rank {rank} had finished when {error}; do all ranks make the same calls?"
         elif error.peer in (rank, None):
-            what = f"rank {rank} is gone: killed, or ended without a word ({error})"
+            what = f"rank {rank} is gone: killed, or ended without a word; {error}"
         else:
             what = f"rank {rank} is gone, and {error}"
         return self._board.post(Cause(rank, "gone", what, self._rank))
@@ -125,7 +128,7 @@ class Watchdog:
                 if self._stopped.is_set():
                     return
                 sleep(MOMENT)
-                cause = self._cause or self._store_lost()
+                self.leave(self._cause or self._store_lost())
             self._round = monotonic()
             if cause is not None:
                 self._heard(cause)
@@ -172,6 +175,8 @@ class Watchdog:
             if now - self._round > self._silence + INTERVAL and not self._stopped.is_set():
                 who = f"rank {self._keeper}, which keeps the store," if self._keeper is not None else "the store"
                 what = f"{who} has been silent for {self._silence:g} s"
+                if self._keeper is not None:
+                    self.end_silent(self._keeper)
                 self.leave(Cause(self._keeper or 0, "silent", what, self._rank))
 
     def _store_lost(self) -> Cause:
@@ -187,9 +192,10 @@ class Watchdog:
         os._exit(1)
 
     def say(self, cause: Cause) -> None:
-        """To the launcher if it is ours, else to stderr."""
-        if cause.rank == self._rank and cause.kind in ("error", "user"):
+        """To the launcher if it is ours, else to stderr; once."""
+        if self._said.is_set() or (cause.rank == self._rank and cause.kind in ("error", "user")):
             return
+        self._said.set()
         if self._report_fd is not None:
             found = {"rank": self._rank, "kind": "lost", "sentence": str(cause), "cause": cause.fields()}
             os.write(self._report_fd, json.dumps(found).encode() + b"\n")

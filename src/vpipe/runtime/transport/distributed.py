@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.runtime import membership
-from vpipe.runtime.failure import PeerLost
+from vpipe.runtime.failure import PeerLost, reason
 from vpipe.runtime.wire import Envelope, Packed, pack, unpack, unpack_head
 
 START_CAPACITY = 16 * 1024
@@ -49,7 +49,7 @@ class DistributedTransport:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self._sends_under_way = 0 if blocking else SENDS_UNDER_WAY
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = timedelta(seconds=timeout + membership.SLACK)
         self._capacity: dict[Channel, int] = defaultdict(lambda: START_CAPACITY)
         self._wanted: dict[Channel, int] = {}
         self._posted: dict[Envelope, tuple[Channel, Tensor, Any]] = {}
@@ -65,7 +65,7 @@ class DistributedTransport:
     def post(self, envelope: Envelope, source_rank: int) -> None:
         channel = Channel(envelope.source, envelope.target, envelope.backward, source_rank)
         block = torch.empty(self._capacity[channel], dtype=torch.uint8)
-        self._posted[envelope] = (channel, block, dist.irecv(block, source_rank, tag=channel.tag))
+        self._posted[envelope] = (channel, block, self._begin(dist.irecv, block, channel, channel.tag))
 
     def take(self, envelope: Envelope) -> Any:
         channel, block, work = self._posted.pop(envelope)
@@ -77,7 +77,8 @@ class DistributedTransport:
         base = layout.offsets[0] if layout.offsets else layout.num_bytes
         tail = torch.empty(layout.num_bytes - base, dtype=torch.uint8)
         if tail.numel():
-            self._wait(dist.irecv(tail, channel.peer, tag=channel.tag + _OVERFLOW_TAGS), f"waits for {envelope}", channel.peer)
+            work = self._begin(dist.irecv, tail, channel, channel.tag + _OVERFLOW_TAGS)
+            self._wait(work, f"waits for {envelope}", channel.peer)
         return unpack(tail, layout, base)
 
     def send(self, envelope: Envelope, target_rank: int, value: Any) -> None:
@@ -103,11 +104,12 @@ class DistributedTransport:
             tail = torch.empty(layout.num_bytes - layout.offsets[0], dtype=torch.uint8)
             packed.write_tensors(tail, layout.offsets[0])
             # The peer asks for the tensors when it needs them, not when the program posts: waiting here could deadlock.
-            self._tails.append((channel, dist.isend(tail, channel.peer, tag=channel.tag + _OVERFLOW_TAGS), tail))
+            work = self._begin(dist.isend, tail, channel, channel.tag + _OVERFLOW_TAGS)
+            self._tails.append((channel, work, tail))
 
     def _start(self, channel: Channel, block: Tensor) -> None:
         under_way = self._sent[channel]
-        under_way.append((dist.isend(block, channel.peer, tag=channel.tag), block))
+        under_way.append((self._begin(dist.isend, block, channel, channel.tag), block))
         while len(under_way) > self._sends_under_way:
             self._finish_oldest(channel)
 
@@ -123,12 +125,22 @@ class DistributedTransport:
             self._wait(work, _sending(channel), channel.peer)
         self._tails.clear()
 
+    def _begin(self, call: Any, block: Tensor, channel: Channel, tag: int) -> Any:
+        """Start a transfer; gloo refuses at once where it knows that the peer is gone."""
+        try:
+            return call(block, channel.peer, tag=tag)
+        except RuntimeError as error:
+            doing = _sending(channel) if call is dist.isend else f"expects {_flow(channel)}"
+            raise self._lost(doing, channel.peer, error) from None
+
     def _wait(self, work: Any, doing: str, peer: int) -> None:
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
-            sentence = f"rank {self.rank} {doing}, but rank {peer} does not answer ({_first_line(error)})"
-            raise PeerLost(sentence, peer) from None
+            raise self._lost(doing, peer, error) from None
+
+    def _lost(self, doing: str, peer: int, error: RuntimeError) -> PeerLost:
+        return PeerLost(f"rank {self.rank} {doing}, but rank {peer} does not answer: {reason(error)}", peer)
 
     def all_gather(self, value: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Tensor]:
         group = self._group(ranks)
@@ -164,7 +176,7 @@ class DistributedTransport:
         try:
             call()
         except RuntimeError as error:
-            raise PeerLost(f"rank {self.rank} lost another rank in a collective ({_first_line(error)})") from None
+            raise PeerLost(f"rank {self.rank} lost another rank in a collective: {reason(error)}") from None
 
     def barrier(self) -> None:
         self._collective(dist.barrier)
@@ -177,8 +189,8 @@ class DistributedTransport:
 
 
 def _sending(channel: Channel) -> str:
-    return f"sends {'gradients' if channel.backward else 'activations'} of stage {channel.source} to stage {channel.target}"
+    return f"sends {_flow(channel)}"
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+def _flow(channel: Channel) -> str:
+    return f"{'gradients' if channel.backward else 'activations'} of stage {channel.source} to stage {channel.target}"
