@@ -180,6 +180,8 @@ def _merged(queues: list[list[Action]]) -> Iterator[Action]:
         return
     order: TopologicalSorter[Action] = TopologicalSorter()
     for queue in queues:
+        for receive in queue[:1]:
+            order.add(receive)  # a queue of one has no pairs
         for earlier, later in pairwise(queue):
             order.add(later, earlier)
     try:
