@@ -6,44 +6,29 @@
        │  killed: the socket closes, the zygote kills its group
        └─ zygote killed: the kernel kills the ranks (prctl), the launcher kills the group
 
-Everything listens on the loopback interface only. The port is bound here and passed on as a descriptor, so no other program can take
-it in between.
+Everything listens on the loopback interface only. The port is bound here and passed on as a descriptor, so no other
+program can take it in between.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import pty
-import selectors
-import signal
-import socket
-import subprocess
 import sys
-import termios
-import threading
-import time
-import tty
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from vpipe.errors import UserError
+from vpipe.launch.loop import Launch
 from vpipe.launch.output import Output, Stream
-from vpipe.launch.process import kill_group, num_cores
-from vpipe.launch.verdict import Report, Verdict
+from vpipe.launch.process import num_cores
 
 PRELOAD = ("torch", "torch.distributed", "vpipe.runtime.pipeline")
 STOP_GRACE = 10.0
 """Seconds from the first Ctrl-C to the end of patience."""
-FAILURE_GRACE = 3.0
-"""Seconds that the other ranks get after one has failed."""
-CAUSE_PATIENCE = 5.0
-"""Seconds to wait for the real cause when a rank has only lost another one."""
 
 
 def run(
@@ -63,9 +48,10 @@ def run(
     """Run ``target`` as ranks 0..num_ranks-1 and wait for all of them; the exit code.
 
     ``target`` is an argv list (``["script.py", "--steps", "10"]`` or ``["-m", "package.module"]``) or a function
-    ``"package.module:function"``, called with ``arguments`` (anything JSON can hold) in every rank; if it returns an int, that is the
-    rank's exit code. ``preload`` names the modules that are imported once, before the ranks are forked. ``threads`` are those of each
-    rank inside one operation; 0 shares the cores. ``quiet`` shows failures only; the log files have everything.
+    ``"package.module:function"``, called with ``arguments`` (anything JSON can hold) in every rank; if it returns an
+    int, that is the rank's exit code. ``preload`` names the modules that are imported once, before the ranks are
+    forked. ``threads`` are those of each rank inside one operation; 0 shares the cores. ``quiet`` shows failures only;
+    the log files have everything.
     """
     if num_ranks < 1:
         raise UserError(f"{num_ranks} ranks cannot run anything; give at least 1")
@@ -112,247 +98,3 @@ def _loopback() -> str:
         if any(address.address == "127.0.0.1" for address in addresses):
             return name
     return "lo"
-
-
-class Launch:
-    """One run: the zygote, the streams of its ranks, and what is known of their ends."""
-
-    def __init__(self, num_ranks: int, output: Output, grace: float) -> None:
-        self._num_ranks = num_ranks
-        self._output = output
-        self._grace = grace
-        self._verdict = Verdict(num_ranks)
-        self._selector = selectors.DefaultSelector()
-        self._unread = b""
-        self._reports: dict[int, tuple[int, bytes]] = {}
-        self._stop_signal = 0
-        self._kill_at = float("inf")
-        self._judge_at = float("inf")
-        self._broken: str | None = None
-        self._zygote: subprocess.Popen[bytes] | None = None
-
-    def start(self, spec: dict[str, Any], environment: dict[str, str]) -> None:
-        """Start the zygote and hand it the spec."""
-        listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, self._num_ranks * 4))
-        port = listener.getsockname()[1]
-        self._control, theirs = socket.socketpair()
-        fds = [self._streams(rank) for rank in range(self._num_ranks)]
-        spec |= {
-            "num_ranks": self._num_ranks,
-            "fds": fds,
-            "listener": listener.fileno(),
-            "port": port,
-            "environment": {
-                "WORLD_SIZE": str(self._num_ranks),
-                "LOCAL_WORLD_SIZE": str(self._num_ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": "0",
-            },
-        }
-        passed = [fd for three in fds for fd in three]
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "vpipe.launch.zygote", str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            pass_fds=[*passed, listener.fileno(), theirs.fileno()],
-            start_new_session=True,
-        )
-        for fd in passed:
-            os.close(fd)
-        theirs.close()
-        listener.close()
-        self._selector.register(self._control, selectors.EVENT_READ, self._read_control)
-        self._control.sendall(json.dumps(spec).encode() + b"\n")
-
-    def _streams(self, rank: int) -> tuple[int, int, int]:
-        """The descriptors that a rank writes to: stdout, stderr, report. Rank 0 gets a terminal where we have one."""
-        given = []
-        for number in (0, 1):
-            terminal = rank == 0 and self._output.sinks[number].is_terminal
-            reader, writer = _terminal() if terminal else os.pipe()
-            given.append(writer)
-            os.set_blocking(reader, False)
-            self._selector.register(reader, selectors.EVENT_READ, self._reader_of(rank, number))
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        self._reports[rank] = (reader, b"")
-        self._selector.register(reader, selectors.EVENT_READ, lambda _, rank=rank: self._read_report(rank))
-        return given[0], given[1], writer
-
-    def _reader_of(self, rank: int, number: int) -> Callable[[Any], bool]:
-        def read(fd: Any) -> bool:
-            data = _read(fd)
-            if data:
-                self._output.feed(rank, number, data)
-            elif data is not None:
-                self._selector.unregister(fd)
-                os.close(fd)
-            return bool(data)
-
-        return read
-
-    def _read_report(self, rank: int) -> bool:
-        reader, kept = self._reports[rank]
-        data = _read(reader)
-        if not data:
-            if data is not None and reader in self._selector.get_map():
-                self._selector.unregister(reader)
-            return False
-        *lines, kept = (kept + data).split(b"\n")
-        self._reports[rank] = (reader, kept)
-        for line in lines:
-            report = Report.parse(json.loads(line))
-            self._verdict.report(report)
-            self._output.log(rank, report.traceback.encode(errors="replace"))
-        return True
-
-    def _read_control(self, _: Any) -> bool:
-        data = self._control.recv(65536)
-        if not data:
-            self._selector.unregister(self._control)
-            self._broken = self._broken or "the process that started the ranks has ended"
-            return False
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        for line in lines:
-            event = json.loads(line)
-            if "ended" in event:
-                rank = int(event["ended"])
-                while self._read_report(rank):
-                    pass
-                self._verdict.ended(rank, int(event["status"]))
-            elif "failed" in event:
-                self._broken = str(event["failed"])
-        return True
-
-    def loop(self) -> int:
-        """Relay, until every rank has ended; the exit code."""
-        try:
-            while not self._verdict.all_ended and not self._broken:
-                self._turn()
-            self._drain()
-        except BrokenPipeError:
-            return 141
-        self._output.finish()
-        return self._conclude()
-
-    def _turn(self) -> None:
-        now = time.monotonic()
-        until = min(self._kill_at, self._judge_at) - now
-        for key, _ in self._selector.select(min(max(until, 0.0), 1.0)):
-            key.data(key.fileobj)
-        now = time.monotonic()
-        if now >= self._kill_at:
-            self._kill_at = float("inf")
-            self._signal(signal.SIGKILL)
-        if self._verdict.failed and not self._stop_signal and not self._verdict.ended_by_us:
-            if self._verdict.cause() is not None or now >= self._judge_at:
-                self._end(signal.SIGTERM, FAILURE_GRACE)
-            elif self._judge_at == float("inf"):
-                self._judge_at = now + CAUSE_PATIENCE
-
-    def _end(self, signum: int, grace: float) -> None:
-        self._verdict.ended_by_us = True
-        self._judge_at = float("inf")
-        self._kill_at = time.monotonic() + grace
-        self._signal(signum)
-
-    def _signal(self, signum: int) -> None:
-        try:
-            self._control.sendall(json.dumps({"signal": int(signum)}).encode() + b"\n")
-        except OSError:
-            self._broken = self._broken or "the process that started the ranks has ended"
-
-    def stop(self, signum: int) -> None:
-        """The user wants to stop: once in good order, twice at once."""
-        if self._stop_signal:
-            self._kill_at = 0.0
-            return
-        self._stop_signal = signum
-        again = "; Ctrl-C again ends them at once" if signum == signal.SIGINT else ""
-        self._output.say(f"vpipe: stopping {self._num_ranks} ranks, at most {self._grace:g} s{again}")
-        self._end(signum, self._grace)
-
-    @contextmanager
-    def catching_signals(self) -> Iterator[None]:
-        """Hear SIGINT and SIGTERM inside the loop (in the main thread; elsewhere Python cannot)."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        os.set_blocking(writer, False)
-        before = {
-            number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
-        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-
-        def heard(fd: Any) -> bool:
-            for number in _read(fd) or b"":
-                if number in before:
-                    self.stop(number)
-            return False
-
-        self._selector.register(reader, selectors.EVENT_READ, heard)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            os.close(reader)
-            os.close(writer)
-
-    def _drain(self) -> None:
-        """What the ranks said last. A grandchild may hold a pipe open, so nobody waits for the end of a stream."""
-        for key in list(self._selector.get_map().values()):
-            if key.fileobj is not self._control:
-                while key.data(key.fileobj):
-                    pass
-
-    def _conclude(self) -> int:
-        if self._stop_signal:
-            return 128 + self._stop_signal
-        if self._verdict.failed:
-            for line in self._verdict.lines():
-                self._output.say(line)
-            return self._verdict.exit_code()
-        if self._broken:
-            self._output.say(f"vpipe: {self._broken}")
-            return 1
-        return 0
-
-    def close(self) -> None:
-        """End whatever is left, and wait for it."""
-        if self._zygote is not None:
-            self._control.close()
-            kill_group(self._zygote.pid)
-            self._zygote.wait()
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, int):
-                self._selector.unregister(key.fileobj)
-        for reader, _ in self._reports.values():
-            os.close(reader)
-        self._selector.close()
-
-
-def _read(fd: int) -> bytes | None:
-    """What there is; empty at the end of the stream, None if there is nothing yet."""
-    try:
-        return os.read(fd, 65536)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""  # a terminal whose other end is closed
-
-
-def _terminal() -> tuple[int, int]:
-    """A terminal of the size of ours that passes bytes unchanged: (our end, the rank's end)."""
-    master, slave = pty.openpty()
-    tty.setraw(slave)
-    try:
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, fcntl.ioctl(2, termios.TIOCGWINSZ, b"\0" * 8))
-    except OSError:
-        pass
-    return master, slave

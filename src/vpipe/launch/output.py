@@ -1,8 +1,8 @@
 """Many ranks, one readable stream.
 
-Lines of rank 0 pass as they are; lines of the others carry ``[rank 2]``. A line is never torn by another rank's. On a terminal rank 0 may
-draw progress bars: its bytes pass at once, and a line of another rank is written above the unfinished one. Everything a rank says also
-goes to its own log file.
+Lines of rank 0 pass as they are; lines of the others carry ``[rank 2]``. A line is never torn by another rank's. On a
+terminal rank 0 may draw progress bars: its bytes pass at once, and a line of another rank is written above the
+unfinished one. Everything a rank says also goes to its own log file.
 """
 
 from __future__ import annotations

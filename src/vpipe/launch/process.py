@@ -1,7 +1,7 @@
 """What the operating system must know about a process that must not outlive its parent.
 
-A launcher that is killed with SIGKILL cannot clean up. So the kernel is asked to do it (``prctl``), and every descendant is in one
-process group that whoever survives can kill at once.
+A launcher that is killed with SIGKILL cannot clean up. So the kernel is asked to do it (``prctl``), and every
+descendant is in one process group that whoever survives can kill at once.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send ``signum`` when ``parent`` ends; 0 takes it back. Leaves at once if it has ended already."""
+    """Ask the kernel to send ``signum`` when ``parent`` ends; 0 takes it back. Leaves at once if it has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
     if os.getppid() != parent:
@@ -25,10 +26,8 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 
 def kill_group(group: int) -> None:
     """End every process of a group, with all their descendants that have not left it."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def kill_own_group() -> NoReturn:

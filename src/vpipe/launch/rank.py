@@ -1,8 +1,8 @@
 """What a forked rank does before and after the user's code.
 
-It takes its place (environment, streams), then runs the script or function as ``python script.py`` would. An exception that nobody
-catches goes to the launcher as a report, not to the screen: with all reports in hand, the launcher can show the first cause and fold
-the rest.
+It takes its place (environment, streams), then runs the script or function as ``python script.py`` would. An exception
+that nobody catches goes to the launcher as a report, not to the screen: with all reports in hand, the launcher can show
+the first cause and fold the rest.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Reporter:
 
 
 def describe(rank: int, error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
-    """A failure as the launcher reads it. ``kind``: user, interrupt, lost (only another rank's end was seen) or error."""
+    """A failure as the launcher reads it. ``kind``: user, interrupt, lost (only saw another rank's end) or error."""
     sentence = "".join(traceback.format_exception_only(error)).splitlines()[0]
     cause = getattr(error, "cause", None)
     if isinstance(error, UserError):

@@ -1,17 +1,21 @@
 """Which rank failed first, and what to say about it.
 
-When one rank fails, the others fail too: they lose a connection, wait for nothing, are ended by us. All that arrives within a moment and
-in any order. A rank that only saw another one go is never the cause.
+When one rank fails, the others fail too: they lose a connection, wait for nothing, are ended by us. All that arrives
+within a moment and in any order. A rank that only saw another one go is never the cause.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from vpipe.launch.process import signal_name
+
+INTERRUPTED = os.EX_TEMPFAIL
+"""Exit code of a rank that was told to save and leave, and did: see ``preemption``."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,9 @@ class Verdict:
 
     def ended(self, rank: int, status: int) -> None:
         self.statuses[rank] = status
-        if status != 0 and not (self.ended_by_us and status in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)):
+        if status not in (0, INTERRUPTED) and not (
+            self.ended_by_us and status in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)
+        ):
             self._note(rank)
 
     def _note(self, rank: int) -> None:
@@ -80,9 +86,9 @@ class Verdict:
         return None
 
     def exit_code(self) -> int:
-        """0 where every rank ended well, 2 for a user's mistake, else the failing rank's own code or 1."""
+        """0: all ended well; 75: interrupted in good order; 2: a user's mistake; else the failing rank's own code or 1."""
         if not self.failed:
-            return 0
+            return INTERRUPTED if INTERRUPTED in self.statuses.values() else 0
         rank = self.cause()
         report = self.reports.get(rank) if rank is not None else None
         if report is not None and report.kind == "user":

@@ -24,6 +24,7 @@ from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime import membership
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow
+from vpipe.runtime.meeting import Place
 from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.runtime.stage import Loss, Stage, StageOptions
 from vpipe.runtime.transport.base import Transport
@@ -44,7 +45,7 @@ def under_launcher() -> bool:
 
 def join(timeout: float) -> int:
     """Join the others; how many there are."""
-    return membership.join(membership.Place.read(os.environ) if "WORLD_SIZE" in os.environ else None, timeout)
+    return membership.join(Place.read(os.environ) if "WORLD_SIZE" in os.environ else None, timeout)
 
 
 def agree(programs: Programs, flow: Flow, seed: int) -> None:

@@ -31,8 +31,11 @@ class PeerLost(ConnectionError):
 
 @dataclass(frozen=True)
 class Cause:
-    """Why the run ends. ``kind``: error, user (a user's mistake), interrupt; or, as another rank saw it: gone (killed, or
-    ended too early), silent (stopped), missing (never came)."""
+    """Why the run ends.
+
+    ``kind``: error, user (a user's mistake), interrupt; or, as another rank saw it: gone (killed, or ended too early),
+    silent (stopped), missing (never came).
+    """
 
     rank: int
     kind: str

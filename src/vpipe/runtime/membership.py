@@ -14,7 +14,6 @@ import socket
 import sys
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
@@ -27,71 +26,17 @@ import torch.distributed as dist
 
 import vpipe
 from vpipe.errors import UserError
-from vpipe.runtime.failure import Board, Cause, PeerLost, reason
+from vpipe.runtime.failure import Board, Cause, PeerLost
+from vpipe.runtime.meeting import COME_WITHIN, Place, connected
 from vpipe.runtime.watchdog import Watchdog
 
 _stores: Any = dist
 """torch's type stubs leave its stores out."""
 
-COME_WITHIN = 300.0
-"""Seconds within which all ranks must have come; less if the timeout is less."""
 SILENCE = 60.0
 """Seconds after which a rank that gives no sign is taken for stopped; less if the timeout is less."""
 SLACK = 5.0
 """Seconds that gloo waits longer than the watchdog, which can say more about a silent rank."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """What a launcher says about this process."""
-
-    rank: int
-    num_ranks: int
-    host: str
-    port: int
-    launcher_keeps_store: bool = False
-    generation: str = "0"
-    """Counts restarts by torchrun: the addresses of ranks that are gone must not be found again."""
-    report_fd: int | None = None
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Place:
-        try:
-            report = environ.get("VPIPE_REPORT_FD")
-            return cls(
-                int(environ["RANK"]),
-                int(environ["WORLD_SIZE"]),
-                environ["MASTER_ADDR"],
-                int(environ["MASTER_PORT"]),
-                environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-                f"{environ.get('TORCHELASTIC_RUN_ID', '')}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-                int(report) if report else None,
-            )
-        except (KeyError, ValueError) as error:
-            raise UserError(
-                f"the launcher has set WORLD_SIZE, but not what belongs to it ({error}); RANK, WORLD_SIZE, MASTER_ADDR "
-                "and MASTER_PORT are needed, as torchrun and 'vpipe run' set them"
-            ) from None
-
-    def connect(self, timeout: float, keep: bool = False) -> Any:
-        """A client of the store at which the ranks meet, with what this generation writes; ``keep`` also serves it."""
-        listener = socket.create_server((self.host, self.port), backlog=1024) if keep and self._is_loopback else None
-        options: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener else {}
-        store = _stores.TCPStore(
-            self.host,
-            self.port,
-            None,
-            keep,
-            timedelta(seconds=timeout),
-            wait_for_workers=False,
-            multi_tenant=not options,
-            **options,
-        )
-        return _stores.PrefixStore(f"vpipe/{self.generation}", store)
-
-    @property
-    def _is_loopback(self) -> bool:
-        return self.host == "localhost" or self.host.startswith("127.")
 
 
 class Membership:
@@ -166,7 +111,7 @@ class Membership:
         return ""
 
     def _end_silent(self, rank: int) -> None:
-        """A stopped rank of this machine cannot end by itself: it goes too, if its process is still the one that joined."""
+        """A stopped rank of this machine cannot end by itself: it goes too, if it is still the process that joined."""
         person = self._people[rank]
         try:
             process = psutil.Process(person["pid"])
@@ -179,6 +124,7 @@ class Membership:
         """From now on this rank ends with the others."""
         atexit.register(self.watchdog.finish)
         self.watchdog.start()
+
 
 def _machine() -> str:
     """This machine, until its next start."""
@@ -205,7 +151,7 @@ def join(place: Place | None, timeout: float) -> int:
         hook.member = member = Membership(place, timeout, store, store.clone())
         member.meet()
     else:
-        store, watched = _connected(place, min(timeout, COME_WITHIN))
+        store, watched = connected(place, min(timeout, COME_WITHIN))
         hook.member = member = Membership(place, timeout, store, watched)
         member.meet()
         group = _stores.PrefixStore("group", store)
@@ -214,17 +160,6 @@ def join(place: Place | None, timeout: float) -> int:
     _current = member
     member.start()
     return place.num_ranks
-
-
-def _connected(place: Place, patience: float) -> tuple[Any, Any]:
-    keep = place.rank == 0 and not place.launcher_keeps_store
-    try:
-        return place.connect(patience, keep), place.connect(patience)
-    except (RuntimeError, OSError) as error:
-        where, why = f"{place.host}:{place.port}", reason(error)
-        if keep:
-            raise UserError(f"rank 0 cannot open the store at {where} ({why}); choose another MASTER_PORT") from None
-        raise PeerLost(f"rank 0 has not opened the store at {where} within {patience:g} s ({why})", 0) from None
 
 
 class Hook:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic, sleep
 from typing import NoReturn
 
@@ -135,10 +136,8 @@ class Watchdog:
                 return
 
     def _heard(self, cause: Cause) -> None:
-        try:
+        with suppress(RuntimeError):
             self._board.acknowledge()
-        except RuntimeError:
-            pass
         if cause.kind == DONE:
             self._stopped.set()  # the keeper of the store ended well: from now on nobody watches
         elif cause.by != self._rank or cause.kind not in ("error", "user", "interrupt"):
