@@ -61,9 +61,10 @@ def test_mistakes_are_one_sentence(words: list[str], sentence: str) -> None:
     "words",
     [
         ["driver.py", "--config_file", "configs/bert_4vpipe_cpu.yml"],
+        ["driver.py", "--config_file", "configs/bert_4gpipe_cpu.yml"],
         ["gpipe_runner.py", "--config", "configs/gpt_small_cpu.yaml", "--scheduler", "naive"],
     ],
-    ids=lambda words: words[0],
+    ids=lambda words: Path(words[2]).stem,
 )
 def test_the_old_commands_train(words: list[str], tmp_path: Path) -> None:
     done = call(ROOT, *words, "--set", "training.max_iterations=2", "--output-dir", str(tmp_path / "run"))

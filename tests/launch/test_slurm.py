@@ -1,4 +1,4 @@
-"""``vpipe submit`` against a real SLURM of two nodes that the test starts on this machine."""
+"""``vpipe submit`` against a real SLURM of four nodes that the test starts on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"), num_nodes=2)
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), num_nodes=4)
     try:
         cluster.start()
         yield cluster
@@ -156,7 +156,7 @@ def test_a_more_urgent_partition_preempts_and_the_run_comes_back(
     until(lambda: "rank 3/4" in text(log), log)
     (tmp_path / "runs" / f"slurm-{job}" / "checkpoints" / "iteration-000007").mkdir(parents=True)
     urgent = int(
-        cluster.call("sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap=:")
+        cluster.call("sbatch", "--parsable", "-p", "urgent", "-N4", "--exclusive", "-o", "/dev/null", "--wrap=:")
     )
     cluster.wait(urgent, "COMPLETED")
     hasten(cluster, job)
@@ -179,6 +179,7 @@ def test_a_sweep_is_a_job_array(cluster: Cluster, trainer: tuple[str, str], tmp_
     assert code == 0, output
     for index, rate in enumerate(("1e-3", "1e-4")):
         assert re.search(rf"\[\d+_{index}\] rank 0/4 resume None \['training.learning_rate={rate}'\]", output), output
+    assert set(re.findall(r"MASTER_ADDR=(\S+)", output)) == {"127.0.0.1", "127.0.0.3"}  # side by side on four nodes
     assert output.count("is COMPLETED") == 2
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
@@ -206,6 +207,20 @@ def test_the_script_and_adopt_find_the_same_address(cluster: Cluster) -> None:
     assert sorted(cluster.call(*command).splitlines()) == ["127.0.0.1 0", "127.0.0.1 1"]
     address = next(line for line in script(Job("c", 2, 1)).splitlines() if line.startswith("MASTER_ADDR="))
     assert cluster.call("bash", "-c", f"first=n2; {address}; echo $MASTER_ADDR") == "127.0.0.2\n"
+
+
+def test_one_rank_on_each_of_four_nodes(cluster: Cluster, trainer: tuple[str, str], tmp_path: Path) -> None:
+    code, output = submit(cluster, tmp_path, "--nodes", "4", *trainer, "--follow")
+    assert code == 0, output
+    for rank in range(4):
+        assert f"rank {rank}/4 resume None [] SLURM_NODEID={rank} LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 " in output
+
+
+def test_the_doctor_sees_the_cluster(cluster: Cluster) -> None:
+    answer = json.loads(cluster.call(sys.executable, "-m", "vpipe", "doctor", "--json"))
+    (found,) = [finding for finding in answer["findings"] if finding["topic"] == "slurm"]
+    assert found["status"] == "found"
+    assert "4 nodes gpu:2" in found["detail"]
 
 
 def test_two_jobs_on_one_node_take_different_ports(cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,11 +16,11 @@ import psutil
 import pytest
 from ssh_server import Server, missing, missing_namespaces
 
-from vpipe.config import PipelineConfig
+from vpipe.config import PipelineConfig, load
 from vpipe.errors import UserError
 from vpipe.launch.hosts import Node, nodes
 from vpipe.launch.remote import Hello
-from vpipe.launch.ssh import Launch, command, from_config, order
+from vpipe.launch.ssh import Launch, command, from_config, order, run
 
 pytestmark = pytest.mark.timeout(120)
 needs_sshd = pytest.mark.skipif(bool(missing()), reason=missing() or "sshd is here")
@@ -91,6 +92,25 @@ def test_ranks_on_two_hosts_train_together(server: Server, tmp_path: Path) -> No
     assert "[0] loss" in (run / "output.log.0").read_text()
     written = "".join(path.read_text() for path in run.iterdir())
     assert "secret-word" not in written + output
+
+
+@needs_sshd
+@pytest.mark.slow
+def test_a_config_with_machines_trains_by_ssh(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VPipe's form of the config, two hosts with two ranks each."""
+    monkeypatch.setenv("VPIPE_SSH_CONFIG", str(server.config))
+    path = Path(__file__).parents[2] / "configs" / "gpt_small_cpu.yaml"
+    machines = "launch.machines=[node-a:0, node-a:1, node-b:0, node-b:1]"
+    overrides = [machines, "training.max_iterations=2", "launch.threads=1"]
+    words = [str(path), *(word for override in overrides for word in ("--set", override))]
+    launch = from_config(load(path, overrides).config, words, tmp_path / "run")
+    assert launch is not None
+    lines: list[str] = []
+    assert run(launch, lines.append) == 0, lines
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["iterations_done"] == 2
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"command_history.log", "machinefile", "output.log.0", "output.log.1", "config.yaml"} <= names
 
 
 @needs_sshd

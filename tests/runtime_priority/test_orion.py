@@ -13,6 +13,7 @@ import pytest
 from vpipe.errors import UserError
 from vpipe.runtime.orion import Orion, client_of, is_preloaded, num_clients
 from vpipe.runtime.priority import POLICIES
+from vpipe.runtime.priority_backend import priority_backend
 from vpipe.schedule.action import parse
 
 SOURCE = r"""
@@ -97,6 +98,17 @@ def test_every_failure_is_an_error(libraries: Path, library: str, code: str, sen
     assert done.returncode == 1
     assert "UserError" in done.stderr
     assert sentence in done.stderr
+
+
+def test_the_config_gets_orion_or_an_error(libraries: Path) -> None:
+    with pytest.raises(UserError, match="not preloaded"):
+        priority_backend("first-hp", use_orion=True, num_microbatches=4)
+    code = (
+        "from vpipe.runtime.priority_backend import priority_backend\n"
+        "backend = priority_backend('critical-path', use_orion=True, num_microbatches=40)\n"
+        "assert backend.num_clients == 3; backend.close()"
+    )
+    assert preloaded(libraries / "whole.so", code).returncode == 0
 
 
 def test_a_missing_library_does_not_pass_for_orion(libraries: Path) -> None:
