@@ -21,6 +21,7 @@ def repair(knapsack: Knapsack, path: Path) -> tuple[float, Path]:
     """The path after single changes: fill the swap lane while that is free, unload the longer lane, tidy up."""
     state = _State(knapsack, list(path))
     order = range(knapsack.num_layers)
+    both = knapsack.swappable and knapsack.recompute
     for i in order:
         if knapsack.swappable and state.choices[i] is Choice.KEEP and state.lane + knapsack.lane[i] <= knapsack.base:
             state.change(i, Choice.SWAP)
@@ -30,14 +31,14 @@ def repair(knapsack: Knapsack, path: Path) -> tuple[float, Path]:
         cost = knapsack.lane if busy is Choice.SWAP else knapsack.forward
         relief = Choice.RECOMPUTE if busy is Choice.SWAP else Choice.SWAP
         for i in sorted(order, key=lambda i: -cost[i]):
-            if state.choices[i] is busy and not state.change(i, Choice.KEEP):
-                other = (
-                    knapsack.base + state.seconds + knapsack.forward[i]
-                    if busy is Choice.SWAP
-                    else state.lane + knapsack.lane[i]
-                )
-                if knapsack.swappable and knapsack.recompute and other < state.time:
-                    state.change(i, relief)
+            if state.choices[i] is not busy:
+                continue
+            # A layer that moves to the other lane frees nearly as much as before; one that is kept frees nothing.
+            lane = state.lane + knapsack.lane[i]
+            compute = knapsack.base + state.seconds + knapsack.forward[i]
+            moves = both and (compute if busy is Choice.SWAP else lane) < state.time
+            if not (moves and state.change(i, relief)):
+                state.change(i, Choice.KEEP)
         if state.time >= before:
             break
     for i in order:
