@@ -1,0 +1,253 @@
+"""Input gradients now, weight gradients later: bit-equal to autograd over many shapes, and one recompute per microbatch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_models import CLASSES, WIDTH
+from runtime_support import Case, check
+from torch import Tensor, nn
+
+from vpipe import Pipeline
+from vpipe.runtime import deferred
+from vpipe.runtime.deferred import WeightQueue
+
+COUNT = settings(max_examples=40, deadline=None)
+SIZES = st.integers(1, 9)
+
+
+def _same(module: nn.Module, inputs: list[Tensor], *, input_grad: bool = True, autocast: bool = False, copied: Any = None) -> None:
+    """Two units through the split module and through autograd: outputs, input and weight gradients."""
+    module.zero_grad()
+    split = copied(module) if copied is not None else copy.deepcopy(module)
+    queue = WeightQueue()
+    deferred.install([split], queue)
+    context = (lambda: torch.autocast("cpu", torch.bfloat16)) if autocast else nullcontext
+    waiting = []
+    for number, x in enumerate(inputs):
+        wants = input_grad and x.is_floating_point()
+        mine, theirs = _leaf(x, wants), _leaf(x, wants)
+        with context():
+            found, expected = split(mine), module(theirs)
+        assert torch.equal(found, expected)
+        assert found.dtype == expected.dtype
+        if not expected.requires_grad:
+            continue
+        dy = torch.randn_like(expected)
+        queue.open(number)
+        found.backward(dy)
+        queue.close()
+        waiting.append(number)
+        expected.backward(dy)
+        if wants:
+            assert mine.grad is not None
+            assert torch.equal(mine.grad, theirs.grad)
+    for number in waiting:
+        queue.run(number)
+    for (name, p), q in zip(split.named_parameters(), module.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or torch.equal(p.grad, q.grad), name
+
+
+def _leaf(x: Tensor, wants: bool) -> Tensor:
+    """A leaf with the same strides."""
+    return x.detach().clone(memory_format=torch.preserve_format).requires_grad_(wants)
+
+
+@st.composite
+def _inputs(draw: Callable[..., Any], width: int, dims: tuple[int, ...] = (2, 3, 4)) -> list[Tensor]:
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    found = []
+    for _ in range(2):
+        shape = [draw(SIZES) for _ in range(draw(st.sampled_from(dims)) - 1)]
+        if draw(st.booleans()) and shape:
+            found.append(torch.randn(width, *shape).movedim(0, -1))  # not contiguous
+        else:
+            found.append(torch.randn(*shape, width))
+    return found
+
+
+@COUNT
+@given(st.data(), SIZES, SIZES, st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_linear(data: Any, width: int, out: int, bias: bool, frozen: bool, input_grad: bool, autocast: bool) -> None:
+    module = nn.Linear(width, out, bias=bias)
+    module.weight.requires_grad_(not frozen)
+    _same(module, data.draw(_inputs(width, (1, 2, 3, 4))), input_grad=input_grad, autocast=autocast)
+
+
+@COUNT
+@given(st.data(), st.integers(2, 9), SIZES, st.one_of(st.none(), st.integers(0, 1)), st.booleans())
+def test_embedding(data: Any, rows: int, width: int, padding: int | None, autocast: bool) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    shape = data.draw(st.lists(SIZES, min_size=1, max_size=3))
+    _same(nn.Embedding(rows, width, padding_idx=padding), [torch.randint(0, rows, shape) for _ in range(2)], autocast=autocast)
+
+
+@COUNT
+@given(st.data(), SIZES, st.booleans(), st.sampled_from(["", "weight", "bias"]), st.booleans(), st.booleans())
+def test_layer_norm(data: Any, width: int, bias: bool, frozen: str, input_grad: bool, autocast: bool) -> None:
+    module = nn.LayerNorm(width, bias=bias)
+    if getattr(module, frozen or "nothing", None) is not None:
+        getattr(module, frozen).requires_grad_(False)
+    _same(module, data.draw(_inputs(width)), input_grad=input_grad, autocast=autocast)
+
+
+@COUNT
+@given(st.data(), st.integers(1, 3), st.booleans(), st.integers(1, 2), st.integers(0, 2), st.booleans(), st.booleans())
+def test_convolution(data: Any, dims: int, bias: bool, stride: int, padding: int, grouped: bool, input_grad: bool) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    module = kind(4, 6, 3, stride=stride, padding=padding, bias=bias, groups=2 if grouped else 1)
+    size = [data.draw(st.integers(3, 6)) for _ in range(dims)]
+    batch = [torch.randn(data.draw(st.integers(1, 3)), 4, *size) for _ in range(2)]
+    _same(module, batch, input_grad=input_grad, autocast=data.draw(st.booleans()))
+    _same(module, [torch.randn(4, *size)])
+
+
+def test_options_that_are_left_to_autograd() -> None:
+    for module in (
+        nn.Embedding(5, 3, max_norm=1.0),
+        nn.Embedding(5, 3, scale_grad_by_freq=True),
+        nn.Conv1d(2, 2, 3, padding="same"),
+        nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"),
+        nn.RMSNorm(4),
+        nn.GroupNorm(2, 4),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+        nn.MultiheadAttention(4, 2).out_proj,
+    ):
+        if isinstance(module, nn.Embedding):
+            inputs = [torch.randint(0, 5, (4,)) for _ in range(2)]
+        elif isinstance(module, nn.Conv1d):
+            inputs = [torch.randn(2, 2, 8) for _ in range(2)]
+        else:
+            inputs = [torch.randn(6, 4) for _ in range(2)]
+        _same(module, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_weight_that_is_made_of_others() -> None:
+    """The old weight norm leaves a plain Linear whose weight is no parameter: its gradient goes on."""
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 3)
+    twin = copy.deepcopy(linear)
+    _same(nn.utils.weight_norm(linear), [torch.randn(6, 4)], copied=lambda _: nn.utils.weight_norm(twin))
+
+
+class Twice(nn.Module):
+    """One product used twice in a forward, and a weight that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.two = nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+        self.again = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(torch.tanh(self.again(self.two(torch.tanh(self.one(x))))))
+
+
+def test_weights_that_are_used_twice() -> None:
+    torch.manual_seed(1)
+    _same(Twice(), [torch.randn(7, 4) for _ in range(2)])
+
+
+class OwnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, defer: Callable[[Callable[[], None]], None]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.defer = defer
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.defer(lambda: deferred.accumulate(weight, (dy * x).sum(0)))
+        return dy * weight, None, None
+
+
+class Own(nn.Module):
+    """A module of a user's that takes part in the split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+    def deferred_forward(self, x: Tensor, defer: Callable[[Callable[[], None]], None]) -> Tensor:
+        return OwnProduct.apply(x, self.weight, defer)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.RMSNorm(WIDTH)
+        self.own = Own()
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.own(self.norm(torch.tanh(self.linear(x))))
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe-v", "1f1b"])
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_one_recompute_per_microbatch(schedule: str, recompute: float) -> None:
+    """torch recomputes once per group of parameters; here once per unit. A user's module and fallbacks give autograd's bits."""
+    torch.manual_seed(0)
+    layers = [Counting() for _ in range(8)]
+    plain = copy.deepcopy(nn.Sequential(*layers))
+    pipe = Pipeline(
+        layers, nn.functional.mse_loss, schedule=schedule, num_microbatches=4, num_ranks=2, recompute=recompute
+    )
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    pipe.train_step(x, y, update=False)
+    assert [layer.num_calls for layer in layers] == [8 if recompute else 4] * 8
+    for part, goal in zip(x.chunk(4), y.chunk(4), strict=True):
+        (nn.functional.mse_loss(plain(part), goal) / 4).backward()
+    found = pipe.gradients()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(found[name], parameter.grad), name
+
+
+def test_replicas_are_synchronised() -> None:
+    """torch's DDP around a zero-bubble schedule leaves gradients unsynchronised."""
+    check(Case("zb-h1", "plain", 4, 4, replicas=2, recompute=1.0))
+
+
+def test_deferred_gradients_really_wait() -> None:
+    torch.manual_seed(0)
+    module, queue = nn.Linear(3, CLASSES), WeightQueue()
+    deferred.install([module], queue)
+    queue.open(0)
+    module(torch.randn(2, 3)).sum().backward()
+    queue.close()
+    assert module.weight.grad is None
+    queue.run(0)
+    assert module.weight.grad is not None
+
+
+def test_fused_accumulation_is_close() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(WIDTH, WIDTH)
+    fused = copy.deepcopy(module)
+    queue = WeightQueue(fused=True)
+    deferred.install([fused], queue)
+    for number in range(3):
+        x = torch.randn(5, WIDTH)
+        queue.open(number)
+        fused(x).square().sum().backward()
+        queue.close()
+        queue.run(number)
+        module(x).square().sum().backward()
+    torch.testing.assert_close(fused.weight.grad, module.weight.grad)
