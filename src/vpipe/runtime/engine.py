@@ -14,6 +14,7 @@ from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
+import torch
 from torch.profiler import record_function
 
 from vpipe.runtime.flow import Flow, Value
@@ -200,9 +201,12 @@ class Engine:
         """Roughly: ``y = stage(x)``."""
         job, index = self._job, stage.index
         values: dict[Value, Any] = job.inputs(microbatch) if index == 0 else {}
-        share = job.share(microbatch) if index == 0 else 0.0
+        even = share = 1 / self._program.num_microbatches
+        if index == 0:
+            share = job.share(microbatch)
         for source in self._program.writers[index]:
-            share, payload = self._arrive(source, index, microbatch, backward=False)
+            told, payload = self._arrive(source, index, microbatch, backward=False)
+            share = share if told is None else float(told)
             values.update({value: payload[value[0]] for value in self.flow.sent(source, index)})
         run = Run(self._seed, job.first_unit + microbatch, job.training, self._autocast)
         targets = job.targets(microbatch) if stage.is_last else None
@@ -225,10 +229,11 @@ class Engine:
         if stage.is_last and not job.training and not job.wants_loss:
             outputs = [given[value] for value in self.flow.outputs()]
             self._result.outputs[microbatch] = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        told = None if share == even else torch.tensor(share, dtype=torch.float64)  # a tensor: the layout stays the same
         for target in self._program.readers[index]:
             wanted = self.flow.sent(index, target)
             payload = {value[0]: given[value] if value in given else values[value] for value in wanted}
-            self._depart(index, target, microbatch, False, (share, payload))
+            self._depart(index, target, microbatch, False, (told, payload))
 
     def _backward(self, stage: Stage, microbatch: int, defer_weights: bool) -> None:
         """Roughly: ``dx, dw = backward(dy)``, or ``dx`` alone."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from vpipe.errors import UserError
 from vpipe.layer import FLOW, Layer, input_names
@@ -47,9 +48,18 @@ class Flow:
         found = {value: None for layer in range(begin, end) for value in self.reads[layer] if value[1] < begin}
         return tuple(found)
 
+    @cached_property
+    def _sent(self) -> dict[tuple[int, int], tuple[Value, ...]]:
+        found: dict[tuple[int, int], tuple[Value, ...]] = {}
+        for target, bounds in enumerate(self.bounds):
+            for value in self.taken(*bounds):
+                key = (self.stage_of(value), target)
+                found[key] = (*found.get(key, ()), value)
+        return found
+
     def sent(self, source: int, target: int) -> tuple[Value, ...]:
         """The values that stage ``target`` reads from stage ``source``."""
-        return tuple(value for value in self.taken(*self.bounds[target]) if self.stage_of(value) == source)
+        return self._sent.get((source, target), ())
 
     def skips(self) -> frozenset[tuple[int, int]]:
         """Pairs of stages that exchange values beside the chain."""

@@ -1,0 +1,90 @@
+"""What the runtime itself costs: CPU time per microbatch on a middle stage beyond the module's own work."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import common
+
+PAIRS = {"F/B (gpipe)": "gpipe", "F/B (interleaved, torch's IR runtime)": "interleaved", "F/I/W (zb-v)": "zb-v"}
+WIDTH, ROWS = 64, 4
+
+
+def rank(task: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+    from peers import TorchPipeline
+    from torch import nn
+
+    from vpipe import Pipeline
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    schedule, m, repeats = task["schedule"], task["microbatches"], task["repeats"]
+    num_stages = 3 if schedule == "gpipe" else 6
+    stages_per_rank = num_stages // 3
+    loss = nn.functional.mse_loss
+
+    def layers() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(num_stages)]
+
+    def sgd(ps: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(ps, lr=0.01)
+
+    ours = Pipeline(layers(), loss, schedule=schedule, num_microbatches=m, optimizer=sgd, skip_nonfinite=False)
+    peer = TorchPipeline(layers(), loss, schedule, m, [1] * num_stages, sgd)
+    x, y = torch.randn(ROWS * m, WIDTH), torch.randn(ROWS * m, WIDTH)
+    sides: dict[str, Any] = {"vpipe": lambda: ours.train_step(x, y), "torch": lambda: peer.train_step(x, y)}
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(repeats + 3):
+        for name, step in sides.items():
+            dist.barrier()
+            begin = time.process_time()
+            step()
+            if repeat >= 3:
+                found[name].append((time.process_time() - begin) / (m * stages_per_rank) * 1e6)
+    module = layers()[1]
+    own = []
+    for _ in range(200):
+        inputs = torch.randn(ROWS, WIDTH, requires_grad=True)
+        begin = time.process_time()
+        module(inputs).backward(torch.ones(ROWS, WIDTH))
+        own.append((time.process_time() - begin) * 1e6)
+    common.answer(task, {"own": common.summary(own)["median"], **found})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = ["CPU time per microbatch and middle stage beyond the module's own work, µs (median, quartiles)"]
+    for name, row in result["rows"].items():
+        ours, peer = row["vpipe"], row["torch"]
+        lines.append(
+            f"{name:42} vpipe {ours['median']:6.0f} ({ours['low']:.0f}–{ours['high']:.0f})   torch {peer['median']:6.0f} "
+            f"({peer['low']:.0f}–{peer['high']:.0f})   ratio {row['ratio']:.2f}   (module alone {row['own']:.0f})"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    arguments = common.options(__doc__ or "")
+    if arguments.rank_task:
+        rank(json.loads(arguments.rank_task))
+        return
+    rows = {}
+    for name, schedule in PAIRS.items():
+        task = {"schedule": schedule, "microbatches": 30, "repeats": 5 if arguments.quick else 30}
+        middle = common.launch(__file__, 3, task)[1]
+        sides = {side: common.summary([value - middle["own"] for value in middle[side]]) for side in ("vpipe", "torch")}
+        rows[name] = {**sides, "own": middle["own"], "ratio": sides["vpipe"]["median"] / sides["torch"]["median"]}
+    common.finish(arguments, {"question": "overhead", "rows": rows}, table)
+
+
+if __name__ == "__main__":
+    main()
