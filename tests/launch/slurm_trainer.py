@@ -29,6 +29,8 @@ def main() -> int:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     told = " ".join(f"{name}={os.environ.get(name)}" for name in TOLD)
     print(f"rank {rank}/{size} resume {args.resume} {args.set} {told}", flush=True)
+    if "TELL" in os.environ:
+        print(Path(os.environ["TELL"]).read_text(), flush=True)
     if os.environ.get("FAIL_RANK") == str(rank):
         print(f"rank {rank} fails", flush=True)
         return 3

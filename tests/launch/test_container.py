@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from container_image import ROOT, brought, build
 from ssh_server import Server
 from ssh_server import missing as missing_sshd
 
@@ -18,8 +19,9 @@ from vpipe.errors import UserError
 from vpipe.launch.container import MARK, NONE, Container, command_inside, wrap
 from vpipe.launch.ssh import Launch, run
 
+pytestmark = pytest.mark.xdist_group("container")
+
 PYTHON = ["python3", "-m", "vpipe"]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -96,24 +98,7 @@ def test_a_local_run_enters_its_container_once() -> None:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory tree that says who it is; programs and Python come by binds, for which it has empty places."""
-    root = tmp_path_factory.mktemp("image")
-    for name in ("usr", "etc", "dev", "proc", "sys", "tmp", "run", "home", "root", "mnt", "var/tmp"):
-        (root / name).mkdir(parents=True)
-    for place in (*brought(), str(tmp_path_factory.getbasetemp())):
-        (root / place.lstrip("/")).mkdir(parents=True, exist_ok=True)
-    for name in ("bin", "lib", "lib64", "sbin"):
-        (root / name).symlink_to(f"usr/{name}")
-    for name in ("passwd", "group", "hosts", "resolv.conf"):
-        shutil.copy(f"/etc/{name}", root / "etc" / name)
-    (root / "image-name").write_text("vpipe-test-image")
-    return root
-
-
-def brought() -> tuple[str, ...]:
-    """What the image lacks: the system's programs, this Python and this repository."""
-    places = {"/usr", str(ROOT), str(Path(sys.base_prefix)), str(Path(sys.prefix))}
-    return tuple(sorted(place for place in places if place == "/usr" or not place.startswith("/usr/")))
+    return build(tmp_path_factory.mktemp("image"), tmp_path_factory.getbasetemp())
 
 
 def works(*command: str) -> bool:

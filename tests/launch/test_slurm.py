@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from container_image import brought, build
 from slurm_cluster import Cluster, missing
 
 from vpipe.launch.slurm import Job, script
@@ -23,6 +25,7 @@ TRAINING = ("--set", "training.max_iterations=40", "--set", "observe.log_interva
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("slurm"),
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(missing()), reason=missing() or "SLURM is here"),
 ]
@@ -48,8 +51,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return "--python", str(program)
 
 
-def start(cluster: Cluster, folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "vpipe", "submit", CONFIG, "--nodes", "2", *words]
+def start(cluster: Cluster, folder: Path, *words: str, config: str = CONFIG, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "vpipe", "submit", config, "--nodes", "2", *words]
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -60,9 +63,9 @@ def start(cluster: Cluster, folder: Path, *words: str, **variables: str) -> subp
     )
 
 
-def submit(cluster: Cluster, folder: Path, *words: str, **variables: str) -> tuple[int, str]:
+def submit(cluster: Cluster, folder: Path, *words: str, config: str = CONFIG, **variables: str) -> tuple[int, str]:
     """(exit code, output) of ``vpipe submit``."""
-    process = start(cluster, folder, *words, **variables)
+    process = start(cluster, folder, *words, config=config, **variables)
     output, _ = process.communicate(timeout=250)
     return process.returncode, output
 
@@ -221,6 +224,21 @@ def test_the_doctor_sees_the_cluster(cluster: Cluster) -> None:
     (found,) = [finding for finding in answer["findings"] if finding["topic"] == "slurm"]
     assert found["status"] == "found"
     assert "4 nodes gpu:2" in found["detail"]
+
+
+@pytest.mark.skipif(not shutil.which("ch-run"), reason="no ch-run; apt-get install charliecloud")
+def test_ranks_run_inside_a_container(cluster: Cluster, trainer: tuple[str, str], tmp_path: Path) -> None:
+    """The config names a charliecloud image: every rank sees its files and still finds its place."""
+    program = Path(trainer[1])
+    image = build(tmp_path / "image", tmp_path, program.parent)
+    binds = ", ".join(f'"{place}"' for place in (*brought(), program.parent))
+    container = f"launch: {{container: {{kind: charliecloud, image: {image}, binds: [{binds}]}}}}\n"
+    (tmp_path / "job.yaml").write_text(Path(CONFIG).read_text() + container)
+    words = ("--nodes", "2", *trainer, "--follow")
+    code, output = submit(cluster, tmp_path, *words, config="job.yaml", TELL="/image-name", USER="root")
+    assert code == 0, output
+    assert output.count("vpipe-test-image") == 4
+    assert "rank 3/4 resume None [] SLURM_NODEID=1 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1" in output
 
 
 def test_two_jobs_on_one_node_take_different_ports(cluster: Cluster) -> None:
