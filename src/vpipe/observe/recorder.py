@@ -1,11 +1,11 @@
 """What a rank writes down of its steps, cheaply enough to stay on.
 
 The training thread only hands over the list of records, which the engine makes anew for every step. A background
-thread turns it into text from time to time. A step that has left the window of the last ``keep`` before its turn comes
-is never written in full, so a fast run costs no more than a slow one; and the thread sleeps at least ``SPARE`` times as
-long as its last writing took.
+thread turns it into text from time to time, and spends at most one part in ``SPARE`` of the time on that: while the run
+goes on it writes as many steps in full as fit, those with the roundest numbers first, so that all ranks choose the same
+ones. When the run ends, the last ``keep`` steps are written, every one.
 
-    events/rank<r>.jsonl          the last ``keep`` steps, action by action; replaced as a whole, so never half written
+    events/rank<r>.jsonl          at most ``keep`` steps, action by action; replaced as a whole, so never half written
     events/rank<r>.steps.jsonl    one short line per step; the older half moves to rank<r>.steps.old.jsonl
 
 A recorder never stops a training run: what goes wrong is kept in ``problem`` and recording ends.
@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
 from typing import Protocol
@@ -28,8 +29,8 @@ from vpipe.schedule.semantics import LANE, Lane
 
 INTERVAL = 2.0
 """Seconds between two writings, at least."""
-SPARE = 400
-"""The background thread rests this many times as long as it worked: at most 0.25 % of one core."""
+SPARE = 250
+"""The background thread rests this many times as long as it worked: 0.4 % of one core."""
 MAX_WAITING = 2000
 """Steps that wait to be written; older ones are forgotten."""
 MAX_LINES = 20_000
@@ -85,7 +86,11 @@ class Recorder:
         self._steps = events / f"rank{rank}.steps.jsonl"
         self._interval = interval
         self._waiting: deque[_Step] = deque(maxlen=MAX_WAITING)
-        self._window: deque[str] = deque(maxlen=max(1, keep))
+        self._recent: deque[_Step] = deque(maxlen=max(1, keep))
+        self._texts: dict[int, str] = {}
+        """Step → its text, of those that were chosen."""
+        self._price = 1e-3
+        """Seconds that one step took to write, lately."""
         self._lines = 0
         self._stop = threading.Event()
         try:
@@ -119,26 +124,37 @@ class Recorder:
         pause = min(self._interval, 0.2)  # the first step is worth seeing soon
         while not self._stop.wait(pause) and self.problem is None:
             began = perf_counter()
-            self._write()
+            self._write(max(1, int(pause / SPARE / self._price)))
             pause = max(self._interval, SPARE * (perf_counter() - began))
-        self._write()
+        self._write(None)
 
-    def _write(self) -> None:
-        """Everything that waits: a summary of each step, the last ones in full."""
+    def _write(self, most: int | None) -> None:
+        """A summary of each step that waits; of the last ones ``most`` in full, or all."""
         taken: list[_Step] = []
         while self._waiting:
             taken.append(self._waiting.popleft())
-        if not taken or self.problem is not None:
+        if self.problem is not None or not (taken or self._recent):
             return
         try:
             self._append([_summary(each) for each in taken])
-            keep = self._window.maxlen or 1
-            self._window.extend(_full(each, self.versions) for each in taken[-keep:])
-            fresh = self._full.with_suffix(".new")
-            fresh.write_text("".join(self._window), encoding="utf-8")
-            os.replace(fresh, self._full)
+            self._recent.extend(taken)
+            began = perf_counter()
+            fresh = [each for each in self._recent if each.step not in self._texts]
+            if most is not None:
+                fresh = sorted(fresh, key=_roundness, reverse=True)[:most]
+            self._texts |= {each.step: _full(each, self.versions) for each in fresh}
+            if fresh:
+                self._price = (perf_counter() - began) / len(fresh)
+            self._replace()
         except (OSError, TypeError, ValueError) as error:
             self._give_up(error)
+
+    def _replace(self) -> None:
+        keep = self._recent.maxlen or 1
+        self._texts = dict(sorted(self._texts.items())[-keep:])
+        fresh = self._full.with_suffix(".new")
+        fresh.write_text("".join(self._texts.values()), encoding="utf-8")
+        os.replace(fresh, self._full)
 
     def _append(self, lines: list[str]) -> None:
         if self._lines + len(lines) > MAX_LINES:
@@ -152,35 +168,40 @@ class Recorder:
         self.problem = f"the trace is no longer recorded: {self._full}: {error}"
 
 
+_text = lru_cache(maxsize=100_000)(str)
+"""Steps repeat the same actions."""
+_COMPUTES = frozenset(kind for kind, lane in LANE.items() if lane is Lane.COMPUTE)
+
+
+def _roundness(each: _Step) -> int:
+    """The largest power of two that divides the step's number."""
+    return each.step & -each.step or 1 << 62
+
+
 def _full(each: _Step, versions: Versions) -> str:
-    """A step, action by action; times count from its first action."""
+    """A step, action by action; times count from its first action. By hand, as ``json.dumps`` takes thrice as long."""
     origin = each.records[0].begin
-    actions = [
-        [
-            str(record.action),
-            record.begin - origin,
-            record.ready - origin,
-            record.end - origin,
-            getattr(record, "bytes", 0),
-            versions.get((record.action.stage, record.action.microbatch), 0),
-        ]
-        for record in each.records
-    ]
-    line = {
-        "step": each.step,
-        "iteration": each.iteration,
-        "origin_ns": origin + each.offset_ns,
-        "actions": actions,
-        "memory": dict(each.memory or {}),
-    }
-    return json.dumps(line, separators=(",", ":")) + "\n"
+    cells = []
+    for record in each.records:
+        action = record.action
+        begin, ready, end = record.begin - origin, record.ready - origin, record.end - origin
+        size, version = getattr(record, "bytes", 0), versions.get((action.stage, action.microbatch), 0)
+        cells.append(f'["{_text(action)}",{begin},{ready},{end},{size},{version}]')
+    return (
+        f'{{"step":{each.step},"iteration":{each.iteration},"origin_ns":{origin + each.offset_ns},'
+        f'"actions":[{",".join(cells)}],"memory":{json.dumps(dict(each.memory or {}))}}}\n'
+    )
 
 
 def _summary(each: _Step) -> str:
     """A step in one short line: how long it took, worked and waited (nanoseconds)."""
     records = each.records
-    busy = sum(record.end - record.ready for record in records if LANE[record.action.kind] is Lane.COMPUTE)
-    waited = sum(record.ready - record.begin for record in records)
+    busy = waited = 0
+    for record in records:
+        ready = record.ready
+        waited += ready - record.begin
+        if record.action.kind in _COMPUTES:
+            busy += record.end - ready
     line = {
         "step": each.step,
         "iteration": each.iteration,
