@@ -1,7 +1,8 @@
 """What goes wrong, in two kinds.
 
-A ``UserError`` is a sentence for the person at the keyboard: the place, both values, the remedy. The command line prints it without
-a traceback and exits with 2. Everything else is our bug, or an exception of the user's own model, and keeps its traceback.
+A ``UserError`` is a sentence for the person at the keyboard: the place, both values, the remedy. The command line
+prints it without a traceback and exits with 2. Everything else is our bug, or an exception of the user's own model, and
+keeps its traceback.
 """
 
 from __future__ import annotations

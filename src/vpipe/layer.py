@@ -1,7 +1,8 @@
 """The model contract: a model is a list of layers and a loss.
 
-A pipeline cuts the list into stages, so it must know what flows between layers. A plain ``nn.Module`` takes what the previous one
-returned, as in ``nn.Sequential``. A model with skip connections or masks names what each layer reads and writes:
+A pipeline cuts the list into stages, so it must know what flows between layers. A plain ``nn.Module`` takes what the
+previous one returned, as in ``nn.Sequential``. A model with skip connections or masks names what each layer reads and
+writes:
 
     layers = [
         Layer(Embedding(...), reads=("tokens",), writes=("x",)),
@@ -9,8 +10,8 @@ returned, as in ``nn.Sequential``. A model with skip connections or masks names 
         Layer(Decoder(...), reads=("x", "mask", "memory"), writes=("x",)),
     ]
 
-Names that are read before any layer writes them are the model's inputs. What the last layer writes is the model's output.
-A layer may be given as a factory; then only the rank that owns it builds it.
+Names that are read before any layer writes them are the model's inputs. What the last layer writes is the model's
+output. A layer may be given as a factory; then only the rank that owns it builds it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ FLOW = "x"
 class Layer:
     """A module, or a factory of one, with the names of the values it reads and writes.
 
-    ``module`` is called with the values of ``reads`` in order; it returns the value of ``writes``, or a tuple of them if there are
-    several. A value is a tensor, or any tuple, list or dict of tensors, numbers, strings and ``None``.
+    ``module`` is called with the values of ``reads`` in order; it returns the value of ``writes``, or a tuple of them
+    if there are several. A value is a tensor, or any tuple, list or dict of tensors, numbers, strings and ``None``.
     """
 
     module: nn.Module | Callable[[], nn.Module]

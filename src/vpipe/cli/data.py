@@ -20,7 +20,9 @@ def command() -> None:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The directory to make.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the split and the masking.")
 @click.option("--limit", type=click.IntRange(1), help="Stop after this many documents.")
-@click.option("--source", type=click.Path(path_type=Path), help="A folder of text to use instead of what the machine has.")
+@click.option(
+    "--source", type=click.Path(path_type=Path), help="A folder of text to use instead of what the machine has."
+)
 @click.option("--language", help="For translation: the target language, such as de, fr or zh_CN.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def build_command(

@@ -15,7 +15,9 @@ from vpipe import config as configs
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Iterations to compare.")
 @click.option("--scheduler", help="The schedule, instead of the config's.")
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config; may be repeated.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config; may be repeated."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(config: Path, steps: int, scheduler: str | None, overrides: tuple[str, ...], as_json: bool) -> int:
     """Train pipelined and in one process, and compare loss, gradients and weights to the bit.

@@ -1,6 +1,7 @@
 """``vpipe train``: from a config file to a trained model, on as many ranks as the config asks for.
 
-Without a launcher it starts the ranks itself, on this machine. Under torchrun or srun each process is one rank and runs the same command.
+Without a launcher it starts the ranks itself, on this machine. Under torchrun or srun each process is one rank and runs
+the same command.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ from vpipe.schedule import catalog
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--scheduler", help="The schedule, instead of the config's (see 'vpipe schedules').")
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config; may be repeated.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config; may be repeated."
+)
 @click.option("--nproc", type=click.IntRange(1), help="Ranks of one pipeline: sets parallel.model_parallel_size.")
-@click.option("--output-dir", type=click.Path(path_type=Path), help="The run directory; by default a new one under observe.directory.")
+@click.option(
+    "--output-dir",
+    type=click.Path(path_type=Path),
+    help="The run directory; by default a new one under observe.directory.",
+)
 @click.option("--resume", metavar="DIR|latest", help="Go on from a checkpoint, a run directory, or the latest run.")
 @click.option("--print-config", is_flag=True, help="Print the resolved config with comments, and stop.")
 def command(

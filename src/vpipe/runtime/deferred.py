@@ -1,18 +1,18 @@
 """Input gradients now, weight gradients later.
 
-A zero-bubble schedule runs ``I`` as soon as a gradient arrives and fills idle time with ``W``. Autograd computes both at once, so modules
-that hold almost all weights (Linear, Embedding, convolutions, LayerNorm) get a backward that yields the input gradient and leaves the
-weight gradient in a queue:
+A zero-bubble schedule runs ``I`` as soon as a gradient arrives and fills idle time with ``W``. Autograd computes both
+at once, so modules that hold almost all weights (Linear, Embedding, convolutions, LayerNorm) get a backward that yields
+the input gradient and leaves the weight gradient in a queue:
 
     I   dx = dy @ weight            queue: (x, dy)
     W   weight.grad += dy.T @ x     queue: empty
 
-Everything else keeps its ordinary backward: its weight gradients are complete after ``I``, which is correct on every stage, only not
-deferred. A module of the user's may take part by defining ``deferred_forward(*args, defer)``: it calls ``defer(fn)`` in its backward with a
-function that accumulates the weight gradient.
+Everything else keeps its ordinary backward: its weight gradients are complete after ``I``, which is correct on every
+stage, only not deferred. A module of the user's may take part by defining ``deferred_forward(*args, defer)``: it calls
+``defer(fn)`` in its backward with a function that accumulates the weight gradient.
 
-The products are the ones autograd itself would compute, so the split changes no bit. ``fused`` accumulates inside the product
-(``addmm``), which is faster and may differ in the last bit.
+The products are the ones autograd itself would compute, so the split changes no bit. ``fused`` accumulates inside the
+product (``addmm``), which is faster and may differ in the last bit.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ class WeightQueue:
     def may_fuse(self, parameter: Tensor, dtype: torch.dtype) -> bool:
         """Whether the product may be added into the gradient as it is computed."""
         return (
-            self.fused and parameter.grad is not None and parameter.grad.dtype == dtype and id(parameter) not in self._sums
+            self.fused
+            and parameter.grad is not None
+            and parameter.grad.dtype == dtype
+            and id(parameter) not in self._sums
         )
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -133,7 +136,8 @@ def _plain(module: nn.Module) -> bool:
 
 
 def _are_leaves(module: Any) -> bool:
-    """Whether gradients end at the module's weights; those of a weight norm, for example, go on to what it is made of."""
+    """Whether gradients end at the module's weights; those of a weight norm, for example, go on to what it is made
+    of."""
     return module.weight.is_leaf and (getattr(module, "bias", None) is None or module.bias.is_leaf)
 
 
@@ -144,7 +148,9 @@ def _autocast(x: Tensor) -> torch.dtype | None:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue, dtype: torch.dtype | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue, dtype: torch.dtype | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias, ctx.queue, ctx.dtype = bias, queue, dtype
         if dtype is not None:
@@ -207,7 +213,9 @@ def _embedding(queue: WeightQueue, module: nn.Embedding, index: Tensor) -> Tenso
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.LayerNorm, queue: WeightQueue) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.LayerNorm, queue: WeightQueue
+    ) -> Tensor:
         y, mean, rstd = torch.native_layer_norm(x, list(module.normalized_shape), weight, bias, module.eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias, ctx.shape, ctx.queue = bias, list(module.normalized_shape), queue
@@ -247,7 +255,15 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.bias, ctx.module, ctx.queue = bias, module, queue
         return torch.convolution(
-            x, weight, bias, module.stride, module.padding, module.dilation, False, [0] * len(module.stride), module.groups
+            x,
+            weight,
+            bias,
+            module.stride,
+            module.padding,
+            module.dilation,
+            False,
+            [0] * len(module.stride),
+            module.groups,
         )
 
     @staticmethod
@@ -257,8 +273,8 @@ class _Convolution(torch.autograd.Function):
         bias, module, queue = ctx.bias, ctx.module, ctx.queue
         sizes = None if bias is None else list(bias.shape)
         backward = partial(
-            torch.ops.aten.convolution_backward, dy, x, weight, sizes, module.stride, module.padding, module.dilation, False,
-            [0] * len(module.stride), module.groups,
+            torch.ops.aten.convolution_backward, dy, x, weight, sizes, module.stride, module.padding, module.dilation,
+            False, [0] * len(module.stride), module.groups,
         )  # fmt: skip
 
         def work() -> None:

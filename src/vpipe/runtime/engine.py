@@ -1,7 +1,7 @@
 """The only loop: a rank's row of a program, compiled once into a flat list of bound calls.
 
-Each kind of action has one handler. A handler moves values between the transport and a stage; it decides nothing, because the program has
-decided everything.
+Each kind of action has one handler. A handler moves values between the transport and a stage; it decides nothing,
+because the program has decided everything.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Engine:
         row = program.rows[self.rank]
         versions = version_table(program)
         uses: dict[int, list[int]] = {stage: [0] for stage in self.stages}
-        for stage, kind, microbatch in row:
+        for stage, kind, _ in row:
             if kind is Kind.STEP:
                 uses[stage].append(0)
         for stage, kind, microbatch in row:
@@ -229,7 +229,9 @@ class Engine:
         if stage.is_last and not job.training and not job.wants_loss:
             outputs = [given[value] for value in self.flow.outputs()]
             self._result.outputs[microbatch] = outputs[0] if len(outputs) == 1 else tuple(outputs)
-        told = None if share == even else torch.tensor(share, dtype=torch.float64)  # a tensor: the layout stays the same
+        told = (
+            None if share == even else torch.tensor(share, dtype=torch.float64)
+        )  # a tensor: the layout stays the same
         for target in self._program.readers[index]:
             wanted = self.flow.sent(index, target)
             payload = {value[0]: given[value] if value in given else values[value] for value in wanted}

@@ -1,8 +1,8 @@
 """Who reads what from whom: the names of the layer contract, resolved once for a partition.
 
-A *value* is a name together with the layer that wrote it (-1 for an input of the model): ``("x", 3)`` is the ``x`` that layer 3 wrote.
-A value goes directly from the stage that holds its writer to every stage that reads it, over any distance. The model's inputs belong to
-stage 0.
+A *value* is a name together with the layer that wrote it (-1 for an input of the model): ``("x", 3)`` is the ``x`` that
+layer 3 wrote. A value goes directly from the stage that holds its writer to every stage that reads it, over any
+distance. The model's inputs belong to stage 0.
 """
 
 from __future__ import annotations
@@ -89,14 +89,17 @@ def check_partition(partition: Sequence[int], num_layers: int) -> None:
         raise UserError(f"the partition {list(partition)} has an empty stage; every stage needs at least one layer")
     if sum(partition) != num_layers:
         raise UserError(
-            f"the partition {list(partition)} covers {sum(partition)} layers, but the model has {num_layers}; make the sum {num_layers}"
+            f"the partition {list(partition)} covers {sum(partition)} layers, but the model has {num_layers}; "
+            f"make the sum {num_layers}"
         )
 
 
 def even_partition(num_layers: int, num_stages: int) -> list[int]:
     """Equal counts, the surplus to the middle stages: the first and the last also carry the embedding and the loss."""
     if num_layers < num_stages:
-        raise UserError(f"{num_layers} layers cannot fill {num_stages} stages; use at most {num_layers} stages or finer layers")
+        raise UserError(
+            f"{num_layers} layers cannot fill {num_stages} stages; use at most {num_layers} stages or finer layers"
+        )
     sizes = [num_layers // num_stages] * num_stages
     middle_first = sorted(range(num_stages), key=lambda stage: abs(stage - (num_stages - 1) / 2))
     for stage in middle_first[: num_layers % num_stages]:

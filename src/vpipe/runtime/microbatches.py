@@ -1,7 +1,8 @@
 """A batch cut into units.
 
-Rows are dealt out evenly, the first units taking one more where they do not divide. A unit's weight is its share of the rows, so that the
-weighted sum of the units' mean losses is the mean over the batch; for equal units it is exactly ``1 / num_microbatches``.
+Rows are dealt out evenly, the first units taking one more where they do not divide. A unit's weight is its share of the
+rows, so that the weighted sum of the units' mean losses is the mean over the batch; for equal units it is exactly ``1 /
+num_microbatches``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from vpipe.runtime.wire import flatten, unflatten
 
 @dataclass(frozen=True)
 class Microbatches:
-    """Units that are already cut: ``get(k)`` is the k-th. Give this instead of a batch to choose the cut, or to read units lazily."""
+    """Units that are already cut: ``get(k)`` is the k-th. Give this instead of a batch to choose the cut, or to read
+    units lazily."""
 
     get: Callable[[int], Any]
     weights: Sequence[float] | None = None
@@ -39,7 +41,8 @@ def num_rows(value: Any) -> int | None:
 def split_sizes(rows: int, num_units: int) -> list[int]:
     if rows < num_units:
         raise UserError(
-            f"a batch of {rows} rows cannot be cut into {num_units} microbatches; give at least {num_units} rows or fewer microbatches"
+            f"a batch of {rows} rows cannot be cut into {num_units} microbatches; "
+            f"give at least {num_units} rows or fewer microbatches"
         )
     return [rows // num_units + (unit < rows % num_units) for unit in range(num_units)]
 

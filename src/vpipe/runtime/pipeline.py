@@ -1,7 +1,7 @@
 """``Pipeline``: a list of layers, a loss, a schedule; trained as if it were one module on one device.
 
-The same object works in one process, where its ranks are threads, and under ``vpipe run``, torchrun or srun, where every process is a rank
-and builds only the layers it owns.
+The same object works in one process, where its ranks are threads, and under ``vpipe run``, torchrun or srun, where
+every process is a rank and builds only the layers it owns.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 class Pipeline:
     """A model cut into stages and trained by a schedule.
 
-    ``schedule`` is a name of the catalogue (``vpipe schedules``) or a ``Program``. ``num_microbatches`` is the number of units of one
-    ``train_step``. Without a launcher, ``num_ranks`` ranks run as threads of this process. ``recompute`` is the part of each stage's
-    layers that is computed again instead of kept (the last ones), one number or one a stage, or a set of layer indices.
+    ``schedule`` is a name of the catalogue (``vpipe schedules``) or a ``Program``. ``num_microbatches`` is the number
+    of units of one ``train_step``. Without a launcher, ``num_ranks`` ranks run as threads of this process.
+    ``recompute`` is the part of each stage's layers that is computed again instead of kept (the last ones), one number
+    or one a stage, or a set of layer indices.
     """
 
     def __init__(
@@ -76,14 +77,22 @@ class Pipeline:
                 f"the pipeline wants {num_ranks} ranks, but the launcher started {world}; start {num_ranks} processes"
             )
         blocking = blocking or (isinstance(schedule, str) and catalog.get(schedule).blocking)
-        if loss_scale is not None and loss_scale.dynamic and not ScheduleSpec(schedule, world, num_microbatches).synchronous:
-            raise UserError("a dynamic loss scale needs a synchronous schedule, where all stages agree; give LossScale(value) or use bf16")
+        if (
+            loss_scale is not None
+            and loss_scale.dynamic
+            and not ScheduleSpec(schedule, world, num_microbatches).synchronous
+        ):
+            raise UserError(
+                "a dynamic loss scale needs a synchronous schedule, where all stages agree; "
+                "give LossScale(value) or use bf16"
+            )
         spec = ScheduleSpec(schedule, world, num_microbatches, stages_per_rank, replicas, schedule_options or {})
         plain = as_layers(layers)
         partition = list(partition) if partition is not None else even_partition(len(plain), spec.placement.num_stages)
         if len(partition) != spec.placement.num_stages:
             raise UserError(
-                f"the partition {partition} has {len(partition)} stages, but {spec.describe()} has {spec.placement.num_stages}"
+                f"the partition {partition} has {len(partition)} stages, "
+                f"but {spec.describe()} has {spec.placement.num_stages}"
             )
         self.flow = resolve(plain, partition)
         self.partition = partition
@@ -149,11 +158,12 @@ class Pipeline:
         weight: float = 1.0,
         num_microbatches: int | None = None,
     ) -> float:
-        """Train on one batch (asynchronous schedules: on its units, one after the other, then drain); the mean loss, on every rank.
+        """Train on one batch (asynchronous schedules: on its units, one after the other, then drain); the mean loss, on
+        every rank.
 
-        A process that holds neither the first nor the last stage may give nothing. ``update=False`` only accumulates gradients;
-        ``weight`` scales the batch's part of them. ``num_microbatches`` may differ from call to call: an asynchronous schedule
-        drains at the end of each, so more units at once mean fewer drains.
+        A process that holds neither the first nor the last stage may give nothing. ``update=False`` only accumulates
+        gradients; ``weight`` scales the batch's part of them. ``num_microbatches`` may differ from call to call: an
+        asynchronous schedule drains at the end of each, so more units at once mean fewer drains.
         """
         program = self.programs.training(update, num_microbatches)
         self._require_optimizer(update)
@@ -249,7 +259,8 @@ class Pipeline:
     def _require_optimizer(self, update: bool) -> None:
         if update and not self.engines[0].updater.optimizers:
             raise UserError(
-                "the pipeline has no optimizer; give Pipeline(optimizer=lambda ps: torch.optim.AdamW(ps)), or train_step(update=False)"
+                "the pipeline has no optimizer; "
+                "give Pipeline(optimizer=lambda ps: torch.optim.AdamW(ps)), or train_step(update=False)"
             )
 
     def set_learning_rate(self, rate_of_update: Callable[[int], float]) -> None:

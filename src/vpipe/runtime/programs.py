@@ -1,7 +1,7 @@
 """Which program a pipeline runs: from a schedule's name to a lowered, verified program.
 
-A training step, the accumulation of gradients without an update, and an evaluation are three programs over one placement. Each is made
-once, verified with the model's own skip connections, and kept.
+A training step, the accumulation of gradients without an update, and an evaluation are three programs over one
+placement. Each is made once, verified with the model's own skip connections, and kept.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class ScheduleSpec:
             replicas = tuple(self.replicas)
             if sum(replicas) != self.num_ranks:
                 raise UserError(
-                    f"replicas {list(replicas)} need {sum(replicas)} ranks, but there are {self.num_ranks}; make the sum equal"
+                    f"replicas {list(replicas)} need {sum(replicas)} ranks, but there are {self.num_ranks}; "
+                    "make the sum equal"
                 )
             return None if set(replicas) == {1} else replicas
         if self.replicas < 1 or self.num_ranks % self.replicas:
@@ -165,7 +166,8 @@ class Programs:
             program = updates_last(program)
         if violations := _verified(program):
             raise UserError(
-                f"{self.spec.describe()} is not a valid program: {violations[0]} ({len(violations)} in all; 'vpipe verify' lists them)"
+                f"{self.spec.describe()} is not a valid program: {violations[0]} "
+                f"({len(violations)} in all; 'vpipe verify' lists them)"
             )
         return program
 
@@ -175,8 +177,8 @@ class Programs:
         return sum(action == Action(0, Kind.STEP) for action in row)
 
     def gradient_weights(self, program: Program) -> list[float] | None:
-        """What units' gradients are multiplied by where that is not their share of the batch: an asynchronous update is the
-        mean over its own units."""
+        """What units' gradients are multiplied by where that is not their share of the batch: an asynchronous update is
+        the mean over its own units."""
         if self.synchronous:
             return None
         last = program.num_stages - 1
@@ -189,10 +191,9 @@ class Programs:
 
 
 def updates_last(program: Program) -> Program:
-    """Every ``STEP`` at the end of its row: all ranks agree on the norm of all gradients before the first of them updates."""
-    return program.with_rows(
-        sorted(row, key=lambda action: action.kind is Kind.STEP) for row in program.rows
-    )
+    """Every ``STEP`` at the end of its row: all ranks agree on the norm of all gradients before the first of them
+    updates."""
+    return program.with_rows(sorted(row, key=lambda action: action.kind is Kind.STEP) for row in program.rows)
 
 
 @lru_cache(maxsize=64)

@@ -1,8 +1,8 @@
 """Random numbers that do not depend on where or when a layer runs.
 
-Dropout in a pipeline must draw the same numbers whatever the schedule, the partition or the number of processes, and draw them again when
-an activation is recomputed. So the generator is seeded before each layer from (seed, unit, layer), where the unit is counted over the
-whole training run.
+Dropout in a pipeline must draw the same numbers whatever the schedule, the partition or the number of processes, and
+draw them again when an activation is recomputed. So the generator is seeded before each layer from (seed, unit, layer),
+where the unit is counted over the whole training run.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
                  │ leaf ───────── layer ─┴─ root ─┼─ given value
                  └────────────────────────────────┘
 
-What enters is detached into leaves, one for each layer that reads it, because the gradients of several readers must be added in an order
-that does not depend on where the stages are cut: latest reader first, which is the order of autograd in a single process. What leaves is
-remembered only by its gradient edge; its data may be dropped.
+What enters is detached into leaves, one for each layer that reads it, because the gradients of several readers must be
+added in an order that does not depend on where the stages are cut: latest reader first, which is the order of autograd
+in a single process. What leaves is remembered only by its gradient edge; its data may be dropped.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class Region:
         self.begin = min(modules)
         self.taken = tuple({value: None for layer in modules for value in reads[layer] if value[1] < self.begin})
         self._changes_input = {
-            layer for layer, module in modules.items() if any(getattr(part, "inplace", False) for part in module.modules())
+            layer
+            for layer, module in modules.items()
+            if any(getattr(part, "inplace", False) for part in module.modules())
         }
 
     def forward(
@@ -101,7 +103,8 @@ class Region:
     ) -> Outcome:
         """Run the layers. ``values`` has everything in ``taken``.
 
-        Without ``build_graph``, a training run still finds out which results need a gradient, but saves nothing for a backward.
+        Without ``build_graph``, a training run still finds out which results need a gradient, but saves nothing for a
+        backward.
         """
         graph = Graph() if build_graph else None
         local: dict[Value, Any] = {}
@@ -112,7 +115,9 @@ class Region:
         with torch.set_grad_enabled(run.training), saving, run.autocast():
             for layer, module in self.modules.items():
                 arguments = [
-                    self._within(local[value], value, layer) if value in local else self._enter(values[value], value, layer, graph)
+                    self._within(local[value], value, layer)
+                    if value in local
+                    else self._enter(values[value], value, layer, graph)
                     for value in self.reads[layer]
                 ]
                 if run.training:
@@ -164,8 +169,9 @@ class Region:
     def _within(self, given: Any, value: Value, layer: int) -> Any:
         """What a layer gets of a value of its own region.
 
-        A value of several readers is given to each by an edge of its own, so that the gradients are added reader by reader, as they
-        are where the readers are on other stages; and a reader that changes its input must not change that of the others.
+        A value of several readers is given to each by an edge of its own, so that the gradients are added reader by
+        reader, as they are where the readers are on other stages; and a reader that changes its input must not change
+        that of the others.
         """
         if value not in self.shared:
             return given
@@ -184,7 +190,11 @@ class Region:
     def _changed(self, before: list[int], values: Mapping[Value, Any]) -> str:
         for layer in self.modules:
             for value in self.reads[layer]:
-                if value in self.taken and (self.recompute or value in self.shared) and layer not in self._changes_input:
+                if (
+                    value in self.taken
+                    and (self.recompute or value in self.shared)
+                    and layer not in self._changes_input
+                ):
                     return f"{self.name(layer)} {_IN_PLACE}"
         return f"{self.name(self.begin)} {_IN_PLACE}"
 
@@ -212,7 +222,10 @@ class Region:
     def _loss(self, loss: Callable[[Any], Tensor], outputs: list[Any]) -> Tensor:
         found = loss(outputs[0] if len(outputs) == 1 else tuple(outputs))
         if not isinstance(found, Tensor) or found.numel() != 1:
-            raise UserError(f"the loss must be a scalar tensor, but loss_fn returned {describe(found)}; reduce it, for example by .mean()")
+            raise UserError(
+                f"the loss must be a scalar tensor, but loss_fn returned {describe(found)}; "
+                "reduce it, for example by .mean()"
+            )
         return found.reshape(())
 
     def name(self, layer: int) -> str:

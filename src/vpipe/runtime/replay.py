@@ -1,8 +1,8 @@
 """The universal checker: one process, one unit after the other, no pipeline.
 
-Given which weights every unit reads at every stage and which units every update consumes, ``replay`` computes the losses and weights that
-any correct execution must produce, to the bit. It shares no machinery with the engine: whole-model forwards through one autograd graph,
-``functional_call`` for old weights, plain sums for gradients.
+Given which weights every unit reads at every stage and which units every update consumes, ``replay`` computes the
+losses and weights that any correct execution must produce, to the bit. It shares no machinery with the engine:
+whole-model forwards through one autograd graph, ``functional_call`` for old weights, plain sums for gradients.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ class Replay:
             prefix = f"{layer}."
             mine = {name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)}
             with collecting_losses() as scalars:
-                result = functional_call(module, mine, tuple(self._read(values, value) for value in self.flow.reads[layer]))
+                result = functional_call(
+                    module, mine, tuple(self._read(values, value) for value in self.flow.reads[layer])
+                )
             added += scalars
             parts_of_loss[self.flow.stage_of(("", layer))] += [float(scalar.detach()) for scalar in scalars]
             names = self.flow.layers[layer].writes
@@ -140,7 +142,9 @@ class Replay:
         """A value of several readers is given to each by an edge of its own: gradients are added reader by reader."""
         if sum(value in reads for reads in self.flow.reads) < 2:
             return values[value]
-        return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, values[value])
+        return tree_map_only(
+            Tensor, lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, values[value]
+        )
 
     def _gather(
         self, total: dict[str, Tensor], parameters: Mapping[str, nn.Parameter], leaves: Mapping[str, Tensor]

@@ -53,7 +53,8 @@ class StageOptions:
     splits: bool = False
     """Whether the program separates I and W at this stage."""
     stashes: bool = False
-    """Whether what I computes of the weight gradient must wait for W: the program runs I in another order, or updates in between."""
+    """Whether what I computes of the weight gradient must wait for W: the program runs I in another order, or updates
+    in between."""
     fused: bool = False
     recompute: Collection[int] = ()
     """Layers whose activations are computed again instead of kept."""
@@ -63,7 +64,9 @@ class StageOptions:
 class Stage:
     """Stage ``index`` of ``flow``, with the modules of its layers."""
 
-    def __init__(self, index: int, flow: Flow, modules: Mapping[int, nn.Module], loss: Loss, options: StageOptions) -> None:
+    def __init__(
+        self, index: int, flow: Flow, modules: Mapping[int, nn.Module], loss: Loss, options: StageOptions
+    ) -> None:
         self.index = index
         self.flow = flow
         self.modules = dict(modules)
@@ -148,12 +151,16 @@ class Stage:
             unit.loss = outcome.loss
         return outcome.given if build_graph else {value: detached(given) for value, given in outcome.given.items()}
 
-    def evaluate(self, values: dict[Value, Any], run: Run, targets: Any, wants_loss: bool) -> tuple[dict[Value, Any], Tensor | None]:
+    def evaluate(
+        self, values: dict[Value, Any], run: Run, targets: Any, wants_loss: bool
+    ) -> tuple[dict[Value, Any], Tensor | None]:
         """A forward without gradients; at the last stage the loss, or the output itself."""
         loss = None
         for region in self.regions:
             at_end = wants_loss and self.is_last and region is self.regions[-1]
-            outcome = region.forward(values, run, (lambda output: self._loss(output, targets)) if at_end else None, build_graph=False)
+            outcome = region.forward(
+                values, run, (lambda output: self._loss(output, targets)) if at_end else None, build_graph=False
+            )
             values.update(outcome.given)
             loss = outcome.loss
         return values, loss
@@ -182,7 +189,9 @@ class Stage:
         stashed = self._set_aside(unit.version) if defer_weights and self.options.stashes else []
         try:
             for region, graph in zip(reversed(self.regions), reversed(unit.graphs), strict=True):
-                assert graph is not None, f"stage {self.index}: R must come before the backward of microbatch {microbatch}"
+                assert graph is not None, (
+                    f"stage {self.index}: R must come before the backward of microbatch {microbatch}"
+                )
                 region.backward(graph, pending, unit.weight)
         finally:
             self._put_back(stashed)

@@ -1,7 +1,7 @@
 """What a step did: the executed actions with their times.
 
-A trace is a program that happened. ``program()`` writes it down again from the record, so the same verifier that passed the plan can pass
-what was executed.
+A trace is a program that happened. ``program()`` writes it down again from the record, so the same verifier that passed
+the plan can pass what was executed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """From gradients to the next weights: replicas, tied weights, the global norm, and the optimizer.
 
-In synchronous modes all ranks agree before the first stage of a batch updates: one exchange carries every parameter's gradient norm and
-the losses. So clipping uses the norm over all stages, summed in the order of layers whatever the partition, and a gradient that is not
-finite skips the update everywhere. Asynchronous modes have no such moment: they clip and skip stage by stage.
+In synchronous modes all ranks agree before the first stage of a batch updates: one exchange carries every parameter's
+gradient norm and the losses. So clipping uses the norm over all stages, summed in the order of layers whatever the
+partition, and a gradient that is not finite skips the update everywhere. Asynchronous modes have no such moment: they
+clip and skip stage by stage.
 """
 
 from __future__ import annotations
@@ -314,7 +315,12 @@ def _norms(stage: Stage, tied: Sequence[TiedWeight] = ()) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     found = iter(torch._foreach_norm(gradients) if gradients else ())
     return (
-        torch.stack([next(found).double() if p.grad is not None else torch.tensor(NO_GRADIENT, dtype=torch.float64) for p in parameters])
+        torch.stack(
+            [
+                next(found).double() if p.grad is not None else torch.tensor(NO_GRADIENT, dtype=torch.float64)
+                for p in parameters
+            ]
+        )
         if parameters
         else torch.empty(0, dtype=torch.float64)
     )

@@ -1,8 +1,8 @@
 """Weight versions: which tensors a unit's forward and backward read, and where its gradient goes.
 
-A synchronous stage has one version: the module's own parameters. An asynchronous stage updates while units are in flight. Autograd
-refuses a backward through weights that an optimizer has changed in place, and assigning ``p.data`` silently mixes versions. So each
-version is a set of leaf tensors that the module's slots point to while a unit runs:
+A synchronous stage has one version: the module's own parameters. An asynchronous stage updates while units are in
+flight. Autograd refuses a backward through weights that an optimizer has changed in place, and assigning ``p.data``
+silently mixes versions. So each version is a set of leaf tensors that the module's slots point to while a unit runs:
 
     version 3 ── leaves ─┐                      the newest version shares its storage with the parameters;
     version 4 ── leaves ─┼─ module slots        an update first moves the parameters to a copy, and only if
@@ -26,7 +26,8 @@ class Weights:
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
-        """``"<layer>.<name>"`` → parameter, in the order of layers; a parameter that a layer uses twice appears once."""
+        """``"<layer>.<name>"`` → parameter, in the order of layers; a parameter that a layer uses twice appears
+        once."""
         for layer, module in modules.items():
             for name, parameter in module.named_parameters():
                 self.parameters[f"{layer}.{name}"] = parameter
@@ -137,7 +138,8 @@ class VersionedWeights(Weights):
 
 
 def check_sharing(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, str]]:
-    """Pairs of names of one parameter that two layers hold: they must be declared as tied, or stages would drift apart."""
+    """Pairs of names of one parameter that two layers hold: they must be declared as tied, or stages would drift
+    apart."""
     first: dict[int, str] = {}
     for layer, module in modules.items():
         for name, parameter in module.named_parameters():

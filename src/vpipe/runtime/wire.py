@@ -1,13 +1,15 @@
-"""What travels between stages: any tuple, list or dict of tensors, numbers, strings and ``None``, as one block of bytes.
+"""What travels between stages: any tuple, list or dict of tensors, numbers, strings and ``None``, as one block of
+bytes.
 
-A message describes itself, because shapes may change from microbatch to microbatch and because two ranks that disagree must say so in
-words instead of computing with each other's garbage:
+A message describes itself, because shapes may change from microbatch to microbatch and because two ranks that disagree
+must say so in words instead of computing with each other's garbage:
 
     ┌ prefix ─────────────────────────────────┬ layout ┬ pad ┬ tensor 0 ┬ pad ┬ tensor 1 …
     │ magic, step, stages, microbatch, sizes  │ JSON   │     │ raw bytes, aligned to 64
     └─────────────────────────────────────────┴────────┴─────┴──────────┴─────┴──────────
 
-The layout is plain JSON, never pickle: reading a message can run no code. Layouts repeat, so both sides keep them in a cache.
+The layout is plain JSON, never pickle: reading a message can run no code. Layouts repeat, so both sides keep them in a
+cache.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import struct
 from collections.abc import Callable
 from functools import lru_cache
+from mmap import mmap
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +65,8 @@ class Facts(NamedTuple):
     shape: tuple[int, ...]
     needs_grad: bool
     order: tuple[int, ...] | None = None
-    """The dimensions from the slowest to the fastest in memory, where that is not their own order: kernels add in another
-    order where strides differ, and crossing a boundary must change no bit."""
+    """The dimensions from the slowest to the fastest in memory, where that is not their own order: kernels add in
+    another order where strides differ, and crossing a boundary must change no bit."""
 
 
 class Layout(NamedTuple):
@@ -89,7 +92,8 @@ def flatten(value: Any, tensors: list[Tensor]) -> Structure:
     if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
         return ("d", *[(key, flatten(part, tensors)) for key, part in value.items()])
     raise UserError(
-        f"a {type(value).__name__} cannot travel between stages; pass tensors, numbers, strings, None, or tuples, lists and dicts of them"
+        f"a {type(value).__name__} cannot travel between stages; "
+        "pass tensors, numbers, strings, None, or tuples, lists and dicts of them"
     )
 
 
@@ -97,7 +101,10 @@ def check_tensor(tensor: Tensor) -> None:
     """Refuse a tensor whose bytes cannot be sent."""
     _name(tensor.dtype)
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise UserError(f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot travel between stages; return tensor.to_dense()")
+        raise UserError(
+            f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot travel between stages; "
+            "return tensor.to_dense()"
+        )
 
 
 def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
@@ -176,13 +183,18 @@ class Packed(NamedTuple):
     tensors: list[Tensor]
 
     def write(self, block: Tensor, capacity: int) -> None:
-        """The whole message where it fits into ``capacity``, else its description alone: the tensors then follow by themselves."""
-        layout = self.layout
-        head = _PREFIX.pack(_MAGIC, *self.envelope, len(layout.text), layout.num_bytes) + layout.text
+        """The whole message where it fits into ``capacity``, else its description alone: the tensors then follow by
+        themselves."""
+        head = self.head()
         view = block.numpy().data
         view[: len(head)] = head
-        if layout.num_bytes <= capacity:
+        if self.layout.num_bytes <= capacity:
             self.write_tensors(block, 0)
+
+    def head(self) -> bytes:
+        """The prefix and the layout: what a message begins with."""
+        layout = self.layout
+        return _PREFIX.pack(_MAGIC, *self.envelope, len(layout.text), layout.num_bytes) + layout.text
 
     def write_tensors(self, block: Tensor, base: int) -> None:
         """The tensors alone, as if the message began at ``base`` before the block."""
@@ -209,14 +221,22 @@ def mismatch(expected: Envelope, found: Envelope) -> RuntimeError:
 
 def unpack_head(block: Tensor, expected: Envelope) -> Layout:
     """The form of the message that begins in ``block``; an error in words where it is not the expected one."""
-    view = block.numpy().data
-    magic, *fields, length, _ = _PREFIX.unpack_from(view)
-    if magic != _MAGIC:
-        raise RuntimeError(f"expected {expected}, but the bytes that came are no vpipe message: do all ranks run the same vpipe?")
-    found = Envelope(*fields)
+    found, layout = read_head(block.numpy().data, 0, expected)
     if found != expected:
         raise mismatch(expected, found)
-    return _parsed(bytes(view[_PREFIX.size : _PREFIX.size + length]))
+    return layout
+
+
+def read_head(memory: memoryview | mmap, offset: int, expected: Envelope | None = None) -> tuple[Envelope, Layout]:
+    """Which message begins at ``offset``, and its form; ``expected`` is for the words of an error."""
+    magic, step, source, target, microbatch, backward, length, _ = _PREFIX.unpack_from(memory, offset)
+    if magic != _MAGIC:
+        what = expected or "a message"
+        raise RuntimeError(
+            f"expected {what}, but the bytes that came are no vpipe message: do all ranks run the same vpipe?"
+        )
+    begin = offset + _PREFIX.size
+    return Envelope(step, source, target, microbatch, backward), _parsed(bytes(memory[begin : begin + length]))
 
 
 def unpack(block: Tensor, layout: Layout, base: int = 0) -> Any:

@@ -1,7 +1,8 @@
 """Where stages live.
 
-A placement says, for each stage, which ranks hold it. A rank may hold several stages (loop, V or zig-zag placement); a stage may be
-held by several ranks (its replicas), which then take the units in turn: unit ``k`` goes to replica ``k mod r``.
+A placement says, for each stage, which ranks hold it. A rank may hold several stages (loop, V or zig-zag placement); a
+stage may be held by several ranks (its replicas), which then take the units in turn: unit ``k`` goes to replica ``k mod
+r``.
 
     loop(2, 2)    rank 0: 0 2     V: vee(2)   rank 0: 0 3     zig-zag: zigzag(2, 2)   rank 0: 0 3 4 7
                   rank 1: 1 3                 rank 1: 1 2                             rank 1: 1 2 5 6

@@ -1,10 +1,10 @@
 """A program: for each rank, the actions it runs, in order.
 
-Everything reads programs: ``verify`` checks them, ``simulate`` times them, ``draw`` paints them, the runtime executes them, and a
-measured trace is parsed back into one. A program is a value: frozen, comparable, printable.
+Everything reads programs: ``verify`` checks them, ``simulate`` times them, ``draw`` paints them, the runtime executes
+them, and a measured trace is parsed back into one. A program is a value: frozen, comparable, printable.
 
-Weight versions are not stored. They follow from the order of ``STEP`` actions and from ``Versions``, the rule by which a unit picks
-its weights (see ``semantics.versions``).
+Weight versions are not stored. They follow from the order of ``STEP`` actions and from ``Versions``, the rule by which
+a unit picks its weights (see ``semantics.versions``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Versions(StrEnum):
 
 @dataclass(frozen=True)
 class Program:
-    """``rows[rank]`` is what the rank does. ``edges`` are the (writer, reader) pairs of stages between which tensors travel."""
+    """``rows[rank]`` is what the rank does. ``edges`` are the (writer, reader) pairs of stages between which tensors
+    travel."""
 
     rows: tuple[Row, ...]
     placement: Placement

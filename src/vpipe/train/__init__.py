@@ -1,1 +1,2 @@
-"""From a config to a trained model: data, optimizer, learning rate, checkpoints, metrics, and the loop around the pipeline."""
+"""From a config to a trained model: data, optimizer, learning rate, checkpoints, metrics, and the loop around the
+pipeline."""

@@ -1,13 +1,14 @@
 """``partition: auto`` without a measurement: stages of about equal work, estimated from the layers' weights.
 
-``vpipe plan`` measures and does better; this needs no run. A layer's work is taken as the weights of its matrix products, so a head over a
-large vocabulary counts for what it is and an embedding, which multiplies nothing, for almost nothing.
+``vpipe plan`` measures and does better; this needs no run. A layer's work is taken as the weights of its matrix
+products, so a head over a large vocabulary counts for what it is and an embedding, which multiplies nothing, for almost
+nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -34,7 +35,7 @@ def balanced(work: Sequence[float], num_stages: int) -> list[int]:
     even_partition(len(work), num_stages)  # says so where there are too few layers
     sums = [0.0, *accumulate(work)]
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(first: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
         """(largest part, sum of squares, sizes) of layers ``first..`` in ``stages`` parts."""
         if stages == 1:

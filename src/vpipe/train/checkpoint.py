@@ -5,9 +5,9 @@
       layer-0000.safetensors   param/<name>, buffer/<name>, optimizer/<name>/<key>
       …
 
-Files are keyed by layer, not by rank, so a checkpoint of four stages is read by one, two or three, by another schedule, by other replicas.
-All ranks write into a temporary directory; when every file is on disk, rank 0 writes the manifest and renames the directory. A crash at any
-moment leaves the previous checkpoint whole. Nothing is ever unpickled.
+Files are keyed by layer, not by rank, so a checkpoint of four stages is read by one, two or three, by another schedule,
+by other replicas. All ranks write into a temporary directory; when every file is on disk, rank 0 writes the manifest
+and renames the directory. A crash at any moment leaves the previous checkpoint whole. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class DamagedCheckpoint(Exception):
 
 
 def save(directory: Path, pipeline: Pipeline, position: Position, *, keep: int) -> Path | None:
-    """Write a checkpoint; every rank calls this. ``None`` where a rank could not write: the old checkpoints are untouched."""
+    """Write a checkpoint; every rank calls this. ``None`` where a rank could not write: the old checkpoints are
+    untouched."""
     final = directory / f"iteration-{position.iteration:06d}"
     temporary = directory / f".{final.name}.partial"
     leader = pipeline.engines[0].rank == 0
@@ -173,7 +174,9 @@ def find(where: Path) -> list[Path]:
     for directory in (where, where / "checkpoints"):
         if found := checkpoints(directory):
             return found[::-1]
-    raise UserError(f"{where} holds no checkpoint; give a directory with {MANIFEST}, or a run directory with checkpoints/ in it")
+    raise UserError(
+        f"{where} holds no checkpoint; give a directory with {MANIFEST}, or a run directory with checkpoints/ in it"
+    )
 
 
 def read_position(path: Path, model: str) -> Position:
@@ -184,7 +187,9 @@ def read_position(path: Path, model: str) -> Position:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{path / MANIFEST} cannot be read ({error})") from None
     if position.model != model:
-        raise UserError(f"{path} is a checkpoint of another model ({position.model}), not of {model}; resume with its own config")
+        raise UserError(
+            f"{path} is a checkpoint of another model ({position.model}), not of {model}; resume with its own config"
+        )
     return position
 
 

@@ -1,8 +1,8 @@
 """From a data set to the units of an iteration.
 
-Only the ranks that hold the first or the last stage read data; labels do not hop through the middle. Both read the same batch by
-themselves, because a batch is a pure function of its position. With d replicas of every stage, unit k is part k // d of replica k mod d's
-batch.
+Only the ranks that hold the first or the last stage read data; labels do not hop through the middle. Both read the same
+batch by themselves, because a batch is a pure function of its position. With d replicas of every stage, unit k is part
+k // d of replica k mod d's batch.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class Feed:
             parts = [[o.indices(first + i, epoch) for i in range(self._num_microbatches)] for o in self._orders]
         else:
             parts = [_cut(order.indices(batch, epoch), self._num_microbatches) for order in self._orders]
-        return [self._data.batch(parts[replica][i]) for i in range(self._num_microbatches) for replica in range(len(parts))]
+        return [
+            self._data.batch(parts[replica][i]) for i in range(self._num_microbatches) for replica in range(len(parts))
+        ]
 
     def close(self) -> None:
         if self._pool is not None:

@@ -1,7 +1,7 @@
 """The learning rate as a pure function of the update's number.
 
-All stages must use the same rate for the same update, and a resumed run must go on as if it had never stopped. Both follow when the rate
-is computed from the number of the update and nothing else.
+All stages must use the same rate for the same update, and a resumed run must go on as if it had never stopped. Both
+follow when the rate is computed from the number of the update and nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a run achieved, in OurGPipe's keys: time, tokens, throughput, MFU.
 
-Warm-up and profiled iterations are left out. MFU is the model's FLOPs over the dense peak of the number format really used; where the
-peak of a device is not known it is ``n/a``, not a guess.
+Warm-up and profiled iterations are left out. MFU is the model's FLOPs over the dense peak of the number format really
+used; where the peak of a device is not known it is ``n/a``, not a guess.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``vpipe parity``: a few steps pipelined, the same steps in one process, every bit compared.
 
-The pipelined side is the real thing, run by the config's own schedule on its own ranks. The other side is ``Replay``: one unit after the other
-through the whole model. Loss, gradients (as the optimizer gets them) and weights are compared after every step; the first tensor that
-differs is named.
+The pipelined side is the real thing, run by the config's own schedule on its own ranks. The other side is ``Replay``:
+one unit after the other through the whole model. Loss, gradients (as the optimizer gets them) and weights are compared
+after every step; the first tensor that differs is named.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ def pipelined(config: dict[str, Any], directory: str, steps: int) -> int:
             names = {id(p): name for name, p in stage.weights.parameters.items()}
             _watch(engine.updater.optimizers[index], names, lambda name, g: seen.__setitem__(f"{step}/grad/{name}", g))
     session.pipeline.set_learning_rate(_rate(session, steps))
-    for step in range(steps):  # noqa: B007 - read by the hooks
+    for step in range(steps):
         units = session.feed.read([(0, step)])
         loss = session.pipeline.train_step(units.inputs(), units.targets())
         seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
-        seen |= {f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in session.pipeline.state_dict().items()}
+        seen |= {
+            f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in session.pipeline.state_dict().items()
+        }
     rank = session.pipeline.engines[0].rank
     save_file({name: tensor.contiguous() for name, tensor in seen.items()}, Path(directory) / f"rank{rank}.safetensors")
     return 0
@@ -114,7 +116,7 @@ def sequential(session: Session, steps: int) -> dict[str, Tensor]:
         replicas=[len(ranks) for ranks in program.placement.ranks_of],
     )
     weights = pipeline.programs.gradient_weights(program)
-    for step in range(steps):  # noqa: B007 - read by the hooks
+    for step in range(steps):
         units = session.feed.read([(0, step)])
         shares = units.shares()
         loss = replay.run(

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def profiled(trainer: Trainer, wanted: bool) -> Iterator[None]:
-    """Record what happens inside into ``profiler_<scheduler>/rank<N>/`` of the run, readable by TensorBoard and Perfetto."""
+    """Record what happens inside into ``profiler_<scheduler>/rank<N>/`` of the run, readable by TensorBoard and
+    Perfetto."""
     if not wanted:
         yield
         return

@@ -1,7 +1,7 @@
 """The directory of a run: made once, by one rank, before anything is computed.
 
-    <observe.directory>/<ISO time>/
-      config.yaml  run.json  metrics.jsonl  summary.json  events/  checkpoints/  logs/
+<observe.directory>/<ISO time>/
+  config.yaml  run.json  metrics.jsonl  summary.json  events/  checkpoints/  logs/
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def create(config: PipelineConfig, output_dir: Path | None) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         config.to_yaml(path / "config.yaml")
     except OSError as error:
-        raise UserError(f"the run directory {path} cannot be written: {error.strerror}; choose another with --output-dir") from None
+        raise UserError(
+            f"the run directory {path} cannot be written: {error.strerror}; choose another with --output-dir"
+        ) from None
     return path.resolve()
 
 

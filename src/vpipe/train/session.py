@@ -55,7 +55,9 @@ def load_data(config: PipelineConfig) -> DataSet:
     extra = dict(section.extra)
     if "test_size" in data_catalog.options(section.name):
         extra.setdefault("test_size", section.test_size)
-    return data_catalog.load(section.name, path=section.path, sequence_length=length, seed=config.training.seed, extra=extra)
+    return data_catalog.load(
+        section.name, path=section.path, sequence_length=length, seed=config.training.seed, extra=extra
+    )
 
 
 def load_model(config: PipelineConfig, vocab_size: int | None) -> Model:
@@ -79,11 +81,15 @@ def schedule_options(config: PipelineConfig) -> dict[str, Any]:
     chosen = {name: value for name, value in wanted.items() if value is not None}
     for name in chosen:
         if name not in entry.options:
-            raise UserError(f"the schedule {entry.name} has no option {name}; remove it from the config, or choose another schedule")
+            raise UserError(
+                f"the schedule {entry.name} has no option {name}; remove it from the config, or choose another schedule"
+            )
     return chosen
 
 
-def layers_and_partition(config: PipelineConfig, model: Model, num_stages: int) -> tuple[list[int], float | list[float] | set[int]]:
+def layers_and_partition(
+    config: PipelineConfig, model: Model, num_stages: int
+) -> tuple[list[int], float | list[float] | set[int]]:
     """How many layers each stage holds, and what is recomputed."""
     parallel = config.parallel
     recompute: float | list[float] | set[int]
@@ -114,7 +120,9 @@ def open_session(config: PipelineConfig, *, in_process: bool = False) -> Session
     data = load_data(config)
     model = load_model(config, data.vocab_size)
     parallel, training = config.parallel, config.training
-    replicas: int | tuple[int, ...] = parallel.replicas if parallel.replicas is not None else parallel.data_parallel_size
+    replicas: int | tuple[int, ...] = (
+        parallel.replicas if parallel.replicas is not None else parallel.data_parallel_size
+    )
     entry = schedule_catalog.get(parallel.scheduler)
     stages_per_rank = parallel.stages_per_rank
     num_stages = _num_stages(config)

@@ -3,7 +3,8 @@
     session ─▶ resume? ─▶ ┌ read ─▶ train_step ─▶ metrics ─▶ evaluate? ─▶ checkpoint? ┐ ─▶ summary
                           └───────────────────────────────────────────────────────────┘
 
-Every rank runs this loop in the same order. What only one should do (lines, files) the leader does: the process that holds rank 0.
+Every rank runs this loop in the same order. What only one should do (lines, files) the leader does: the process that
+holds rank 0.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class Trainer:
         positions = self._chain()
         begin = perf_counter()
         units = session.feed.read(positions) if self._reads_data() else None
-        updates = (self.iteration + 1) % training.gradient_accumulation == 0 or self.iteration + 1 == self.num_iterations
+        updates = (
+            self.iteration + 1
+        ) % training.gradient_accumulation == 0 or self.iteration + 1 == self.num_iterations
         with profiled(self, self._profiles(self.iteration)):
             loss = session.pipeline.train_step(
                 units.inputs() if units else None,
@@ -177,7 +180,9 @@ class Trainer:
             self.console.iteration(line | {"memory": [psutil.Process().memory_info().rss]})
 
     def _memory(self, engine: Any) -> dict[str, int]:
-        weights = sum(p.numel() * p.element_size() for s in engine.stages.values() for p in s.weights.parameters.values())
+        weights = sum(
+            p.numel() * p.element_size() for s in engine.stages.values() for p in s.weights.parameters.values()
+        )
         versions = max(getattr(stage.weights, "most_versions", 1) for stage in engine.stages.values())
         return {"rss": psutil.Process().memory_info().rss, "weights": weights, "versions": versions}
 
@@ -213,7 +218,13 @@ class Trainer:
             loss = session.pipeline.evaluate(units.inputs(), units.targets())
             total, tokens = total + loss * units.num_tokens, tokens + units.num_tokens
         mean = total / max(tokens, 1)
-        line = {"kind": "evaluation", "iteration": self.iteration, "loss": mean, "seconds": perf_counter() - begin, "time": time()}
+        line = {
+            "kind": "evaluation",
+            "iteration": self.iteration,
+            "loss": mean,
+            "seconds": perf_counter() - begin,
+            "time": time(),
+        }
         if self.journal is not None:
             self.journal.metrics(line)
         if self.console is not None:
@@ -242,7 +253,10 @@ class Trainer:
         try:
             checkpoint.save(self.checkpoints, pipeline, position, keep=self.session.config.checkpoint.keep)
         except OSError as error:
-            self._say(f"warning: no checkpoint at iteration {self.iteration}: {error}; the previous one is intact and the run goes on")
+            self._say(
+                f"warning: no checkpoint at iteration {self.iteration}: {error}; "
+                "the previous one is intact and the run goes on"
+            )
 
     def resume(self, where: Path) -> None:
         """Go on from the newest whole checkpoint of ``where``."""
@@ -265,7 +279,9 @@ class Trainer:
         for engine in pipeline.engines:
             engine.updater.num_updates = dict.fromkeys(engine.updater.num_updates, position.num_updates)
             old = engine.updater.scaler
-            engine.updater.scaler = LossScale(position.loss_scale, old.dynamic, old.growth_interval, position.good_steps)
+            engine.updater.scaler = LossScale(
+                position.loss_scale, old.dynamic, old.growth_interval, position.good_steps
+            )
         self._say(f"resumed from {path} at iteration {position.iteration}")
 
     def _say(self, text: str) -> None:
@@ -328,5 +344,3 @@ def _due(interval: int, iteration: int, position: Position, last: int) -> bool:
         return False
     at_epoch_end = position[1] == 0
     return iteration == last or (at_epoch_end if interval == 0 else iteration % interval == 0)
-
-

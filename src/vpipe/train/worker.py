@@ -16,7 +16,9 @@ from vpipe.train.session import open_session
 from vpipe.train.trainer import Trainer
 
 
-def train(config: dict[str, Any], directory: str | None = None, resume: str | None = None, output_dir: str | None = None) -> int:
+def train(
+    config: dict[str, Any], directory: str | None = None, resume: str | None = None, output_dir: str | None = None
+) -> int:
     """Train as one of the ranks that a launcher started, or alone; the exit code."""
     checked = PipelineConfig.from_dict(config)
     if checked.launch.threads:

@@ -1,8 +1,8 @@
 """The interface between the engine and whatever carries its messages.
 
-A rank posts a receive before it needs the value, sends without waiting, and takes a value when it must have it. Messages of one channel
-(source stage, target stage, direction) arrive in the order in which they were sent. A few collective operations serve what concerns
-several ranks at once: initial weights, gradient norms, losses.
+A rank posts a receive before it needs the value, sends without waiting, and takes a value when it must have it.
+Messages of one channel (source stage, target stage, direction) arrive in the order in which they were sent. A few
+collective operations serve what concerns several ranks at once: initial weights, gradient norms, losses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Transport(Protocol):
         """Wait until everything that was sent has left."""
 
     def all_gather(self, value: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """The flat tensors of all ``ranks``, in order. Every rank of the group calls it; ``sizes`` saves a round where they are known."""
+        """The flat tensors of all ``ranks``, in order. Every rank of the group calls it; ``sizes`` saves a round where
+        they are known."""
 
     def all_reduce(self, value: Tensor, ranks: Sequence[int]) -> None:
         """Sum in place, in whatever order is fast."""

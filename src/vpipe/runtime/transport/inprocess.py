@@ -1,7 +1,7 @@
 """Ranks as threads of one process: the same engine without a launcher, for notebooks, tests and debugging.
 
-Values are handed over as copies, because a stage may change its input in place. Channels keep their order as they do between processes,
-so that a program which pairs messages wrongly fails here too, and in the same words.
+Values are handed over as copies, because a stage may change its input in place. Channels keep their order as they do
+between processes, so that a program which pairs messages wrongly fails here too, and in the same words.
 """
 
 from __future__ import annotations
