@@ -10,8 +10,6 @@ import runpy
 import sys
 import time
 
-import torch.distributed
-
 import vpipe.runtime.pipeline  # noqa: F401
 
 num_ranks, port, folder, *target = sys.argv[1:]

@@ -26,7 +26,8 @@ from vpipe.launch.loop import Launch
 from vpipe.launch.output import Output, Stream
 from vpipe.launch.process import num_cores
 
-PRELOAD = ("torch", "torch.distributed", "vpipe.runtime.pipeline")
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "vpipe.runtime.pipeline")
+"""An optimizer imports torch._dynamo in its first step: two seconds of processor time, here once for all ranks."""
 STOP_GRACE = 10.0
 """Seconds from the first Ctrl-C to the end of patience."""
 

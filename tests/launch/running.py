@@ -1,0 +1,86 @@
+"""What the tests of launching share: a launch under way, its clock, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).parent
+FAILING = str(HERE / "failing.py")
+HANG = 150.0
+"""Seconds that mean a hang on any machine, however busy; on an idle one a failure takes two or three."""
+
+
+class Running:
+    """A command whose descendants carry a mark in their environment, so that none can hide."""
+
+    def __init__(self, folder: Path, *command: str) -> None:
+        self._mark = uuid.uuid4().hex
+        self._folder = folder
+        self.started = time.time()
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("VPIPE_", "OMP_"))}
+        environment |= {"MARK": self._mark, "FAILED_AT": str(folder / "failed_at")}
+        self.process = subprocess.Popen(
+            command,
+            stdout=(folder / "out.txt").open("wb"),
+            stderr=(folder / "err.txt").open("wb"),
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+
+    @property
+    def out(self) -> str:
+        return (self._folder / "out.txt").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self._folder / "err.txt").read_text()
+
+    def until(self, words: str, timeout: float = HANG) -> None:
+        """Wait until the command has said ``words``."""
+        end = time.monotonic() + timeout
+        while words not in self.out + self.err:
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.out}{self.err}"
+            assert time.monotonic() < end, f"{words!r} never came:\n{self.out}{self.err}"
+            time.sleep(0.05)
+
+    def wait(self, timeout: float = HANG) -> int:
+        """The exit code; seconds from the failure to the end are kept in ``took``."""
+        code = self.process.wait(timeout)
+        failed_at = self._folder / "failed_at"
+        self.took = time.time() - (float(failed_at.read_text()) if failed_at.exists() else self.started)
+        return code
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process that descends from the command."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("MARK") == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def assert_clean(self, timeout: float = 10.0) -> None:
+        """Nothing is left; a killed process may take a moment to go."""
+        end = time.monotonic() + timeout
+        while left := self.processes():
+            assert time.monotonic() < end, f"left behind: {left}"
+            time.sleep(0.05)
+
+    def kill_all(self) -> None:
+        for process in self.processes():
+            process.kill()
+        self.process.wait(10)
+
+
+def vpipe_run(folder: Path, num_ranks: int, *target: str, options: tuple[str, ...] = ()) -> Running:
+    """``vpipe run --nproc N target``."""
+    return Running(folder, sys.executable, "-m", "vpipe", "run", "--nproc", str(num_ranks), *options, *target)

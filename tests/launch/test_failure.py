@@ -1,0 +1,166 @@
+"""One rank fails: all end soon, with a non-zero code, and the first cause is the one that is shown."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from running import FAILING, HERE, Running, vpipe_run
+
+slow = pytest.mark.slow
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def ran(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """Run ``failing.py`` on three ranks of ``vpipe run``, to its end."""
+    runs: list[Running] = []
+
+    def run(*args: str) -> Running:
+        runs.append(vpipe_run(tmp_path, 3, FAILING, *args))
+        return runs[-1]
+
+    yield run
+    for left in runs:
+        left.kill_all()
+
+
+@pytest.mark.parametrize(
+    ("how", "victim", "error", "place"),
+    [
+        ("forward", 1, "ValueError: the forward broke", "rank 1, stage 1, action 1F1, microbatch 1, step 2"),
+        pytest.param("backward", 1, "ArithmeticError: the backward broke", "action 1B1, microbatch 1", marks=slow),
+        pytest.param("loss", 2, "KeyError: 'the loss broke'", "rank 2, stage 2, action 2F0", marks=slow),
+        pytest.param("script", 2, "LookupError: the script broke", "", marks=slow),
+        pytest.param("forward", 0, "ValueError: the forward broke", "rank 0, stage 0, action 0F1", marks=slow),
+    ],
+)
+def test_the_failing_rank_speaks_and_the_others_are_folded(
+    ran: Callable[..., Running], how: str, victim: int, error: str, place: str
+) -> None:
+    run = ran(how, str(victim))
+    assert run.wait() == 1
+    lines = run.err.splitlines()
+    assert lines[0] == f"rank {victim} failed:"
+    assert lines[1].startswith("Traceback")
+    assert "failing.py" in lines[2]
+    assert error in lines
+    assert run.err.count("Traceback") == 1
+    assert place in run.err
+    others = [rank for rank in range(3) if rank != victim]
+    assert lines[-2:] == [f"rank {rank}: ended because rank {victim} failed" for rank in others]
+    run.assert_clean()
+
+
+def test_a_killed_rank_is_named(ran: Callable[..., Running]) -> None:
+    run = ran("kill", "1")
+    assert run.wait() == 1
+    assert run.err.splitlines()[0].startswith("rank 1 failed: it was killed by SIGKILL")
+    assert "Traceback" not in run.err
+    run.assert_clean()
+
+
+def test_a_mistake_of_the_user_is_one_sentence_for_all_ranks(ran: Callable[..., Running]) -> None:
+    run = ran("user", "0")
+    assert run.wait() == 2
+    assert len(run.err.splitlines()) == 1
+    assert run.err.startswith("vpipe: ")
+    assert "microbatch" in run.err
+    run.assert_clean()
+
+
+@slow
+def test_a_layer_that_returns_garbage_is_one_sentence(ran: Callable[..., Running]) -> None:
+    run = ran("garbage", "1")
+    assert run.wait() == 2
+    assert run.err.startswith("vpipe: ")
+    assert "cannot travel" in run.err
+    assert len(run.err.splitlines()) == 1
+    run.assert_clean()
+
+
+@slow
+def test_a_stopped_rank_is_found_by_its_silence(ran: Callable[..., Running]) -> None:
+    run = ran("stop", "1", "6")
+    assert run.wait() == 1
+    assert "rank 1 has been silent for 6 s; it was at 1F1" in run.err
+    run.assert_clean()
+
+
+@slow
+def test_an_exit_code_of_a_script_is_kept(ran: Callable[..., Running]) -> None:
+    run = ran("exit", "1")
+    assert run.wait() == 3
+    assert run.err.splitlines()[0] == "rank 1 failed: it ended with exit code 3"
+    run.assert_clean()
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Iterator[Callable[..., tuple[Running, list[int], str]]]:
+    """Run ``failing.py`` on three ranks that nobody looks after: the run, the exit codes, and what all have said."""
+    runs: list[Running] = []
+
+    def run(*args: str) -> tuple[Running, list[int], str]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        runs.append(
+            Running(
+                tmp_path, sys.executable, str(HERE / "bare_ranks.py"), "3", str(port), str(tmp_path), FAILING, *args
+            )
+        )
+        assert runs[-1].wait() == 0, runs[-1].err
+        said = (tmp_path / "all.txt").read_text()
+        return runs[-1], json.loads(runs[-1].out)["codes"], said
+
+    yield run
+    for left in runs:
+        left.kill_all()
+
+
+def test_without_a_launcher_too_the_failing_rank_speaks(bare: Callable[..., tuple[Running, list[int], str]]) -> None:
+    run, codes, said = bare("forward", "1")
+    assert codes == [1, 1, 1]
+    assert said.count("Traceback") == 1
+    assert "ValueError: the forward broke" in said
+    for rank in (0, 2):
+        assert (
+            f"vpipe: rank {rank} ends because rank 1 failed: ValueError: the forward broke (at rank 1, stage 1" in said
+        )
+    assert said.index("Traceback") < said.index("ends because")
+    run.assert_clean()
+
+
+def test_ranks_with_different_programs_are_refused(bare: Callable[..., tuple[Running, list[int], str]]) -> None:
+    run, codes, said = bare("program", "1")
+    assert codes == [2, 2, 2]
+    assert said.count("vpipe: ") == 1
+    assert "rank 1 has schedule gpipe, but rank 0 has schedule 1f1b" in said
+    run.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("args", "codes", "words"),
+    [
+        pytest.param(("kill", "2"), [1, 1, -9], "rank 2 is gone: killed, or ended without a word", marks=slow),
+        pytest.param(("kill", "0"), [-9, 1, 1], "rank 0, which keeps the store, is gone", marks=slow),
+        pytest.param(("forward", "0"), [1, 1, 1], "because rank 0 failed: ValueError: the forward broke", marks=slow),
+        pytest.param(("version", "2"), [2, 2, 2], "rank 2 runs vpipe 9.9.9, but rank 0 runs vpipe", marks=slow),
+        pytest.param(("early", "1"), [1, 0, 1], "rank 1 had finished when", marks=slow),
+        pytest.param(("stop", "1", "6"), [1, -9, 1], "rank 1 has been silent for 6 s; it was at 1F1", marks=slow),
+        pytest.param(("stop", "0", "6"), [-9, 1, 1], "rank 0, which keeps the store, has been silent", marks=slow),
+        pytest.param(("never", "1", "3"), [1, 1, 1], "rank 1 of 3 has not come within 3 s", marks=slow),
+        pytest.param(("script", "2"), [1, 1, 1], "because rank 2 failed: LookupError: the script broke", marks=slow),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+def test_without_a_launcher_all_end(
+    bare: Callable[..., tuple[Running, list[int], str]], args: tuple[str, ...], codes: list[int], words: str
+) -> None:
+    run, found, said = bare(*args)
+    assert found == codes, said
+    assert words in said
+    run.assert_clean()

@@ -1,0 +1,206 @@
+"""``vpipe run``: one output, every ending clean, nothing to be heard from outside the machine."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from running import FAILING, HANG, Running, vpipe_run
+
+from vpipe.errors import UserError
+from vpipe.launch import local
+from vpipe.launch.output import Output, Sink
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(300)
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start ``vpipe run``; whatever the test leaves is killed."""
+    runs: list[Running] = []
+
+    def begin(num_ranks: int, *target: str, options: tuple[str, ...] = ()) -> Running:
+        runs.append(vpipe_run(tmp_path, num_ranks, *target, options=options))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.kill_all()
+
+
+def test_the_example_prints_the_same_losses_on_four_ranks_and_in_one_process(start: Start) -> None:
+    script = str(ROOT / "examples" / "minimal.py")
+    four = start(4, script)
+    assert four.wait() == 0, four.err
+    one = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=HANG, check=True)
+    assert four.out == one.stdout
+    assert four.out.count("loss") == 5
+    four.assert_clean()
+
+
+def test_only_loopback_is_listened_on_and_every_rank_knows_its_place(start: Start, tmp_path: Path) -> None:
+    run = start(3, FAILING, "long", "0", options=("--log-dir", str(tmp_path / "logs")))
+    run.until("step 1")
+    listening = [c.laddr.ip for p in run.processes() for c in p.net_connections() if c.status == "LISTEN"]
+    assert len(listening) >= 4  # the store, and gloo in each rank
+    assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    assert "Traceback" not in run.err
+    run.assert_clean()
+    assert "step 1" in (tmp_path / "logs" / "rank0.log").read_text()
+    assert (tmp_path / "logs" / "rank2.log").exists()
+
+
+def test_second_interrupt_ends_at_once_what_the_first_could_not(start: Start) -> None:
+    run = start(2, FAILING, "stubborn", "0", options=("--grace", "300"))
+    run.until("step 1")
+    run.process.send_signal(signal.SIGINT)
+    run.until("Ctrl-C again")
+    time.sleep(1.0)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    run.assert_clean()
+
+
+@pytest.mark.slow
+def test_terminate_stops_in_good_order(start: Start) -> None:
+    run = start(2, FAILING, "long", "0")
+    run.until("step 1")
+    run.process.terminate()
+    assert run.wait() == 143
+    run.assert_clean()
+
+
+def test_a_killed_launcher_leaves_nothing(start: Start) -> None:
+    run = start(2, FAILING, "long", "0")
+    run.until("step 1")
+    assert len(run.processes()) == 5  # launcher, zygote, store, two ranks
+    run.process.kill()
+    run.assert_clean()
+
+
+@pytest.mark.slow
+def test_a_launcher_killed_while_torch_is_imported_leaves_nothing(start: Start) -> None:
+    run = start(2, FAILING, "long", "0")
+    while len(run.processes()) < 2:
+        time.sleep(0.01)
+    run.process.kill()
+    run.assert_clean()
+
+
+@pytest.mark.slow
+def test_a_killed_zygote_takes_the_ranks_along(start: Start) -> None:
+    run = start(2, FAILING, "long", "0")
+    run.until("step 1")
+    zygote = next(p for p in run.processes() if p.ppid() == run.process.pid)
+    zygote.kill()
+    assert run.wait() == 1
+    run.assert_clean()
+
+
+SPEAKERS = """
+import os, sys
+rank = int(os.environ["RANK"])
+print(f"hello {os.environ['WORLD_SIZE']} {sys.argv[1:]} {os.environ['OMP_NUM_THREADS']}")
+print("warned", file=sys.stderr)
+if rank == 0:
+    for part in range(3):
+        print(f"\\r{part}/2", end="", flush=True)
+    print()
+"""
+
+
+def test_lines_of_other_ranks_are_tagged(tmp_path: Path) -> None:
+    (tmp_path / "speakers.py").write_text(SPEAKERS)
+    out, err = io.BytesIO(), io.BytesIO()
+    code = local.run(
+        [str(tmp_path / "speakers.py"), "--x", "1"], 2, preload=["json"], threads=1, stdout=out, stderr=err
+    )
+    # without torch there is no store; these ranks do not meet
+    assert code == 0, err.getvalue()
+    lines = out.getvalue().decode().split("\n")
+    assert "hello 2 ['--x', '1'] 1" in lines
+    assert "[rank 1] hello 2 ['--x', '1'] 1" in lines
+    assert "\r0/2\r1/2\r2/2" in lines
+    assert sorted(err.getvalue().decode().splitlines())[-2:] == ["[rank 1] warned", "warned"]
+
+
+def test_progress_bars_survive_on_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "speakers.py").write_text(SPEAKERS + "print(sys.stdout.isatty())")
+    ours, theirs = pty.openpty()
+    seen = b""
+
+    def read() -> None:
+        nonlocal seen
+        while b"end of test" not in seen:
+            seen += os.read(ours, 4096)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with os.fdopen(theirs, "wb", buffering=0) as terminal:
+        assert (
+            local.run([str(tmp_path / "speakers.py")], 2, preload=["json"], stdout=terminal, stderr=io.BytesIO()) == 0
+        )
+        terminal.write(b"end of test")
+        reader.join(10)
+    os.close(ours)
+    assert b"\r0/2\r1/2\r2/2\r\n" in seen.replace(b"\r\r\n", b"\r\n")
+    assert b"\r\nTrue\r\n" in seen
+    assert b"[rank 1] False" in seen
+
+
+def test_a_line_of_another_rank_goes_above_the_progress_bar() -> None:
+    stream = io.BytesIO()
+    sink = Sink(stream, is_terminal=True)
+    sink.write(0, b"a\n\r50%")
+    sink.write(2, b"tor")
+    sink.write(2, b"n\r\rlate\nrest")
+    sink.write(0, b"\r60%")
+    sink.finish()
+    assert stream.getvalue() == b"a\n\r50%\r\x1b[K[rank 2] late\n\r50%\r60%\r\x1b[K[rank 2] rest\n\r50%\r60%\n"
+
+
+def test_quiet_output_still_logs(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    output = Output(out, out, 1, tmp_path / "logs", quiet=True)
+    output.feed(0, 0, b"hidden\n")
+    output.say("shown")
+    output.finish()
+    output.close()
+    assert out.getvalue() == b"shown\n"
+    assert (tmp_path / "logs" / "rank0.log").read_bytes() == b"hidden\n"
+
+
+def test_functions_get_their_arguments_and_return_exit_codes() -> None:
+    err = io.BytesIO()
+    code = local.run("os:_exit", 2, arguments={"status": 7}, preload=["json"], stderr=err)
+    assert code == 7
+    assert b"exit code 7" in err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("target", "num_ranks", "words"),
+    [([], 2, "no script"), (["nowhere.py"], 2, "no file 'nowhere.py'"), (["x.py"], 0, "at least 1")],
+)
+def test_mistakes_are_sentences(target: list[str], num_ranks: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        local.run(target, num_ranks)
+
+
+def test_a_module_that_cannot_be_imported_is_named() -> None:
+    err = io.BytesIO()
+    assert local.run("os:getpid", 1, preload=["no_such_module"], stderr=err) == 1
+    assert b"no_such_module cannot be imported" in err.getvalue()
