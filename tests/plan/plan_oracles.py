@@ -134,7 +134,7 @@ def brute_force(problem: Problem) -> float | None:
     return best
 
 
-def milp(problem: Problem, time_limit: float = 60.0) -> float | None:
+def milp(problem: Problem, time_limit: float = 300.0) -> float | None:
     """The same optimum by HiGHS; ``None`` where nothing fits, and an assertion where HiGHS does not finish."""
     import highspy
 

@@ -61,5 +61,6 @@ def test_chains_of_12_layers_equal_the_milp() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_chains_of_up_to_48_layers_and_8_stages_equal_the_milp() -> None:
     _against_milp(range(1000, 1014), 48, 8, 24)
