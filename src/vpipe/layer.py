@@ -16,9 +16,8 @@ output. A layer may be given as a factory; then only the rank that owns it build
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +69,13 @@ def input_names(layers: Sequence[Layer]) -> tuple[str, ...]:
     return tuple(needed)
 
 
-_auxiliary: ContextVar[list[Tensor] | None] = ContextVar("vpipe_auxiliary_losses", default=None)
+class _Collector(threading.local):
+    """Where ``add_loss`` puts its scalars; every thread has its own, because ranks may be threads."""
+
+    into: list[Tensor] | None = None
+
+
+_collector = _Collector()
 
 
 def add_loss(value: Tensor) -> None:
@@ -78,20 +83,14 @@ def add_loss(value: Tensor) -> None:
 
     Outside a pipeline's training step it does nothing.
     """
-    collected = _auxiliary.get()
-    if collected is not None:
-        collected.append(value)
+    if _collector.into is not None:
+        _collector.into.append(value)
 
 
-@contextmanager
-def collecting_losses() -> Iterator[list[Tensor]]:
-    """The scalars that layers add while the context is open."""
-    collected: list[Tensor] = []
-    token = _auxiliary.set(collected)
-    try:
-        yield collected
-    finally:
-        _auxiliary.reset(token)
+def collect_losses(into: list[Tensor] | None) -> list[Tensor] | None:
+    """From here on, the scalars that layers of this thread add go into this list; what was there before."""
+    before, _collector.into = _collector.into, into
+    return before
 
 
 def describe(value: Any) -> str:

@@ -13,7 +13,7 @@ in a single process. What leaves is remembered only by its gradient edge; its da
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from vpipe.errors import UserError
-from vpipe.layer import Layer, collecting_losses, describe
+from vpipe.layer import Layer, collect_losses, describe
 from vpipe.runtime.flow import Value
 from vpipe.runtime.randomness import seed_layer
 from vpipe.runtime.wire import check_tensor, flatten, unflatten
@@ -110,9 +110,15 @@ class Region:
         local: dict[Value, Any] = {}
         added: list[tuple[int, Tensor]] = []
         outcome = Outcome({}, graph)
-        saving = nullcontext() if build_graph or not run.training else saved_tensors_hooks(_forget, _forgotten)
+        scalars: list[Tensor] = []
         entered = self._versions(values)
-        with torch.set_grad_enabled(run.training), saving, run.autocast():
+        with ExitStack() as around:
+            around.enter_context(torch.set_grad_enabled(run.training))
+            if run.training and not build_graph:
+                around.enter_context(saved_tensors_hooks(_forget, _forgotten))
+            if run.autocast is not nullcontext:
+                around.enter_context(run.autocast())
+            around.callback(collect_losses, collect_losses(scalars))
             for layer, module in self.modules.items():
                 arguments = [
                     self._within(local[value], value, layer)
@@ -122,10 +128,10 @@ class Region:
                 ]
                 if run.training:
                     seed_layer(run.seed, run.unit, layer)
-                with collecting_losses() as scalars:
-                    result = self._call(layer, module, arguments)
-                added.extend((layer, scalar) for scalar in scalars)
-                self._keep(layer, result, local)
+                self._keep(layer, self._call(layer, module, arguments), local)
+                if scalars:
+                    added.extend((layer, scalar) for scalar in scalars)
+                    scalars.clear()
             if loss is not None:
                 outcome.loss = self._loss(loss, [local[value] for value in self.given])
         if entered != self._versions(values):
@@ -137,8 +143,8 @@ class Region:
                 graph.roots.append((value, [_edge(tensor) for tensor in tensors if tensor.requires_grad]))
         outcome.added = [(layer, scalar.detach()) for layer, scalar in added]
         if graph is not None:
-            scalars = [scalar for _, scalar in added] + ([outcome.loss] if outcome.loss is not None else [])
-            graph.scalars = [(_edge(scalar), scalar.dtype, scalar.device) for scalar in scalars if scalar.requires_grad]
+            parts = [scalar for _, scalar in added] + ([outcome.loss] if outcome.loss is not None else [])
+            graph.scalars = [(_edge(scalar), scalar.dtype, scalar.device) for scalar in parts if scalar.requires_grad]
         if outcome.loss is not None:
             outcome.loss = outcome.loss.detach()
         return outcome
