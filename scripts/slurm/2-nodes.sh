@@ -34,11 +34,8 @@ while true; do
   wait "$step"; code=$?
   kill -0 "$step" 2>/dev/null || break  # a signal ends a wait before the step has ended
 done
-interrupted() {
-  [ "$code" -eq 75 ] || { [ "$announced" -eq 1 ] &&
-    { [ "$code" -gt 128 ] || grep -qs '"stopped": true' "$run"/summary.json; }; }
-}
-if interrupted; then
+left_early() { [ "$code" -gt 128 ] || grep -qs '"stopped": true' "$run"/summary.json; }
+if [ "$announced" -eq 1 ] && left_early; then
   echo "vpipe: interrupted; queueing again"
   scontrol requeue "$SLURM_JOB_ID" && sleep 60
 fi

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,6 @@ from vpipe.errors import UserError
 from vpipe.launch.container import Container
 from vpipe.launch.environment import adopt, carried, from_slurm, orion_preload, rank, tasks_per_node
 from vpipe.launch.job import plan_job
-from vpipe.launch.preemption import Preemption
 from vpipe.launch.queue import Follower, Task, tasks
 from vpipe.launch.slurm import Job, script, sweep
 
@@ -248,14 +250,38 @@ def test_a_signal_is_an_exit_code() -> None:
     assert tasks(3, lambda words: line) == [Task("3", "CANCELLED", "None", "/x", 143)]
 
 
-def test_the_preemption_signal_is_noted() -> None:
-    import os
-    import signal
-
-    preemption = Preemption()
-    try:
-        assert not preemption()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert preemption()
-    finally:
-        preemption.close()
+@pytest.mark.parametrize(
+    ("announced", "exit_code", "stopped", "again"),
+    [
+        (True, 0, True, True),  # saved its checkpoint and left
+        (True, 0, False, False),  # was done in the same moment
+        (True, 138, False, True),  # the signal came before anybody listened
+        (True, 1, False, False),  # an error of its own
+        (False, 0, False, False),
+        (False, 143, False, False),
+    ],
+)
+def test_only_an_interrupted_run_is_queued_again(
+    announced: bool, exit_code: int, stopped: bool, again: bool, tmp_path: Path
+) -> None:
+    """The script is really run, with a srun that waits for the signal and ends as told."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    summary = tmp_path / "runs" / "slurm-7" / "summary.json"
+    summary.parent.mkdir(parents=True)
+    summary.write_text(json.dumps({"stopped": stopped}, indent=1))
+    wait = "trap 'exit $CODE' USR1; touch up; for i in $(seq 100); do sleep 0.1; done" if announced else "exit $CODE"
+    for name, text in {"srun": wait, "scontrol": "echo again $*", "sleep": "exec /bin/sleep 0.1"}.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(script(Job("c.yaml", 1, 1)))
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "CODE": str(exit_code)}
+    job = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    if announced:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "up").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+    output, _ = job.communicate(timeout=30)
+    assert ("again requeue 7" in output) == again
+    assert job.returncode == exit_code

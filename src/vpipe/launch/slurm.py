@@ -6,7 +6,7 @@ address of the first node, forwards the signal that announces a preemption or th
 job back into the queue when the ranks have saved their checkpoint. A queued-again job goes on from its latest one.
 
     sbatch ──▶ script on node 0 ──▶ srun ──▶ rank 0 (node 0) … rank k (node 0), rank k+1 (node 1) …
-      USR1 ─────▶ forwarded ────────────────▶ checkpoint, exit 75 ──▶ scontrol requeue
+      USR1 ─────▶ forwarded ────────────────▶ checkpoint, exit ─────▶ scontrol requeue
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from itertools import product
 from vpipe.errors import UserError
 from vpipe.launch import words
 from vpipe.launch.container import NONE, Container, wrap
-from vpipe.launch.preemption import GRACE, INTERRUPTED
+
+GRACE = 60
+"""Seconds before the end at which SLURM sends USR1: time for an iteration and a checkpoint."""
 
 Point = tuple[str, ...]
 """The overrides of one run of a sweep: ``("training.learning_rate=1e-3", "parallel.scheduler=1f1b")``."""
@@ -215,11 +217,8 @@ def _launch(job: Job) -> list[str]:
             '  wait "$step"; code=$?',
             '  kill -0 "$step" 2>/dev/null || break  # a signal ends a wait before the step has ended',
             "done",
-            "interrupted() {",
-            f'  [ "$code" -eq {INTERRUPTED} ] || {{ [ "$announced" -eq 1 ] &&',
-            """    { [ "$code" -gt 128 ] || grep -qs '"stopped": true' "$run"/summary.json; }; }""",
-            "}",
-            "if interrupted; then",
+            """left_early() { [ "$code" -gt 128 ] || grep -qs '"stopped": true' "$run"/summary.json; }""",
+            'if [ "$announced" -eq 1 ] && left_early; then',
             '  echo "vpipe: interrupted; queueing again"',
             '  scontrol requeue "$SLURM_JOB_ID" && sleep 60',
             "fi",
