@@ -9,7 +9,8 @@ remaining ones reach back from the right. Cut s lies between the two: a narrow w
     cut 3                       [───]
 
 Inside the windows a shortest path runs over *lower bounds* of stages (``bounds``). Only the stages on the path are
-solved exactly (``knapsack``); then the path is asked again, until all of its stages are solved.
+priced, and when all of them are, solved exactly (``knapsack``); each time the path is asked again, until it consists
+of solved stages.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from vpipe.plan.bounds import Floats, Ints, Options, StageBounds, range_table
 from vpipe.plan.costs import Profile
-from vpipe.plan.knapsack import LABEL_LIMIT, Packing
+from vpipe.plan.knapsack import LABEL_LIMIT, Knapsack, Packing
 from vpipe.plan.memory import StageFacts
 from vpipe.plan.shortfall import shortfall
 
@@ -30,6 +31,10 @@ _INFINITE = float("inf")
 _SLACK = 1e-9
 _SHY = 1e-10
 _EVEN = 1e-10
+_CALL_WORK = 50
+
+Key = tuple[int, int, int]
+"""A stage: which facts, first layer, layer after the last."""
 _HARDENINGS = 2
 """How often a stage that was left with a gap is solved again, each time with ten times the labels."""
 
@@ -43,7 +48,10 @@ class Cells:
     fewest: int
     start: Ints
     times: Floats
+    priced: NDArray[np.bool_]
+    """Whether the time is the stage's own bound, or better."""
     solved: NDArray[np.bool_]
+    """Whether the time is the stage's, or as close to it as the labels allowed."""
     links: Floats
     fills: Floats
 
@@ -62,7 +70,7 @@ class Cutter:
         self.profile, self.options = profile, options
         self.num_layers, self.num_stages = profile.num_layers, len(stages)
         self.work = 0
-        self._hardened: dict[tuple[int, int, int], int] = {}
+        self._hardened: dict[Key, int] = {}
         ranges = range_table(profile)
         shared: dict[tuple[StageFacts, bool, bool], StageBounds] = {}
         self.stages: list[StageBounds] = []
@@ -74,21 +82,38 @@ class Cutter:
         inner = range(1, self.num_layers)
         self.links = np.array([0.0, *(profile.link_time(cut) for cut in inner), 0.0])
         self.fills = np.array([0.0, *(profile.fill_time(cut) for cut in inner), 0.0])
-        self._packings: dict[tuple[int, int, int], Packing | None] = {}
+        self._knapsacks: dict[Key, Knapsack] = {}
+        self._bounds: dict[Key, float] = {}
+        self._packings: dict[Key, Packing | None] = {}
 
     # ── stages ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def bound(self, stage: int, start: int, stop: int) -> float:
+        """The stage's own lower bound, with the inputs of its segments: much closer than ``StageBounds``, once."""
+        key = id(self.stages[stage]), start, stop
+        if key not in self._bounds:
+            knapsack = self._knapsacks[key] = self.stages[stage].knapsack(start, stop)
+            self._bounds[key] = knapsack.bound()
+            self.work += knapsack.work + _CALL_WORK
+        return self._bounds[key]
 
     def packing(self, stage: int, start: int, stop: int) -> Packing | None:
         """The stage solved, once."""
         key = id(self.stages[stage]), start, stop
         if key not in self._packings:
-            self._packings[key] = self._solve(stage, start, stop, LABEL_LIMIT)
+            self.bound(stage, start, stop)
+            self._keep(key, self._solve(key, LABEL_LIMIT))
         return self._packings[key]
 
-    def _solve(self, stage: int, start: int, stop: int, label_limit: int) -> Packing | None:
-        knapsack = self.stages[stage].knapsack(start, stop)
+    def _keep(self, key: Key, packing: Packing | None) -> None:
+        self._packings[key] = packing
+        self._bounds[key] = _INFINITE if packing is None else packing.bound
+
+    def _solve(self, key: Key, label_limit: int) -> Packing | None:
+        knapsack = self._knapsacks[key]
+        before = knapsack.work
         packing = knapsack.solve(label_limit)
-        self.work += knapsack.work + 100
+        self.work += knapsack.work - before + _CALL_WORK
         return packing
 
     def harden(self, cells: list[Cells], cuts: list[int]) -> bool:
@@ -102,21 +127,19 @@ class Cutter:
             if before is None or before.exact or level > _HARDENINGS:
                 continue
             self._hardened[key] = level
-            packing = self._solve(index, start, stop, LABEL_LIMIT * 10**level)
+            packing = self._solve(key, LABEL_LIMIT * 10**level)
             if packing is not None:
-                packing = replace(packing, bound=max(packing.bound, before.bound))
+                self._keep(key, replace(packing, bound=max(packing.bound, before.bound)))
                 helped = True
-                self._packings[key] = packing
-                self._spread(cells, index, start, stop, packing, again=True)
+                self._spread(cells, index, start, stop, solved=True)
         return helped
 
-    def _spread(
-        self, cells: list[Cells], index: int, start: int, stop: int, packing: Packing | None, *, again: bool = False
-    ) -> bool:
-        """Writes a solved stage to every position whose facts are the same."""
-        alike = (cell for cell, stage in zip(cells, self.stages, strict=True) if stage is self.stages[index])
-        written = [self._write(cell, start, stop, packing, again=again) for cell in alike]
-        return True in written
+    def _spread(self, cells: list[Cells], index: int, start: int, stop: int, *, solved: bool) -> None:
+        """Writes what is known of a stage to every position whose facts are the same."""
+        bound = self._bounds[id(self.stages[index]), start, stop]
+        for cell, stage in zip(cells, self.stages, strict=True):
+            if stage is self.stages[index]:
+                self._write(cell, start, stop, bound, solved=solved)
 
     def windows(self, time: float) -> list[tuple[int, int]] | None:
         """Where each cut may lie if no stage takes longer than ``time``; ``None`` where there is no partition."""
@@ -188,12 +211,20 @@ class Cutter:
             solved |= ~inside
             found.append(
                 Cells(
-                    start_low, stop_low, fewest, start - start_low, times, solved, self.links[stops], self.fills[stops]
+                    start_low,
+                    stop_low,
+                    fewest,
+                    start - start_low,
+                    times,
+                    solved.copy(),
+                    solved,
+                    self.links[stops],
+                    self.fills[stops],
                 )
             )
-            for (known, a, b), packing in self._packings.items():
+            for (known, a, b), bound in self._bounds.items():
                 if known == id(stage):
-                    self._write(found[-1], a, b, packing)
+                    self._write(found[-1], a, b, bound, solved=(known, a, b) in self._packings)
         return found
 
     def num_cells(self, time: float) -> int:
@@ -202,16 +233,15 @@ class Cutter:
         return sum(int((high - low + 1) * min(mean, high - low + 1, self.num_layers)) for low, high in windows)
 
     @staticmethod
-    def _write(cells: Cells, start: int, stop: int, packing: Packing | None, *, again: bool = False) -> bool:
-        """Puts a solved stage into the cells; says whether the cell was new."""
+    def _write(cells: Cells, start: int, stop: int, bound: float, *, solved: bool) -> None:
+        """Puts a priced or solved stage into the cells, if it is among them."""
         row, column = stop - cells.first_stop, stop - start - cells.fewest
-        if not (0 <= row < cells.times.shape[0] and 0 <= column < cells.times.shape[1]):
-            return False
-        if cells.solved[row, column] and not again:
-            return False
-        cells.times[row, column] = _INFINITE if packing is None else packing.bound
-        cells.solved[row, column] = True
-        return True
+        rows, columns = cells.times.shape
+        # A cell whose start lies outside the window stands for no stage: it must stay infinite.
+        if 0 <= row < rows and 0 <= column < columns and cells.start[row, column] == start - cells.first_start:
+            cells.times[row, column] = bound if solved else bound * (1 + _SHY)
+            cells.priced[row, column] = True
+            cells.solved[row, column] = solved
 
     # ── paths ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -219,10 +249,12 @@ class Cutter:
         """The least Σ (t_s + transfers) over partitions whose stages and links take at most ``time``, and its cuts."""
         sums = np.zeros(1)
         columns: list[Ints] = []
+        even = _EVEN / max(time, 1e-300)
         for cell in cells:
             # Among equal sums the one with stages more alike: it idles less where the closed form sees no difference.
-            through = sums[cell.start] + cell.times * (1 + _EVEN * np.minimum(cell.times, time) / max(time, 1e-300))
-            through[cell.times > time] = _INFINITE
+            through = np.where(cell.times > time, _INFINITE, cell.times)
+            through += even * through * through
+            through += sums[cell.start]
             column = through.argmin(axis=1)
             columns.append(column)
             sums = through[np.arange(len(column)), column] + cell.fills
@@ -234,13 +266,18 @@ class Cutter:
             cuts.append(cuts[-1] - cell.fewest - int(column[cuts[-1] - cell.first_stop]))
         return float(sums[-1]), cuts[::-1]
 
-    def refine(self, cells: list[Cells], cuts: list[int]) -> tuple[bool, float]:
-        """Solves the stages of a path; whether a cell was new, and the largest bound among stages and links."""
+    def refine(self, cells: list[Cells], cuts: list[int], *, exactly: bool) -> tuple[bool, float]:
+        """Prices or solves the stages of a path; whether there was one to do, and the slowest of stages and links."""
         new, slowest = False, 0.0
         for index, cell in enumerate(cells):
             start, stop = cuts[index], cuts[index + 1]
             row, column = stop - cell.first_stop, stop - start - cell.fewest
-            if not cell.solved[row, column]:
-                new |= self._spread(cells, index, start, stop, self.packing(index, start, stop))
+            if not (cell.solved if exactly else cell.priced)[row, column]:
+                new = True
+                if exactly:
+                    self.packing(index, start, stop)
+                else:
+                    self.bound(index, start, stop)
+                self._spread(cells, index, start, stop, solved=exactly or cell.solved[row, column])
             slowest = max(slowest, float(cell.times[row, column]), float(cell.links[row]))
         return new, slowest

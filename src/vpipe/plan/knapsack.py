@@ -74,6 +74,7 @@ class Knapsack:
         self.num_layers = len(saved)
         self.work = 0
         """Layers priced and partial choices extended: what the effort of a search is counted in."""
+        self._pricing: tuple[float, float, float, list[_Option]] | None = None
         self.capacity, self.base = capacity, base
         swappable = swap_bandwidth is not None and units > SWAP_RESIDENT
         self.swappable, self.recompute = swappable, recompute and units > 1
@@ -84,16 +85,25 @@ class Knapsack:
         self.forward = forward
         self.lane = [2.0 * s / swap_bandwidth for s in saved] if swappable and swap_bandwidth else [0.0] * len(saved)
 
+    def bound(self) -> float:
+        """A lower bound of the best packing's time by prices alone; infinite where none fits."""
+        if sum(self.keep) <= self.capacity:
+            return self.base
+        if self._pricing is None:
+            smallest = self.priced(1.0, 0.0, 0.0)[0]
+            if smallest.bytes > self.capacity:
+                return float("inf")
+            self._pricing = self._prices(smallest)
+        return max(self._pricing[0], self.base)
+
     def solve(self, label_limit: int = LABEL_LIMIT) -> Packing | None:
         """The best packing, or ``None`` where not even the smallest one fits."""
-        n = self.num_layers
-        if sum(self.keep) <= self.capacity:
-            return Packing(self.base, self.base, (Choice.KEEP,) * n)
-        smallest = self.priced(1.0, 0.0, 0.0)[0]
-        if smallest.bytes > self.capacity:
+        if self.bound() == float("inf"):
             return None
-        bound, price, weight, found = self._prices(smallest)
-        found.sort(key=lambda option: max(self.base + option.seconds, option.swap))
+        if self._pricing is None:
+            return Packing(self.base, self.base, (Choice.KEEP,) * self.num_layers)
+        bound, price, weight, found = self._pricing
+        found = sorted(found, key=lambda option: max(self.base + option.seconds, option.swap))
         best = min((repair(self, option.path) for option in found[:_NUM_REPAIRED]), key=lambda pair: pair[0])
         if bound >= best[0] * (1 - _RELATIVE):
             return Packing(best[0], best[0], best[1])
@@ -108,28 +118,34 @@ class Knapsack:
         n = self.num_layers
         self.work += n
         after_recompute, after_other = [0.0] * (n + 1), [0.0] * (n + 1)
+        joins, starts = [False] * n, [False] * n
         r = o = 0.0
+        others = [price * size for size in self.keep]
+        if self.swappable:
+            swaps = [price * size + on_swap * time for size, time in zip(self.resident, self.lane, strict=True)]
+            swapped = [swap < keep for swap, keep in zip(swaps, others, strict=True)]
+            others = [swap if chosen else keep for swap, keep, chosen in zip(swaps, others, swapped, strict=True)]
+        else:
+            swapped = [False] * n
+        again = [price * size + on_compute * time for size, time in zip(self.saved, self.forward, strict=True)]
+        first = [price * size for size in self.starts]
+        recompute = self.recompute
         for i in range(n - 1, -1, -1):
-            other = price * self.keep[i]
-            if self.swappable:
-                other = min(other, price * self.resident[i] + on_swap * self.lane[i])
-            other += o
-            if self.recompute:
-                again = price * self.saved[i] + on_compute * self.forward[i] + r
-                r, o = min(again, other), min(again + price * self.starts[i], other)
-            else:
-                r = o = other
+            other, once = others[i] + o, again[i] + r
+            r = o = other
+            if recompute:
+                if once < other:
+                    joins[i] = True
+                    r = once
+                if once + first[i] < other:
+                    starts[i] = True
+                    o = once + first[i]
             after_recompute[i], after_other[i] = r, o
         path: list[Choice] = []
         before = False
         for i in range(n):
-            swapped = price * self.resident[i] + on_swap * self.lane[i]
-            kept = price * self.keep[i]
-            swap = self.swappable and swapped < kept
-            other = (swapped if swap else kept) + after_other[i + 1]
-            again = price * self.saved[i] + on_compute * self.forward[i] + after_recompute[i + 1]
-            before = self.recompute and again + (0.0 if before else price * self.starts[i]) < other
-            path.append(Choice.RECOMPUTE if before else Choice.SWAP if swap else Choice.KEEP)
+            before = joins[i] if before else starts[i]
+            path.append(Choice.RECOMPUTE if before else Choice.SWAP if swapped[i] else Choice.KEEP)
         size, seconds, lane = self.figures(path)
         return _Option(after_other[0], size, seconds, lane, tuple(path)), after_recompute, after_other
 

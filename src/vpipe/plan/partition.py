@@ -133,8 +133,10 @@ class _Search:
                 self.left = min(self.left, bound)
                 continue
             self.cutter.work += _PATH_WORK * len(cells)
-            new, slowest = self.cutter.refine(cells, cuts)
-            self._offer(cuts)
+            new, slowest = self.cutter.refine(cells, cuts, exactly=False)
+            if not new or self.best is None:
+                new, slowest = self.cutter.refine(cells, cuts, exactly=True)
+                self._offer(cuts)
             if not new and not self._beaten(self.fill * total + self.rounds * slowest):
                 new = self.cutter.harden(cells, cuts)
                 self._offer(cuts)
