@@ -9,7 +9,6 @@ import copy
 import hashlib
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,11 +24,11 @@ from vpipe.runtime import membership
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow
 from vpipe.runtime.meeting import Place
-from vpipe.runtime.programs import Programs, ScheduleSpec
+from vpipe.runtime.programs import Programs
 from vpipe.runtime.stage import Loss, Stage, StageOptions
+from vpipe.runtime.ties import check_owners, refuse_sharing, share_tied
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.update import LossScale, UpdateOptions, Updater
-from vpipe.runtime.weights import check_sharing
 from vpipe.runtime.wire import Envelope, flatten, unflatten
 from vpipe.schedule.placement import Placement
 
@@ -116,7 +115,9 @@ class Pieces:
                 autocast=self.autocast,
             )
             stages[index] = Stage(index, self.flow, modules, self.loss, options)
-        self._check_sharing(stages)
+        built = {layer: module for stage in stages.values() for layer, module in stage.modules.items()}
+        check_owners(built, self.tied)
+        refuse_sharing(built)
         optimizers = {index: self._optimizer(stage) for index, stage in stages.items()} if self.optimizer else {}
         scale = self.loss_scale if lock is None and transport.num_ranks == 1 else copy.copy(self.loss_scale)
         updater = Updater(transport, placement, stages, optimizers, self.tied, self.update, scale)
@@ -131,14 +132,6 @@ class Pieces:
         if not parameters:
             return _NoOptimizer()
         return self.optimizer(parameters)
-
-    def _check_sharing(self, stages: dict[int, Stage]) -> None:
-        modules = {layer: module for stage in stages.values() for layer, module in stage.modules.items()}
-        for first, second in check_sharing(modules):
-            raise UserError(
-                f"layers share one parameter ({first} and {second}); give each layer its own and declare "
-                f"tied=[TiedWeight((({_owner(first)}), ({_owner(second)})))], so that their gradients are summed across stages"
-            )
 
 
 class _NoOptimizer:
@@ -157,11 +150,6 @@ class _NoOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
-
-
-def _owner(name: str) -> str:
-    layer, parameter = name.split(".", 1)
-    return f'{layer}, "{parameter}"'
 
 
 def thread_safe(layers: Sequence[Layer]) -> bool:
@@ -183,15 +171,6 @@ def recomputed_layers(recompute: float | Sequence[float] | Collection[int], boun
     return frozenset(layer for layers in chosen for layer in layers)
 
 
-def check_tied(tied: Sequence[TiedWeight], layers: Sequence[Layer], spec: ScheduleSpec) -> None:
-    for tie in tied:
-        for layer, name in tie.owners:
-            if not 0 <= layer < len(layers):
-                raise UserError(f"the tied weight {name!r} is said to be in layer {layer}, but layers are 0..{len(layers) - 1}")
-    if tied and not spec.synchronous:
-        raise UserError(f"tied weights need a synchronous schedule: {spec.describe()} updates stages at different times; use 1f1b, or untie them")
-
-
 def groups(placement: Placement, tied: Sequence[TiedWeight], flow: Flow) -> list[list[int]]:
     """The sets of ranks that exchange something among themselves."""
     found = [list(ranks) for ranks in placement.ranks_of if len(ranks) > 1]
@@ -210,7 +189,7 @@ def share_initial_weights(engine: Engine, placement: Placement, tied: Sequence[T
             state = {name: tensor for layer, module in stage.modules.items() for name, tensor in _state(layer, module)}
             _broadcast(engine, index, ranks, state)
     for number, tie in enumerate(tied):
-        _share_tied(engine, placement, tie, number)
+        share_tied(engine, placement, tie, number, SETUP_STEP)
     engine.transport.end_step()
 
 
@@ -228,29 +207,6 @@ def _broadcast(engine: Engine, index: int, ranks: Sequence[int], state: dict[str
             with torch.no_grad():
                 for mine, theirs in zip(state.values(), engine.transport.take(envelope), strict=True):
                     mine.copy_(theirs)
-
-
-def _share_tied(engine: Engine, placement: Placement, tie: TiedWeight, number: int) -> None:
-    homes = defaultdict(list)
-    for layer, name in tie.owners:
-        for rank in placement.ranks_of[engine.flow.stage_of(("", layer))]:
-            homes[rank].append((layer, name))
-    first = placement.ranks_of[engine.flow.stage_of(("", tie.owners[0][0]))][0]
-    parameters = {f"{layer}.{name}": p for stage in engine.stages.values() for layer, module in stage.modules.items() for name, p in module.named_parameters()}
-    for rank, owners in homes.items():
-        envelope = Envelope(SETUP_STEP, 0, rank, number, 1)
-        if engine.rank == first:
-            layer, name = tie.owners[0]
-            value = parameters[f"{layer}.{name}"].detach()
-            if rank != first:
-                engine.transport.send(envelope, rank, value)
-        if engine.rank == rank:
-            if rank != first:
-                engine.transport.post(envelope, first)
-                value = engine.transport.take(envelope)
-            with torch.no_grad():
-                for layer, name in owners:
-                    parameters[f"{layer}.{name}"].copy_(value)
 
 
 def joined(outputs: Sequence[Any]) -> Any:

@@ -38,6 +38,18 @@ def num_rows(value: Any) -> int | None:
     return sizes.pop() if sizes else None
 
 
+def check_rows(inputs: Any, targets: Any) -> None:
+    """Inputs and targets of one batch, where both are known here and are cut here."""
+    if isinstance(inputs, Microbatches) or isinstance(targets, Microbatches):
+        return
+    mine, theirs = num_rows(inputs), num_rows(targets)
+    if mine is not None and theirs is not None and mine != theirs:
+        raise UserError(
+            f"the inputs have {mine} rows, but the targets have {theirs}; "
+            f"give one target row per input row, or cut the units yourself with Microbatches"
+        )
+
+
 def split_sizes(rows: int, num_units: int) -> list[int]:
     if rows < num_units:
         raise UserError(

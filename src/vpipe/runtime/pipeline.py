@@ -21,9 +21,10 @@ from vpipe.layer import Layer, TiedWeight, as_layers
 from vpipe.runtime import assembly
 from vpipe.runtime.engine import Compiled, Engine, Job, Result
 from vpipe.runtime.flow import bind_inputs, even_partition, resolve
-from vpipe.runtime.microbatches import Microbatches, split
+from vpipe.runtime.microbatches import Microbatches, check_rows, split
 from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.runtime.randomness import undisturbed
+from vpipe.runtime.ties import check_tied
 from vpipe.runtime.trace import Trace
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.inprocess import Hub, PeerFailed
@@ -97,7 +98,7 @@ class Pipeline:
         self.flow = resolve(plain, partition)
         self.partition = partition
         self.placement = spec.placement
-        assembly.check_tied(tied, plain, spec)
+        check_tied(tied, plain, spec)
         recomputed = assembly.recomputed_layers(recompute, self.flow.bounds)
         self.programs = Programs(spec, self.flow, {stage for stage, _ in _stages_with(recomputed, self.flow.bounds)})
         assembly.agree(self.programs, self.flow, seed)
@@ -219,6 +220,7 @@ class Pipeline:
         num_units = program.num_microbatches
         units, weights = _units(inputs, num_units, self.is_first, "inputs")
         goals, goal_weights = _units(targets, num_units, self.is_last and wants_loss, "targets")
+        check_rows(inputs, targets)
         shares = weights or goal_weights or [1 / num_units] * num_units
         return Job(
             self.step,

@@ -25,7 +25,7 @@ from vpipe.runtime.wire import Envelope, Packed, pack, unpack, unpack_head
 
 START_CAPACITY = 16 * 1024
 SENDS_UNDER_WAY = 4
-_OVERFLOW_TAGS = 1 << 20
+_STAGES = 1024
 
 
 class Channel(NamedTuple):
@@ -39,7 +39,11 @@ class Channel(NamedTuple):
     @property
     def tag(self) -> int:
         """Equal at both ends; different for the channels between two ranks."""
-        return 1 + (self.source * 4096 + self.target) * 2 + self.backward
+        return 1 + (self.source % _STAGES * _STAGES + self.target % _STAGES) * 2 + self.backward
+
+    def tail_tag(self, microbatch: int) -> int:
+        """The tag of the tensors of one large message: units may be taken in another order than they were sent in."""
+        return self.tag + 2 * _STAGES**2 * (1 + microbatch % 256)
 
 
 class DistributedTransport:
@@ -77,7 +81,7 @@ class DistributedTransport:
         base = layout.offsets[0] if layout.offsets else layout.num_bytes
         tail = torch.empty(layout.num_bytes - base, dtype=torch.uint8)
         if tail.numel():
-            work = self._begin(dist.irecv, tail, channel, channel.tag + _OVERFLOW_TAGS)
+            work = self._begin(dist.irecv, tail, channel, channel.tail_tag(envelope.microbatch))
             self._wait(work, f"waits for {envelope}", channel.peer)
         return unpack(tail, layout, base)
 
@@ -104,7 +108,7 @@ class DistributedTransport:
             tail = torch.empty(layout.num_bytes - layout.offsets[0], dtype=torch.uint8)
             packed.write_tensors(tail, layout.offsets[0])
             # The peer asks for the tensors when it needs them, not when the program posts: waiting here could deadlock.
-            work = self._begin(dist.isend, tail, channel, channel.tag + _OVERFLOW_TAGS)
+            work = self._begin(dist.isend, tail, channel, channel.tail_tag(packed.envelope.microbatch))
             self._tails.append((channel, work, tail))
 
     def _start(self, channel: Channel, block: Tensor) -> None:

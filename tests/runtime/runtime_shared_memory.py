@@ -1,0 +1,200 @@
+"""What ranks do with the shared-memory transport alone: rings that are too small, peers that die, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from runtime_transports import forbidden_pickle
+
+from vpipe.runtime.failure import PeerLost
+from vpipe.runtime.transport import choice
+from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.shm import ShmTransport
+from vpipe.runtime.wire import Envelope
+
+
+def opened(wanted: str = "shm", timeout: float = 30.0, ring_bytes: int = 1 << 16) -> ShmTransport:
+    transport = choice.between_processes(wanted, blocking=False, timeout=timeout, ring_bytes=ring_bytes)
+    assert isinstance(transport, ShmTransport)
+    return transport
+
+
+def in_shared_memory(scenario: Callable[..., Any], *arguments: Any) -> Any:
+    """The scenario on one rank of a process group."""
+    with forbidden_pickle():
+        transport = opened()
+        try:
+            return scenario(transport, *arguments)
+        finally:
+            transport.close()
+
+
+def chosen(wanted: str, blocking: bool) -> str:
+    transport = choice.between_processes(wanted, blocking=blocking, timeout=30)
+    transport.close()
+    return type(transport).__name__
+
+
+def chosen_differently(wanted: list[str]) -> str:
+    try:
+        choice.between_processes(wanted[torch.distributed.get_rank()], blocking=False, timeout=30)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def everybody_to_everybody(num_messages: int, length: int, ring_bytes: int) -> int:
+    """All ranks send everything before they take anything: rings are full in all directions at once."""
+    transport = opened(ring_bytes=ring_bytes)
+    others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
+    for step in range(2):
+        transport.begin_step(step)
+        for k in range(num_messages):
+            for other in others:
+                transport.post(Envelope(step, other, transport.rank, k, 0), other)
+                value = torch.full((length + k % 7,), float(transport.rank * 1000 + k))
+                transport.send(Envelope(step, transport.rank, other, k, 0), other, value)
+        for other in reversed(others):
+            for k in range(num_messages):
+                found = transport.take(Envelope(step, other, transport.rank, k, 0))
+                assert torch.equal(found, torch.full((length + k % 7,), float(other * 1000 + k)))
+        transport.end_step()
+    largest = max(link.num_bytes for link in transport.links.values())
+    transport.barrier()
+    transport.close()
+    return largest
+
+
+def away() -> list[float]:
+    """Rank 1 has posted more than the ring holds and waits in a collective that rank 0 enters after its sends."""
+    transport = opened(ring_bytes=4096)
+    transport.begin_step(0)
+    envelopes = [Envelope(0, 0, 1, k, 0) for k in range(20)]
+    if transport.rank == 1:
+        for envelope in envelopes:
+            transport.post(envelope, 0)
+    else:
+        for k, envelope in enumerate(envelopes):
+            transport.send(envelope, 1, torch.full((200,), float(k)))
+    transport.all_reduce(torch.ones(1), [0, 1])
+    found = [float(transport.take(envelope)[0]) for envelope in envelopes] if transport.rank == 1 else []
+    transport.end_step()
+    transport.close()
+    return found
+
+
+def lazily_conjugated() -> list[Any]:
+    """Views whose bytes are not their values."""
+    transport = opened()
+    transport.begin_step(0)
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    envelope = Envelope(0, 0, 1, 0, 0)
+    found = []
+    if transport.rank == 0:
+        transport.send(envelope, 1, (base.conj(), base.conj().imag))
+    else:
+        transport.post(envelope, 0)
+        found = [part.tolist() for part in transport.take(envelope)]
+    transport.barrier()
+    transport.close()
+    return found
+
+
+def untaken() -> str:
+    """Rank 0 sends on a channel that rank 1 does not know."""
+    transport = opened()
+    transport.begin_step(0)
+    said = ""
+    if transport.rank == 0:
+        transport.send(Envelope(0, 5, 6, 0, 0), 1, None)
+        transport.send(Envelope(0, 0, 1, 0, 0), 1, None)
+    else:
+        transport.post(Envelope(0, 0, 1, 0, 0), 0)
+        transport.take(Envelope(0, 0, 1, 0, 0))
+        try:
+            transport.begin_step(1)
+        except RuntimeError as error:
+            said = str(error)
+    transport.barrier()
+    transport.close()
+    return said
+
+
+def left_behind() -> tuple[int, int]:
+    """Descriptors and mapped segments that many transports leave."""
+    counts = []
+    for number in range(12):
+        everybody_to_everybody(5, 20_000, 1 << 16)
+        if number in (1, 11):
+            with open("/proc/self/maps") as maps:
+                counts.append((len(os.listdir("/proc/self/fd")), sum("memfd:vpipe" in line for line in maps)))
+    (files, segments), (files_later, segments_later) = counts
+    return files_later - files, segments_later - segments + segments
+
+
+def silent() -> str:
+    """Rank 0 sends nothing: rank 1 says so after the timeout."""
+    transport = opened(timeout=0.5)
+    transport._patience = 0.5
+    said = ""
+    if transport.rank == 1:
+        transport.post(Envelope(0, 0, 1, 0, 0), 0)
+        try:
+            transport.take(Envelope(0, 0, 1, 0, 0))
+        except PeerLost as error:
+            said = f"{error.peer}: {error}"
+    transport.barrier()
+    transport.close()
+    return said
+
+
+def killed(sends: bool, with_child: bool) -> tuple[int | None, str, float]:
+    """Rank 0 kills itself; the others wait for it, or send to it. ``with_child``: it has forked a worker that lives on."""
+    transport = opened()
+    transport.begin_step(0)
+    if transport.rank == 0:
+        if with_child and os.fork() == 0:
+            time.sleep(5)
+            os._exit(0)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        if sends:
+            for k in range(10_000):
+                transport.send(Envelope(0, 1, 0, k, 0), 0, torch.ones(100))
+        else:
+            transport.post(Envelope(0, 0, 1, 0, 0), 0)
+            transport.take(Envelope(0, 0, 1, 0, 0))
+    except PeerLost as error:
+        return error.peer, str(error), time.monotonic() - begin
+    return None, "", 0.0
+
+
+def parted(machines: list[str]) -> list[float]:
+    """Ranks that seem to be on different machines exchange messages over gloo, the others through shared memory."""
+    from vpipe.runtime.transport import neighbours
+
+    own = machines[torch.distributed.get_rank()]
+    before, neighbours.machine = neighbours.machine, lambda: own
+    try:
+        assert type(choice.between_processes("auto", blocking=False, timeout=30)) is DistributedTransport
+        transport = opened()
+    finally:
+        neighbours.machine = before
+    assert sorted(transport.links) == [r for r, name in enumerate(machines) if name == own and r != transport.rank]
+    others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
+    transport.begin_step(0)
+    for other in others:
+        transport.post(Envelope(0, other, transport.rank, 0, 0), other)
+    for other in others:
+        transport.send(Envelope(0, transport.rank, other, 0, 0), other, torch.tensor(float(transport.rank)))
+    found = [float(transport.take(Envelope(0, other, transport.rank, 0, 0))) for other in others]
+    transport.end_step()
+    transport.close()
+    return found

@@ -1,0 +1,177 @@
+"""Bad input: one sentence that names the place and the remedy, and a pipeline that can go on afterwards."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from runtime_models import WIDTH, build
+from runtime_support import Case, differing, pipeline
+from torch import nn
+
+from vpipe import Layer, Pipeline, UserError
+from vpipe.layer import TiedWeight
+from vpipe.runtime.update import LossScale
+
+mse = nn.functional.mse_loss
+sgd: Callable[[Any], Any] = lambda ps: torch.optim.SGD(ps, lr=0.1)  # noqa: E731
+Point = namedtuple("Point", "x y")
+
+
+class Gives(nn.Module):
+    def __init__(self, result: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, x: Any) -> Any:
+        return self.result(x)
+
+
+def _layers(number: int = 4) -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(number)]
+
+
+def _train(layers: list[Any], rows: int = 8, loss: Any = mse, **more: Any) -> None:
+    pipe = Pipeline(layers, loss, **({"num_ranks": 2, "num_microbatches": 4, "optimizer": sgd} | more))
+    pipe.train_step(torch.randn(rows, WIDTH), torch.randn(rows, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (lambda x: object(), "a object cannot travel"),
+        (lambda x: {1, 2}, "a set cannot travel"),
+        (lambda x: Point(x, x), "a Point cannot travel"),
+        (lambda x: {"x": x, "f": print}, "a builtin_function_or_method cannot travel"),
+        (lambda x: x.to_sparse(), "to_dense"),
+        (lambda x: x.to(torch.float8_e4m3fn), "float8_e4m3fn cannot travel"),
+    ],
+)
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_a_result_that_cannot_travel(result: Callable[[Any], Any], words: str, recompute: float) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), Layer(Gives(result), name="encoder"), *_layers(2)]
+    with pytest.raises(UserError, match=r"layer 1 \(encoder\) returned") as error:
+        _train(layers, recompute=recompute)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"partition": [2, 3]}, r"covers 5 layers, but the model has 4; make the sum 4"),
+        ({"partition": [4, 0]}, r"empty stage"),
+        ({"partition": [2, 1, 1]}, r"has 3 stages, but 1f1b on 2 ranks has 2"),
+        ({"schedule": "pipedream-2bw", "num_ranks": 4, "num_microbatches": 2}, r"need at least 3 microbatches"),
+        ({"schedule": "1f1bb"}, r"did you mean '1f1b'"),
+        ({"num_ranks": 5}, r"4 layers cannot fill 5 stages"),
+        ({"recompute": 1.5}, r"between 0 and 1"),
+        ({"recompute": [0.5]}, r"1 ratios, but there are 2 stages"),
+        ({"replicas": 3}, r"2 ranks cannot hold 3 replicas"),
+        ({"replicas": (2, 1)}, r"need 3 ranks, but there are 2"),
+        ({"replicas": (2, 1), "num_ranks": 3}, r"same number of replicas on every stage"),
+        ({"schedule": "pipedream", "replicas": (2, 1), "num_ranks": 3, "num_microbatches": 5}, r"not a multiple of the 2 replicas"),
+        ({"rows": 3}, r"a batch of 3 rows cannot be cut into 4 microbatches; give at least 4 rows"),
+        ({"optimizer": None}, r"has no optimizer; give Pipeline\(optimizer="),
+        ({"tied": [TiedWeight(((0, "weight"), (9, "weight")))]}, r"layer 9, but layers are 0..3"),
+        ({"tied": [TiedWeight(((0, "weight"), (3, "waight")))]}, r"layer 3 .*no parameter 'waight'.*did you mean 'weight'"),
+        ({"tied": [TiedWeight(((0, "weight"), (3, "bias")))]}, r"shapes"),
+        ({"tied": [TiedWeight(((0, "weight"), (3, "weight")))], "schedule": "pipedream"}, r"tied weights need a synchronous"),
+        ({"loss": lambda output, target: (output - target) ** 2}, r"loss must be a scalar.*reduce it"),
+        ({"loss": lambda output, target: 1.0}, r"loss must be a scalar.*a float"),
+        ({"schedule": "pipedream", "loss_scale": LossScale(2.0, dynamic=True)}, r"dynamic loss scale needs a synchronous"),
+    ],
+)
+def test_one_sentence(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        _train(_layers(), **more)
+    assert "\n" not in str(error.value)
+
+
+def test_sharing_that_is_not_declared() -> None:
+    layers = _layers()
+    layers[3].weight = layers[0].weight
+    with pytest.raises(UserError, match=r"share one parameter \(0.weight and 3.weight\).*TiedWeight\("):
+        _train(layers)
+
+
+def test_inputs_by_name() -> None:
+    layers = [Layer(nn.Bilinear(WIDTH, WIDTH, WIDTH), reads=("image", "mask")), nn.Linear(WIDTH, WIDTH)]
+    pipe = Pipeline(layers, mse, num_ranks=2, num_microbatches=2, optimizer=sgd)
+    x = torch.randn(4, WIDTH)
+    with pytest.raises(UserError, match=r"reads 'mask', but its inputs have only image"):
+        pipe.train_step({"image": x}, x)
+    with pytest.raises(UserError, match=r"give its inputs as a dict"):
+        pipe.train_step(x, x)
+    with pytest.raises(UserError, match=r"needs the targets"):
+        pipe.train_step({"image": x, "mask": x})
+    pipe.train_step({"image": x, "mask": x}, x)
+
+
+def test_rows_that_differ() -> None:
+    pipe = Pipeline(_layers(), mse, num_ranks=2, num_microbatches=2, optimizer=sgd)
+    with pytest.raises(UserError, match=r"inputs have 4 rows, but the targets have 6"):
+        pipe.train_step(torch.randn(4, WIDTH), torch.randn(6, WIDTH))
+    with pytest.raises(UserError, match=r"same number of rows"):
+        pipe.train_step((torch.randn(4, WIDTH), torch.randn(5, WIDTH)), torch.randn(4, WIDTH))
+
+
+def test_accumulation_needs_a_synchronous_schedule() -> None:
+    pipe = Pipeline(_layers(), mse, schedule="pipedream", num_ranks=2, num_microbatches=2, optimizer=sgd)
+    with pytest.raises(UserError, match=r"cannot be accumulated"):
+        pipe.train_step(torch.randn(4, WIDTH), torch.randn(4, WIDTH), update=False)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("position", [0, 2])
+def test_a_layer_that_secretly_works_in_place(position: int) -> None:
+    layers = _layers(4)
+    layers.insert(position, InPlace())
+    with pytest.raises(UserError, match=rf"layer {position} \(InPlace\) changes its input in place.*inplace = True"):
+        _train(layers, partition=[2, 3], recompute=1.0)
+    layers[position].inplace = True  # type: ignore[assignment]
+    _train(layers, partition=[2, 3], recompute=1.0)
+
+
+def test_an_error_of_the_users_own_keeps_its_place_and_the_pipeline_goes_on() -> None:
+    """A failed step leaves no half of a gradient behind: the next one has the bits of an undisturbed pipeline."""
+    case = Case("1f1b", "plain", 3, 4)
+    model, twin = build("plain", 10), build("plain", 10)
+    pipe, other = pipeline(case, model, 3), pipeline(case, twin, 3)
+    inputs, targets = model.data(8, 0)
+    broken = model.layers[5].forward
+    calls = []
+
+    def sometimes(x: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ZeroDivisionError("mine")
+        return broken(x)
+
+    model.layers[5].forward = sometimes
+    with pytest.raises(ZeroDivisionError, match="mine") as error:
+        pipe.train_step(inputs, targets)
+    assert any("rank 1, stage 1, action 1F2, microbatch 2" in note for note in error.value.__notes__)
+    assert pipe.gradients() == {}
+    for step in range(2):
+        inputs, targets = model.data(8, step)
+        assert pipe.train_step(inputs, targets) == other.train_step(inputs, targets)
+    assert not differing(pipe.state_dict(), other.state_dict())
+
+
+def test_sharing_that_is_declared() -> None:
+    """Layers that hold the very same parameter and say so each get their own; both stay equal."""
+    layers = _layers()
+    layers[3].weight = layers[0].weight
+    tied = [TiedWeight(((0, "weight"), (3, "weight")))]
+    pipe = Pipeline(layers, mse, num_ranks=2, num_microbatches=2, optimizer=sgd, tied=tied)
+    pipe.train_step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+    state = pipe.state_dict()
+    assert torch.equal(state["0.weight"], state["3.weight"])

@@ -1,0 +1,156 @@
+"""Shared memory between the ranks of one machine: the common suite, full rings, dead peers, and the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import runtime_shared_memory as alone
+import runtime_transports as scenarios
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from runtime_gloo import RankFailed, World, Worlds
+from runtime_models import build
+from runtime_support import Case, differing, pipeline, train_rank
+
+from vpipe.errors import UserError
+from vpipe.runtime.transport.ring import ALIGN, Ring
+from vpipe.runtime.wire import Envelope
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def run(worlds: Worlds) -> Run:
+    """Both ranks' answers to a scenario of the common suite."""
+    return lambda *arguments: worlds.run(2, alone.in_shared_memory, *arguments)
+
+
+def test_common_suite(run: Run) -> None:
+    assert run(scenarios.order)[1] == list(range(50))
+    found = run(scenarios.many_channels)[1]
+    assert len(found) == 48
+    assert all(values == [float(s * 10 + t)] * (k + 1) for (s, t, k, _), values in found)
+    lengths = (10, 300_000, 5, 1_000_000, 0, 70_000)
+    assert run(scenarios.sizes)[1] == [length + k for length in lengths for k in (2, 0, 1)]
+    run(scenarios.kinds)
+    assert run(scenarios.changed_afterwards)[1] == [0.0, 1000.0, 2000.0, 3000.0]
+    everything = [[[0.0, 1.0], [0.0, 1.0, 2.0]]] * 2 + [[[3.0, 3.0], [3.0, 3.0]]]
+    assert run(scenarios.collectives) == [everything, everything]
+
+
+@pytest.mark.parametrize("sent", [Envelope(0, 0, 1, 4, 0), Envelope(7, 0, 1, 3, 0)])
+def test_another_message_is_an_error_in_words(run: Run, sent: Envelope) -> None:
+    said = run(scenarios.wrong_message, sent, Envelope(0, 0, 1, 3, 0))[1]
+    assert f"expected {Envelope(0, 0, 1, 3, 0)}, but received {sent}" in said
+
+
+def test_a_message_that_nobody_takes_is_an_error_in_words(worlds: Worlds) -> None:
+    said = worlds.run(2, alone.untaken)[1]
+    assert said.startswith(f"rank 0 sent {Envelope(0, 5, 6, 0, 0)}, but no action of rank 1 took it")
+
+
+@given(st.lists(st.integers(1, 2048), max_size=60), st.data())
+def test_ring_never_overlaps(lengths: list[int], data: st.DataObject) -> None:
+    ring, unread = Ring(4096), []
+    for length in lengths:
+        while (offset := ring.place(length)) is None:
+            assert unread, "half a ring fits into an empty one"
+            ring.free(unread.pop(0)[2])
+        assert offset % ALIGN == 0
+        assert offset + length <= ring.size
+        assert all(offset + length <= begin or end <= offset for begin, end, _ in unread)
+        unread.append((offset, offset + length, ring.head))
+        for _ in range(data.draw(st.integers(0, len(unread)))):
+            ring.free(unread.pop(0)[2])
+
+
+def test_full_rings_in_both_directions(worlds: Worlds) -> None:
+    assert worlds.run(2, alone.everybody_to_everybody, 500, 300, 4096) == [8192, 8192]
+
+
+def test_three_ranks_all_to_all(worlds: Worlds) -> None:
+    worlds.run(3, alone.everybody_to_everybody, 300, 1000, 16384)
+
+
+def test_messages_larger_than_the_ring(worlds: Worlds) -> None:
+    worlds.run(2, alone.everybody_to_everybody, 6, 700_000, 4096)
+
+
+def test_a_rank_in_a_collective_is_not_waited_for(worlds: Worlds) -> None:
+    assert worlds.run(2, alone.away)[1] == [float(k) for k in range(20)]
+
+
+def test_views_whose_bytes_are_not_their_values(worlds: Worlds) -> None:
+    assert worlds.run(2, alone.lazily_conjugated)[1] == [[1 - 2j, 3 + 4j], [-2.0, 4.0]]
+
+
+def test_nothing_is_left_behind(worlds: Worlds) -> None:
+    assert worlds.run(2, alone.left_behind) == [(0, 0)] * 2
+
+
+def test_a_silent_peer_is_named_after_the_timeout(worlds: Worlds) -> None:
+    said = worlds.run(2, alone.silent)[1]
+    assert said.startswith("0: rank 1 waits for activations of step 0, microbatch 0, stage 0 → 1, but rank 0 does not")
+
+
+@pytest.mark.parametrize(("sends", "with_child"), [(False, False), (True, False), (False, True)])
+def test_a_killed_peer_is_noticed_at_once(sends: bool, with_child: bool) -> None:
+    world = World(2)
+    try:
+        for pipe in world._pipes:
+            pipe.send((alone.killed, (sends, with_child)))
+        assert world._pipes[1].poll(60)
+        good, (peer, said, seconds) = _answer(world._pipes[1])
+        assert good
+        assert peer == 0
+        assert said.endswith("but rank 0 has closed the connection")
+        assert seconds < 1.3  # it lived for 0.3 s
+    finally:
+        world.close()
+
+
+def _answer(pipe: Any) -> Any:
+    import io
+
+    return torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+
+
+def test_choice(worlds: Worlds) -> None:
+    assert worlds.run(2, alone.chosen, "auto", False) == ["ShmTransport"] * 2
+    assert worlds.run(2, alone.chosen, "distributed", False) == ["DistributedTransport"] * 2
+    assert worlds.run(2, alone.chosen, "shm", True) == ["DistributedTransport"] * 2
+    said = worlds.run(2, alone.chosen_differently, ["shm", "auto"])
+    assert said == ["UserError: rank 1 has transport='auto', but rank 0 has 'shm'; give all the same"] * 2
+
+
+def test_machines_apart(worlds: Worlds) -> None:
+    assert worlds.run(3, alone.parted, ["a", "b", "a"]) == [[1.0, 2.0], [0.0, 2.0], [0.0, 1.0]]
+
+
+def test_bad_choices() -> None:
+    with pytest.raises(UserError, match="there is no transport 'tcp'; give one of auto, inprocess, shm, distributed"):
+        pipeline(Case("gpipe", more={"transport": "tcp"}), build("plain", 4), 2)
+    with pytest.raises(UserError, match="'shm' needs a process for every rank; start the script with 'vpipe run --nproc 2'"):
+        pipeline(Case("gpipe", more={"transport": "shm"}), build("plain", 4), 2)
+
+
+def test_inprocess_under_a_launcher(worlds: Worlds) -> None:
+    with pytest.raises(RankFailed, match="runs all ranks in one process, but a launcher has started 2"):
+        worlds.run(2, train_rank, Case("gpipe", more={"transport": "inprocess"}))
+
+
+@pytest.mark.parametrize(("schedule", "model"), [("1f1b", "plain"), ("zb-v", "skips"), ("hanayo", "plain"), ("pipedream", "plain")])
+def test_the_same_bits_as_over_gloo(schedule: str, model: str, worlds: Worlds) -> None:
+    case = Case(schedule, model, 4, 6, recompute=0.5, clip_norm=0.5, num_layers=12)
+    through = {
+        transport: worlds.run(4, train_rank, replace(case, more={"transport": transport}))
+        for transport in ("shm", "distributed")
+    }
+    for (losses, state, rows), (expected, expected_state, expected_rows) in zip(*through.values(), strict=True):
+        assert losses == expected
+        assert not differing(state, expected_state)
+        assert rows == expected_rows
