@@ -181,7 +181,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear(queue: WeightQueue, module: nn.Linear, x: Tensor) -> Tensor:
-    if not _are_leaves(module):
+    if not _are_leaves(module) or not x.is_contiguous():  # for other strides autograd picks other products
         return nn.Linear.forward(module, x)
     dtype = _autocast(x)
     return _Linear.apply(x if dtype is None else x.to(dtype), module.weight, module.bias, queue, dtype)  # type: ignore[no-any-return, no-untyped-call]
