@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import pty
 import selectors
 import signal
 import socket
@@ -269,7 +268,7 @@ def _read(fd: int) -> bytes | None:
 
 def _terminal() -> tuple[int, int]:
     """A terminal of the size of ours that passes bytes unchanged: (our end, the rank's end)."""
-    master, slave = pty.openpty()
+    master, slave = os.openpty()
     tty.setraw(slave)
     with suppress(OSError):
         fcntl.ioctl(slave, termios.TIOCSWINSZ, fcntl.ioctl(2, termios.TIOCGWINSZ, b"\0" * 8))
