@@ -7,7 +7,6 @@ import os
 import pty
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +40,11 @@ def vpipe_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     return call
 
 
-def test_help_teaches_and_is_quick(vpipe: Any) -> None:
-    took = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        done = vpipe("--help")
-        took.append(time.perf_counter() - begin)
+def test_help_teaches(vpipe: Any) -> None:
+    """That it is quick follows from what it does not import: tests/test_house.py."""
+    done = vpipe("--help")
     assert done.returncode == 0
     assert "vpipe draw 1f1b -p 4 -m 8" in done.stdout
-    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    assert min(took) < 0.5 * busy
 
 
 def test_every_command_that_help_lists_has_help() -> None:
