@@ -26,7 +26,7 @@ from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.runtime.randomness import undisturbed
 from vpipe.runtime.ties import check_tied
 from vpipe.runtime.trace import Trace
-from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport import choice
 from vpipe.runtime.transport.inprocess import Hub, PeerFailed
 from vpipe.runtime.update import LossScale, UpdateOptions
 from vpipe.schedule import catalog
@@ -41,7 +41,8 @@ class Pipeline:
     ``schedule`` is a name of the catalogue (``vpipe schedules``) or a ``Program``. ``num_microbatches`` is the number
     of units of one ``train_step``. Without a launcher, ``num_ranks`` ranks run as threads of this process.
     ``recompute`` is the part of each stage's layers that is computed again instead of kept (the last ones), one number
-    or one a stage, or a set of layer indices.
+    or one a stage, or a set of layer indices. ``transport`` between processes: "shm" (shared memory where ranks are on
+    one machine), "distributed" (gloo for all), or "auto" (shm if all ranks are on one machine).
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Pipeline:
         loss_scale: LossScale | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         blocking: bool = False,
+        transport: str = "auto",
         timeout: float = 1800.0,
         schedule_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -77,6 +79,7 @@ class Pipeline:
             raise UserError(
                 f"the pipeline wants {num_ranks} ranks, but the launcher started {world}; start {num_ranks} processes"
             )
+        choice.check(transport, self._in_process, world)
         blocking = blocking or (isinstance(schedule, str) and catalog.get(schedule).blocking)
         if (
             loss_scale is not None
@@ -122,12 +125,12 @@ class Pipeline:
             self._hub: Hub | None = Hub(world, blocking)
             lock = threading.Lock() if world > 1 and not assembly.thread_safe(plain) else None
             copies = assembly.CopiesForReplicas(self.placement)
-            self.engines = [pieces.engine(transport, copies, lock) for transport in self._hub.transports()]
+            self.engines = [pieces.engine(end, copies, lock) for end in self._hub.transports()]
         else:
             self._hub = None
-            transport = DistributedTransport(blocking=blocking, timeout=timeout)
-            transport.prepare_groups(assembly.groups(self.placement, tied, self.flow))
-            self.engines = [pieces.engine(transport, assembly.own_module, None)]
+            carrier = choice.between_processes(transport, blocking=blocking, timeout=timeout)
+            carrier.prepare_groups(assembly.groups(self.placement, tied, self.flow))
+            self.engines = [pieces.engine(carrier, assembly.own_module, None)]
         self._compiled: dict[tuple[int, Program], Compiled] = {}
         self.step = 0
         self.num_units = 0

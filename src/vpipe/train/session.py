@@ -21,6 +21,7 @@ from vpipe.interfaces import registered_dataset, registered_model
 from vpipe.models import catalog as model_catalog
 from vpipe.models.model import Model
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
+from vpipe.runtime import assembly
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.schedule import catalog as schedule_catalog
 from vpipe.train.balance import balanced, estimated_work
@@ -145,6 +146,7 @@ def open_session(config: PipelineConfig, *, in_process: bool = False) -> Session
         loss_scale=loss_scale(training),
         autocast=autocast(training),
         blocking=entry.blocking,
+        transport=parallel.transport if assembly.under_launcher() else "auto",
         timeout=parallel.timeout,
         schedule_options=schedule_options(config),
     )

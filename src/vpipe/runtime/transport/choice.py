@@ -1,0 +1,65 @@
+"""Which transport a run takes: what its user asked for, and where its ranks are."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch.distributed as dist
+
+from vpipe.errors import UserError
+from vpipe.runtime.meeting import COME_WITHIN
+from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.neighbours import Card, Door
+from vpipe.runtime.transport.shm import RING_BYTES, ShmTransport
+
+Wanted = Literal["auto", "inprocess", "shm", "distributed"]
+
+
+def check(wanted: str, in_process: bool, num_ranks: int) -> None:
+    """Refuse a transport that these ranks cannot have."""
+    if wanted not in get_args(Wanted):
+        raise UserError(f"there is no transport {wanted!r}; give one of {', '.join(get_args(Wanted))}")
+    if wanted == "inprocess" and not in_process:
+        raise UserError(
+            f"transport='inprocess' runs all ranks in one process, but a launcher has started {num_ranks}; "
+            "give transport='auto', or start the script without a launcher"
+        )
+    if wanted in ("shm", "distributed") and in_process and num_ranks > 1:
+        raise UserError(
+            f"transport={wanted!r} needs a process for every rank; start the script with "
+            f"'vpipe run --nproc {num_ranks}', or give transport='auto'"
+        )
+
+
+def between_processes(
+    wanted: str, *, blocking: bool, timeout: float, ring_bytes: int = RING_BYTES
+) -> DistributedTransport:
+    """The transport of this process, one of several. Every rank calls this at the same time."""
+    plain = DistributedTransport(blocking=blocking, timeout=timeout)
+    if dist.get_world_size() == 1:
+        return plain
+    door = Door(wanted)
+    try:
+        door.open(plain.num_ranks)
+        cards = door.exchange(plain)
+        if blocking or not _shares(cards):
+            return plain
+        connections = door.connect(plain.rank, cards, min(timeout, COME_WITHIN))
+    finally:
+        door.close()
+    return ShmTransport(connections, timeout=timeout, ring_bytes=ring_bytes)
+
+
+def _shares(cards: list[Card]) -> bool:
+    """Whether messages go through shared memory: where it is asked for, else where all ranks are on one machine."""
+    for rank, card in enumerate(cards):
+        if card.wanted != cards[0].wanted:
+            raise UserError(
+                f"rank {rank} has transport={card.wanted!r}, but rank 0 has {cards[0].wanted!r}; give all the same"
+            )
+    machines = {card.machine for card in cards}
+    if cards[0].wanted == "shm":
+        if machines == {""}:
+            raise UserError("transport='shm' needs Linux; give transport='auto'")
+        return True
+    return cards[0].wanted == "auto" and len(machines) == 1 and machines != {""}

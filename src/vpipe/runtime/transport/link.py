@@ -1,0 +1,190 @@
+"""Two ranks of one machine: a ring for each direction, and a socket that says what is in them.
+
+A record on the socket is 24 bytes. Both directions share the socket:
+
+    RING     from here on messages lie in the segment whose descriptor comes along      (generation, size)
+    MESSAGE  a message is written                                       (generation, offset, position after)
+    CREDIT   everything before a position is read                       (generation, position, messages read)
+    ASK      tell me at once how far you have read: I wait for room
+    AWAY     I wait elsewhere and read nothing for a while: do not wait for me, take a larger ring
+
+**Why the memory is in order** on every processor: the sender's writes come before its ``send``, the receiver's reads
+come after the ``recv`` of that very record, and the kernel hands a record over under a lock of the receiver's queue,
+which releases and acquires. The other way round a CREDIT orders the receiver's reads before the sender's next writes.
+
+**Why the socket is never full**: at most ``UNDER_WAY`` messages are without credit, and the other records are few.
+About 270 records fit into a socket, so ``send`` does not block, except towards a rank that is away and has more unread.
+
+**Why nobody waits for ever**: a rank that waits here reads whatever comes, so it answers ASK. A rank that goes to wait
+elsewhere (a collective operation, another machine) while messages for it are expected says AWAY first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from vpipe.runtime.transport.ring import Ring, Segment
+from vpipe.runtime.wire import Envelope, Packed
+
+_RECORD = struct.Struct("<IIQQ")
+_RING, _MESSAGE, _CREDIT, _ASK, _AWAY = range(1, 6)
+_BUFFER = 256 * _RECORD.size
+_ONE_DESCRIPTOR = socket.CMSG_SPACE(array("i").itemsize)
+UNDER_WAY = 128
+PAGE = 4096
+
+Deliver = Callable[[int, Envelope, Any], None]
+"""(peer, envelope, value)."""
+
+
+class Link:
+    """This rank's end. ``connection`` is a connected stream socket of the Unix family."""
+
+    def __init__(self, peer: int, connection: socket.socket, ring_bytes: int) -> None:
+        self.peer = peer
+        self.connection = connection
+        self.gone = False
+        """Whether the peer has closed its end; what it sent before has been read."""
+        self.away = False
+        """Whether the peer waits elsewhere."""
+        self._start_bytes = ring_bytes
+        self._ring = Ring(0)
+        self._segment: Segment | None = None
+        self._generation = 0
+        self._num_sent = 0
+        self._num_credited = 0
+        self._incoming: Segment | None = None
+        self._incoming_generation = 0
+        self._position = 0
+        self._credited_position = 0
+        self._num_read = 0
+        self._num_told = 0
+        self._said_away = False
+
+    @property
+    def num_bytes(self) -> int:
+        """How large the ring to the peer is."""
+        return self._ring.size
+
+    def send(self, packed: Packed) -> bool:
+        """Write a message and say so; False if there is no room now."""
+        num_bytes = packed.layout.num_bytes
+        if num_bytes > self._ring.size // 2:
+            self._renew(max(self._start_bytes, 4 * num_bytes))
+        if self._num_sent - self._num_credited >= UNDER_WAY and not self.away:
+            return False
+        offset = self._ring.place(num_bytes)
+        if offset is None:
+            if not self.away:
+                return False
+            self._renew(max(2 * self._ring.size, 4 * num_bytes))
+            offset = self._ring.place(num_bytes)
+        assert offset is not None, "a new ring has room"
+        assert self._segment is not None, "a ring has a segment"
+        self._segment.write(offset, packed)
+        self._num_sent += 1
+        self._say(_MESSAGE, offset, self._ring.head)
+        return True
+
+    def ask(self) -> None:
+        """Ask for credit, because there is no room."""
+        self._say(_ASK)
+
+    def leave(self) -> None:
+        """Say that this rank is about to wait elsewhere."""
+        if not self._said_away and not self.gone:
+            self._said_away = True
+            self._reply(_AWAY)
+
+    def receive(self, deliver: Deliver) -> None:
+        """Read what has come, without waiting."""
+        try:
+            data, attached, _, _ = self.connection.recvmsg(_BUFFER, _ONE_DESCRIPTOR, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data, attached = b"", []
+        if not data:
+            self.gone = True
+            return
+        asked = False
+        # The kernel takes and gives records whole: each is one small send, and the buffer holds a whole number of them.
+        for kind, generation, first, second in _RECORD.iter_unpack(data):
+            if kind == _MESSAGE:
+                assert self._incoming is not None, "a ring comes before its messages"
+                envelope, value = self._incoming.read(first)
+                self._position = second
+                self._num_read += 1
+                deliver(self.peer, envelope, value)
+            elif kind == _CREDIT:
+                self.away = False
+                self._num_credited = second
+                if generation == self._generation:
+                    self._ring.free(first)
+            elif kind == _RING:  # the kernel ends a read at a descriptor, so this is the last record, and the only ring
+                self._adopt(generation, first, attached)
+            elif kind == _ASK:
+                asked = True
+            elif kind == _AWAY:
+                self.away = True
+            else:
+                raise RuntimeError(f"rank {self.peer} sent a record of kind {kind}: do all ranks run the same vpipe?")
+        if asked or self._owes_credit():
+            self._credit()
+
+    def close(self) -> None:
+        self.gone = True
+        self.connection.close()
+        self._segment = self._incoming = None
+
+    def _owes_credit(self) -> bool:
+        if self._num_read - self._num_told >= UNDER_WAY // 4:
+            return True
+        return self._incoming is not None and self._position - self._credited_position >= self._incoming.size // 4
+
+    def _credit(self) -> None:
+        self._credited_position, self._num_told, self._said_away = self._position, self._num_read, False
+        self._reply(_CREDIT, self._position, self._num_read, self._incoming_generation)
+
+    def _renew(self, num_bytes: int) -> None:
+        """Go on in a new ring. What is in the old one stays there until the receiver has read it."""
+        size = -(-num_bytes // PAGE) * PAGE
+        self._segment, descriptor = Segment.create(size)
+        self._ring = Ring(size)
+        self._generation += 1
+        record = _RECORD.pack(_RING, self._generation, size, 0)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))]
+        try:
+            self.connection.sendmsg([record], rights, socket.MSG_NOSIGNAL)
+        finally:
+            os.close(descriptor)
+
+    def _adopt(self, generation: int, size: int, attached: list[tuple[int, int, bytes]]) -> None:
+        descriptors = array("i")
+        for level, kind, data in attached:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        if len(descriptors) != 1:
+            raise RuntimeError(
+                f"rank {self.peer} sent a ring without its memory; is the limit of open files reached (ulimit -n)?"
+            )
+        try:
+            self._incoming = Segment(descriptors[0], size)
+        finally:
+            os.close(descriptors[0])
+        self._incoming_generation = generation
+        self._position = self._credited_position = 0
+
+    def _say(self, kind: int, first: int = 0, second: int = 0) -> None:
+        self.connection.send(_RECORD.pack(kind, self._generation, first, second), socket.MSG_NOSIGNAL)
+
+    def _reply(self, kind: int, first: int = 0, second: int = 0, generation: int = 0) -> None:
+        """A record for the peer's sake: one that has ended needs it no more, and what it sent is still to be read."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(_RECORD.pack(kind, generation, first, second), socket.MSG_NOSIGNAL)

@@ -1,0 +1,119 @@
+"""Which ranks share this machine, and a connected socket to each of them.
+
+Every rank opens a door (a socket without a file: nothing can be left behind) and tells all ranks its name and its
+machine. Of each pair on one machine the higher rank knocks at the lower one's door. A door exists before its name is
+told and a knock waits in the kernel, so nobody has to answer for another to go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vpipe.runtime.failure import PeerLost
+from vpipe.runtime.transport.base import Transport
+
+_HELLO = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("3i")
+_NAMESPACES = ("net", "user")
+_SEND_BUFFER = 256 * 1024
+
+
+class Card(NamedTuple):
+    """What a rank tells the others."""
+
+    wanted: str
+    """The transport that its user asked for."""
+    machine: str
+    """Equal for two ranks that can share memory; empty where it cannot be had."""
+    door: str
+
+
+class Door:
+    """Where other ranks of this machine knock."""
+
+    def __init__(self, wanted: str) -> None:
+        self.card = Card(wanted, machine(), f"vpipe-{secrets.token_hex(16)}")
+        self._listener: socket.socket | None = None
+
+    def open(self, num_ranks: int) -> None:
+        if self.card.machine:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(f"\0{self.card.door}")
+            self._listener.listen(num_ranks)
+
+    def exchange(self, transport: Transport) -> list[Card]:
+        """Everybody's cards, by rank."""
+        mine = torch.frombuffer(bytearray(json.dumps(self.card).encode()), dtype=torch.uint8)
+        found = transport.all_gather(mine, range(transport.num_ranks))
+        return [Card(*json.loads(bytes(text.tolist()))) for text in found]
+
+    def connect(self, rank: int, cards: Sequence[Card], patience: float) -> dict[int, socket.socket]:
+        """Rank → socket, for the other ranks of this machine. Each of them calls this too."""
+        peers = [peer for peer, card in enumerate(cards) if peer != rank and card.machine == self.card.machine]
+        if self._listener is None:
+            return {}
+        found = {peer: _knock(rank, peer, cards[peer].door) for peer in peers if peer < rank}
+        self._listener.settimeout(patience)
+        while missing := [peer for peer in peers if peer not in found]:
+            try:
+                connection, _ = self._listener.accept()
+                connection.settimeout(patience)
+                peer = _welcomed(connection)
+            except TimeoutError:
+                what = f"rank {missing[0]} has not opened its shared memory to rank {rank} within {patience:g} s"
+                raise PeerLost(what, missing[0]) from None
+            if peer in missing:
+                found[peer] = connection
+            else:
+                connection.close()
+        for connection in found.values():
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        return found
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+
+def machine() -> str:
+    """This machine until its next start, as far as processes of one user can pass memory to each other."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if sys.platform != "linux" or not hasattr(os, "memfd_create") or not boot.exists():
+        return ""
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES]
+    return " ".join([socket.gethostname(), boot.read_text().strip(), *spaces, str(os.getuid())])
+
+
+def _knock(rank: int, peer: int, door: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(f"\0{door}")
+        connection.send(_HELLO.pack(rank), socket.MSG_NOSIGNAL)
+    except OSError as error:
+        connection.close()
+        raise PeerLost(f"rank {rank} connects to rank {peer}, but that is gone: {error.strerror}", peer) from None
+    return connection
+
+
+def _welcomed(connection: socket.socket) -> int | None:
+    """The rank that has knocked; None for somebody else's process."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    if user != os.getuid():
+        return None
+    try:
+        hello = connection.recv(_HELLO.size)
+    except ConnectionResetError:
+        return None
+    return int(_HELLO.unpack(hello)[0]) if len(hello) == _HELLO.size else None

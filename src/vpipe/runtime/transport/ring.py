@@ -1,0 +1,112 @@
+"""Messages in memory that two processes share.
+
+The sender decides where a message lies and tells the receiver; the receiver tells how far it has read. Nothing but
+messages is in the shared memory: positions travel by socket, so no two processes ever touch the same variable.
+
+A message lies in one piece, because tensors are copied in and out by one ``memmove`` each:
+
+      0        tail                 head         size
+      │ free   │ message │ message  │ free       │
+      └────────┴─────────┴──────────┴────────────┘
+
+Positions only grow; a place is a position modulo ``size``. A message that does not fit before the end begins at 0.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from ctypes import memmove
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vpipe.runtime.wire import ALIGN, Envelope, Facts, Packed, read_head, unflatten
+
+_CPU = torch.device("cpu")
+
+
+class Ring:
+    """The sender's book of what is free. A message of up to half of ``size`` fits into an empty ring, anywhere."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.head = 0
+        self.tail = 0
+
+    def place(self, num_bytes: int) -> int | None:
+        """Where the next message begins; ``head`` is then its end. None while there is no room."""
+        begin = self.head % self.size if self.size else 0
+        skipped = self.size - begin if begin + num_bytes > self.size else 0
+        head = self.head + skipped + -(-num_bytes // ALIGN) * ALIGN
+        if num_bytes > self.size or head - self.tail > self.size:
+            return None
+        self.head = head
+        return 0 if skipped else begin
+
+    def free(self, position: int) -> None:
+        """The receiver has read everything before ``position``."""
+        self.tail = position
+
+
+class Segment:
+    """Shared memory without a name: the kernel frees it with its last user, however that one ends."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        if os.fstat(descriptor).st_size != size:
+            raise RuntimeError(f"a shared segment has {os.fstat(descriptor).st_size} bytes instead of {size}")
+        self.size = size
+        self._memory = mmap.mmap(descriptor, size)
+        self._address: int = np.frombuffer(self._memory, np.uint8).ctypes.data
+
+    @staticmethod
+    def create(size: int) -> tuple[Segment, int]:
+        """A new segment and its descriptor, to be passed on and closed. Pages exist from their first write on."""
+        descriptor = os.memfd_create("vpipe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return Segment(descriptor, size), descriptor
+
+    def write(self, offset: int, packed: Packed) -> None:
+        """Put a message at ``offset``, straight from its tensors."""
+        head = packed.head()
+        self._memory[offset : offset + len(head)] = head
+        base = self._address + offset
+        for tensor, fact, begin in zip(packed.tensors, packed.layout.facts, packed.layout.offsets, strict=True):
+            if fact.order is not None or not _is_plain(tensor):
+                count = packed.layout.num_bytes
+                packed.write_tensors(torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset), 0)
+                return
+            memmove(base + begin, tensor.data_ptr(), tensor.nbytes)
+
+    def read(self, offset: int) -> tuple[Envelope, Any]:
+        """A copy of the message at ``offset``; the place is free afterwards."""
+        envelope, layout = read_head(self._memory, offset)
+        if offset + layout.num_bytes > self.size:
+            raise RuntimeError(f"{envelope} is said to reach beyond its segment: do all ranks run the same vpipe?")
+        base = self._address + offset
+        slots = iter(zip(layout.facts, layout.offsets, strict=True))
+
+        def take() -> Tensor:
+            fact, begin = next(slots)
+            tensor = torch.empty(fact.shape, dtype=fact.dtype, device=_CPU) if fact.order is None else _ordered(fact)
+            memmove(tensor.data_ptr(), base + begin, tensor.nbytes)
+            return tensor.requires_grad_() if fact.needs_grad else tensor
+
+        return envelope, unflatten(layout.structure, take)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the bytes in memory are the values: not on another device, not waiting to be conjugated or negated."""
+    return tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _ordered(fact: Facts) -> Tensor:
+    """An empty tensor whose dimensions lie in memory as ``fact.order`` says."""
+    assert fact.order is not None
+    inverse = sorted(range(len(fact.order)), key=fact.order.__getitem__)
+    shape = [fact.shape[dimension] for dimension in fact.order]
+    return torch.empty(shape, dtype=fact.dtype, device=_CPU).permute(inverse)

@@ -1,0 +1,170 @@
+"""Ranks as processes of one machine: messages through shared memory.
+
+A message over gloo costs tens of microseconds of processor time and a rendezvous. Here it is one copy into a ring that
+both processes see and one record on a socket (``link.py``); the receiver copies it out at once, so the ring stays free.
+Ranks of other machines, and collective operations, go through ``torch.distributed`` as before.
+
+Messages of all channels between two ranks come in the order in which they were sent; a rank that waits for one of them
+puts the others into a mailbox. Of one channel, the message that comes n-th answers the receive that was posted n-th.
+
+One thread at a time uses a transport. A killed peer closes its sockets, so whoever waits for it knows at once.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections import defaultdict
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any
+from weakref import WeakSet
+
+from vpipe.runtime.failure import PeerLost
+from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.link import Link
+from vpipe.runtime.wire import Envelope, mismatch, pack
+
+RING_BYTES = 8 * 1024 * 1024
+"""How large a ring begins. Its pages exist from when they are first written."""
+SPIN = 20e-6
+"""Seconds for which a rank looks again before it sleeps, where the machine has more cores than ranks."""
+
+Place = tuple[int, int, int, int, int]
+"""(peer, source stage, target stage, backward, number within this channel)."""
+
+
+class ShmTransport(DistributedTransport):
+    """One process's end. ``connections`` holds a socket to every other rank of this machine."""
+
+    def __init__(
+        self, connections: Mapping[int, socket.socket], *, timeout: float = 1800.0, ring_bytes: int = RING_BYTES
+    ) -> None:
+        super().__init__(timeout=timeout)
+        self.links = {peer: Link(peer, connection, ring_bytes) for peer, connection in connections.items()}
+        self._patience = self._timeout.total_seconds()
+        self._spin = SPIN if len(os.sched_getaffinity(0)) > len(connections) + 1 else 0.0
+        self._expected: dict[Envelope, Place] = {}
+        self._mail: dict[Place, tuple[Envelope, Any]] = {}
+        self._num_expected: dict[tuple[int, int, int, int], int] = defaultdict(int)
+        self._num_arrived: dict[tuple[int, int, int, int], int] = defaultdict(int)
+        self._events = select.epoll()
+        self._link_of = {link.connection.fileno(): link for link in self.links.values()}
+        for descriptor in self._link_of:
+            self._events.register(descriptor, select.EPOLLIN)
+        _open.add(self)
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        for (peer, *_), (envelope, _) in self._mail.items():
+            if envelope.step < step:
+                raise RuntimeError(
+                    f"rank {peer} sent {envelope}, but no action of rank {self.rank} took it: "
+                    "the ranks run different programs or steps"
+                )
+
+    def post(self, envelope: Envelope, source_rank: int) -> None:
+        if source_rank not in self.links:
+            super().post(envelope, source_rank)
+            return
+        channel = (source_rank, envelope.source, envelope.target, envelope.backward)
+        number = self._num_expected[channel]
+        self._num_expected[channel] = number + 1
+        self._expected[envelope] = (*channel, number)
+
+    def take(self, envelope: Envelope) -> Any:
+        place = self._expected.pop(envelope, None)
+        if place is None:
+            return super().take(envelope)
+        link = self.links[place[0]]
+        until = 0.0
+        while place not in self._mail:
+            until = until or monotonic() + self._patience
+            self._read(link, f"waits for {envelope}", until)
+        found, value = self._mail.pop(place)
+        if found != envelope:
+            raise mismatch(envelope, found)
+        return value
+
+    def send(self, envelope: Envelope, target_rank: int, value: Any) -> None:
+        link = self.links.get(target_rank)
+        if link is None:
+            super().send(envelope, target_rank, value)
+            return
+        packed = pack(envelope, value)
+        try:
+            if link.send(packed):
+                return
+            link.ask()
+            until = monotonic() + self._patience
+            while not link.send(packed):
+                self._read(link, f"sends {envelope}", until)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._gone(link, f"sends {envelope}") from None
+
+    def _read(self, link: Link, doing: str, until: float) -> None:
+        """Wait until anything has come from any rank, for the sake of ``link``, and read it."""
+        if link.gone:
+            raise self._gone(link, doing)
+        events = self._look(until - monotonic())
+        if not events:
+            what = f"rank {self.rank} {doing}, but rank {link.peer} does not answer: nothing for {self._patience:g} s"
+            others = f"; but {next(iter(self._mail.values()))[0]} has come" if self._mail else ""
+            raise PeerLost(what + others, link.peer)
+        for descriptor, _ in events:
+            ready = self._link_of[descriptor]
+            ready.receive(self._deliver)
+            if ready.gone:
+                self._events.unregister(descriptor)
+
+    def _look(self, patience: float) -> list[tuple[int, int]]:
+        if self._spin:
+            until = monotonic() + self._spin
+            while monotonic() < until:
+                if events := self._events.poll(0):
+                    return events
+        return self._events.poll(max(0.0, patience))
+
+    def _deliver(self, peer: int, envelope: Envelope, value: Any) -> None:
+        channel = (peer, envelope.source, envelope.target, envelope.backward)
+        number = self._num_arrived[channel]
+        self._num_arrived[channel] = number + 1
+        self._mail[(*channel, number)] = (envelope, value)
+
+    def _gone(self, link: Link, doing: str) -> PeerLost:
+        return PeerLost(f"rank {self.rank} {doing}, but rank {link.peer} has closed the connection", link.peer)
+
+    def _leave(self) -> None:
+        """Before a wait that reads no links: those from whom something is expected must not wait for room."""
+        for place in self._expected.values():
+            if place not in self._mail:
+                self.links[place[0]].leave()
+
+    def _wait(self, work: Any, doing: str, peer: int) -> None:
+        self._leave()
+        super()._wait(work, doing, peer)
+
+    def _collective(self, call: Any) -> None:
+        self._leave()
+        super()._collective(call)
+
+    def close(self) -> None:
+        """Close the connections. What this rank has sent can still be read."""
+        _open.discard(self)
+        self._events.close()
+        for link in self.links.values():
+            link.close()
+        super().close()
+
+
+_open: WeakSet[ShmTransport] = WeakSet()
+
+
+def _forget() -> None:
+    """A forked child (a worker of a data loader) must not keep a killed rank's connections open."""
+    for transport in list(_open):
+        transport.close()
+
+
+os.register_at_fork(after_in_child=_forget)
