@@ -29,16 +29,14 @@ def stamp_cost() -> float:
     from vpipe.runtime.engine import Record
     from vpipe.schedule.action import Action, Kind
 
-    action, kept, count = Action(0, Kind.F, 0), [], 200_000
+    action, row, count = Action(0, Kind.F, 0), 100, 2000
     begin = time.process_time()
-    for _ in range(count):
-        at = time.perf_counter_ns()
-        kept.append(Record(action, at, at, time.perf_counter_ns()))
-    full = time.process_time() - begin
-    begin = time.process_time()
-    for _ in range(count):
-        pass
-    return (full - (time.process_time() - begin)) / count
+    for _ in range(count):  # a new list for each step, as the engine makes it
+        kept = []
+        for _ in range(row):
+            at = time.perf_counter_ns()
+            kept.append(Record(action, at, at, time.perf_counter_ns()))
+    return (time.process_time() - begin) / (count * row)
 
 
 def measure(width: int, rows: int, depth: int, seconds: float) -> dict[str, Any]:

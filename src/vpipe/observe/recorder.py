@@ -29,8 +29,9 @@ from vpipe.schedule.semantics import LANE, Lane
 
 INTERVAL = 2.0
 """Seconds between two writings, at least."""
-SPARE = 250
-"""The background thread rests this many times as long as it worked: 0.4 % of one core."""
+SPARE = 1000
+"""The background thread rests this many times as long as it worked, but never more than ``LONGEST`` seconds."""
+LONGEST = 30.0
 MAX_WAITING = 2000
 """Steps that wait to be written; older ones are forgotten."""
 MAX_LINES = 20_000
@@ -125,7 +126,7 @@ class Recorder:
         while not self._stop.wait(pause) and self.problem is None:
             began = perf_counter()
             self._write(max(1, int(pause / SPARE / self._price)))
-            pause = max(self._interval, SPARE * (perf_counter() - began))
+            pause = min(max(self._interval, SPARE * (perf_counter() - began)), LONGEST)
         self._write(None)
 
     def _write(self, most: int | None) -> None:
