@@ -152,7 +152,7 @@ def silent() -> str:
 
 
 def killed(sends: bool, with_child: bool) -> tuple[int | None, str, float]:
-    """Rank 0 kills itself while rank 1 waits for it or sends to it. ``with_child``: a worker that it forked lives on."""
+    """Rank 0 kills itself while rank 1 waits for it or sends to it. ``with_child``: a worker it forked lives on."""
     transport = opened()
     transport.begin_step(0)
     if transport.rank == 0:

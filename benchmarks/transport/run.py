@@ -1,0 +1,104 @@
+"""What a message costs: latency and processor time through shared memory and over gloo, in turn, between two ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import common
+
+SIZES = {"1 KB": 1024, "64 KB": 64 * 1024, "1 MB": 1024 * 1024}
+
+
+def rank(task: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from vpipe.runtime.transport import choice
+    from vpipe.runtime.wire import Envelope
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    me, other = dist.get_rank(), 1 - dist.get_rank()
+    sides = {name: choice.between_processes(name, blocking=False, timeout=60) for name in ("shm", "distributed")}
+    step = 0
+
+    def ping_pong(transport: Any, payload: Any, count: int) -> None:
+        for k in range(count):
+            if me == 0:
+                transport.post(Envelope(step, 1, 0, k, 1), other)
+                transport.send(Envelope(step, 0, 1, k, 0), other, payload)
+                transport.take(Envelope(step, 1, 0, k, 1))
+            else:
+                transport.post(Envelope(step, 0, 1, k, 0), other)
+                transport.send(Envelope(step, 1, 0, k, 1), other, transport.take(Envelope(step, 0, 1, k, 0)))
+
+    def one_way(transport: Any, payload: Any, count: int) -> None:
+        for k in range(count):
+            if me == 0:
+                transport.send(Envelope(step, 0, 1, k, 0), other, payload)
+            else:
+                transport.post(Envelope(step, 0, 1, k, 0), other)
+                transport.take(Envelope(step, 0, 1, k, 0))
+
+    found: dict[str, list[list[float]]] = {}
+    for size, num_bytes in SIZES.items():
+        payload = {"h": torch.randn(num_bytes // 4)}
+        count = task["count"] if num_bytes < 1 << 20 else task["count"] // 4
+        for repeat in range(task["repeats"] + 2):
+            for name, transport in sides.items():
+                for way in (ping_pong, one_way):
+                    step += 1
+                    dist.barrier()
+                    transport.begin_step(step)
+                    wall, cpu = time.perf_counter(), time.process_time()
+                    way(transport, payload, count)
+                    transport.end_step()
+                    cpu = time.process_time() - cpu
+                    if repeat >= 2:  # the first two grow gloo's buffers and touch the pages of the ring
+                        row = found.setdefault(f"{size}/{way.__name__}/{name}", [])
+                        row.append([(time.perf_counter() - wall) / count * 1e6, cpu / count * 1e6])
+    common.answer(task, found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = ["µs per message (median, quartiles)", f"{'':32}{'shared memory':>24}{'gloo':>24}   ratio"]
+    for name, row in result["rows"].items():
+        cells = [f"{row[side]['median']:8.1f} ({row[side]['low']:.1f}–{row[side]['high']:.1f})" for side in row]
+        ratio = row["distributed"]["median"] / row["shm"]["median"]
+        lines.append(f"{name:32}{cells[0]:>24}{cells[1]:>24}   {ratio:5.1f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    arguments = common.options(__doc__ or "")
+    if arguments.rank_task:
+        rank(json.loads(arguments.rank_task))
+        return
+    task = {"count": 100 if arguments.quick else 400, "repeats": 3 if arguments.quick else 15}
+    first, second = common.launch(__file__, 2, task)
+    rows: dict[str, Any] = {}
+    for size in SIZES:
+        for side in ("shm", "distributed"):
+            pongs = [first[f"{size}/ping_pong/{side}"], second[f"{size}/ping_pong/{side}"]]
+            sent, taken = first[f"{size}/one_way/{side}"], second[f"{size}/one_way/{side}"]
+            figures = {
+                "latency": [wall / 2 for wall, _ in pongs[0]],
+                "cpu, send or take, ping-pong": [cpu / 2 for rank in pongs for _, cpu in rank],
+                "cpu, send, one way": [cpu for _, cpu in sent],
+                "cpu, take, one way": [cpu for _, cpu in taken],
+                "wall, one way": [wall for wall, _ in taken],
+            }
+            for name, values in figures.items():
+                rows.setdefault(f"{size:6} {name}", {})[side] = common.summary(values)
+    common.finish(arguments, {"rows": rows}, table)
+
+
+if __name__ == "__main__":
+    main()
