@@ -126,6 +126,26 @@ def test_losses_of_synchronous_schedules_must_be_equal(config: Path, tmp_path: P
     assert max(grouped["pipedream"]["staleness"]) == 1
 
 
+def test_what_spoils_a_comparison_is_said(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = sweep.run(Sweep(config, ("gpipe", "1f1b"), (4,), repeats=2), tmp_path / "out", str, FakeTrain())
+    assert comparison.caveats(results, comparison.groups(results)) == []
+    results[0] |= {"throughput_tokens_per_second": 1000.0, "code": "another", "updates": 999}
+    results[2] |= {"updates": 999}
+    said = " ".join(comparison.caveats(results, comparison.groups(results)))
+    for part in ("code changed", "Repeats of gpipe differ", "different numbers of updates"):
+        assert part in said
+    monkeypatch.setattr(sweep, "code", lambda: "changed")
+    with pytest.raises(UserError, match="choose another directory"):
+        sweep.run(Sweep(config, ("gpipe",), (4,)), tmp_path / "out", str, FakeTrain())
+
+
+def test_the_reason_of_an_exception_names_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("Traceback\nValueError: no\nvpipe: this happened at rank 0, action 0F0\nrank 1: ended\n")
+    assert sweep._reason(log, 1) == "ValueError: no: this happened at rank 0, action 0F0 (exit code 1)"
+    assert sweep._reason(tmp_path / "none", 3) == "it said nothing (exit code 3)"
+
+
 def test_the_csv_cannot_become_a_formula(config: Path, tmp_path: Path) -> None:
     results = sweep.run(Sweep(config, ("gpipe",), (4,)), tmp_path / "out", str, FakeTrain())
     (row,) = csv.DictReader(comparison.to_csv(results).splitlines())

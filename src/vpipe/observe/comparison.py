@@ -24,9 +24,9 @@ Result = Mapping[str, Any]
 
 COLUMNS = (
     "name", "model", "schedule", "mode", "num_microbatches", "repeat", "status", "reason", "num_ranks", "num_stages",
-    "iterations", "time_per_iteration_seconds", "throughput_tokens_per_second", "samples_per_second", "mfu", "bubble",
-    "step_seconds", "simulation_error", "peak_memory", "peak_activations", "weight_versions", "staleness", "final_loss",
-    "evaluation_loss", "losses_equal", "wall_seconds", "device_name", "dtype", "partition", "directory",
+    "iterations", "updates", "time_per_iteration_seconds", "throughput_tokens_per_second", "samples_per_second", "mfu",
+    "bubble", "step_seconds", "simulation_error", "peak_memory", "peak_activations", "weight_versions", "staleness",
+    "final_loss", "evaluation_loss", "losses_equal", "wall_seconds", "device_name", "dtype", "partition", "code", "directory",
 )  # fmt: skip
 
 
@@ -110,6 +110,8 @@ def groups(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "failed": [str(each.get("reason")) for each in members if each.get("status") != "done"],
                 "throughput": median(rates) if rates else None,
                 "spread": stdev(rates) if len(rates) > 1 else None,
+                "iterations": _median(done, "iterations"),
+                "updates": _median(done, "updates"),
                 "seconds": _median(done, "time_per_iteration_seconds"),
                 "mfu": _median(done, "mfu"),
                 "bubble": _median(done, "bubble"),
@@ -135,9 +137,35 @@ def _median(results: Sequence[Result], key: str) -> float | None:
     return median(values) if values else None
 
 
+NOISE = 0.1
+
+
+def caveats(results: Sequence[Result], found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What keeps the figures from being compared as they stand, in sentences."""
+    said = []
+    if len({result.get("code") for result in results}) > 1:
+        said.append("The code changed during the sweep: the runs are not one experiment.")
+    noisy = [each["schedule"] for each in found if each["spread"] and each["spread"] > NOISE * each["throughput"]]
+    if noisy:
+        said.append(
+            f"Repeats of {', '.join(dict.fromkeys(noisy))} differ by more than {NOISE:.0%}: the machine was not quiet, "
+            "so do not rank schedules by these throughputs."
+        )
+    if found and all(each["runs"] < 2 for each in found):
+        said.append("One run each: nothing is known about the spread.")
+    if len({each["updates"] for each in found if each["updates"]}) > 1:
+        said.append(
+            "Schedules made different numbers of updates in the same iterations (asynchronous ones update after every "
+            "unit): a lower loss at the same iteration is not a better schedule."
+        )
+    return said
+
+
 def write(output: Path, results: Sequence[Result], about: Mapping[str, Any]) -> tuple[Path, Path]:
     """``results.csv`` and ``report.html`` of a sweep."""
-    data = {"title": about.get("title", output.resolve().name), "about": dict(about), "groups": groups(results)}
+    found = groups(results)
+    title = about.get("title", output.resolve().name)
+    data = {"title": title, "about": dict(about), "groups": found, "caveats": caveats(results, found)}
     table, page = output / "results.csv", output / "report.html"
     try:
         for path, text in ((table, to_csv(results)), (page, page_html.comparison(data))):

@@ -44,6 +44,7 @@ def measured(directory: Path) -> dict[str, Any]:
         "partition": run.facts.raw.get("partition"),
         "model_name": (run.facts.raw.get("model") or {}).get("name"),
         "iterations": train[-1].get("iteration") if train else 0,
+        "updates": train[-1].get("update") if train else 0,
         "final_loss": train[-1].get("loss") if train else None,
         "evaluation_loss": tested[-1].get("loss") if tested else None,
         "losses": [[line.get("iteration"), line.get("loss")] for line in train],

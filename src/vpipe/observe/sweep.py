@@ -26,7 +26,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from vpipe import __version__
+import vpipe
 from vpipe.errors import UserError
 from vpipe.observe.result import measured, outcome
 from vpipe.schedule.catalog import get
@@ -87,8 +87,17 @@ class Sweep:
 
     def fingerprint(self) -> str:
         """Changes with whatever would make old results another experiment's; more repeats or schedules do not."""
-        said = [self.config.read_text(encoding="utf-8"), str(self.iterations), *self.overrides, __version__]
+        said = [self.config.read_text(encoding="utf-8"), str(self.iterations), *self.overrides, code()]
         return sha256("\0".join(said).encode()).hexdigest()[:16]
+
+
+def code() -> str:
+    """What runs: the version, and a digest of the package's sources, for those who change them between two runs."""
+    found = sha256()
+    home = Path(vpipe.__file__).parent
+    for path in sorted(home.rglob("*.py")):
+        found.update(path.relative_to(home).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"{vpipe.__version__}+{found.hexdigest()[:12]}"
 
 
 def check(sweep: Sweep) -> None:
@@ -139,13 +148,13 @@ def _claim(sweep: Sweep, output: Path) -> None:
     known = _read(about)
     if known is not None and known.get("fingerprint") != print_of:
         raise UserError(
-            f"{output} holds a comparison of another config, --iterations, --set or version; choose another directory"
+            f"{output} holds a comparison of another config, --iterations, --set or code; choose another directory"
         )
     try:
         (output / "runs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}") from None
-    said = asdict(sweep) | {"config": str(sweep.config), "fingerprint": print_of, "vpipe": __version__}
+    said = asdict(sweep) | {"config": str(sweep.config), "fingerprint": print_of, "code": code()}
     _write(about, said)
 
 
@@ -154,13 +163,13 @@ def _one(sweep: Sweep, case: Case, runs: Path, train: Train) -> dict[str, Any]:
     shutil.rmtree(directory, ignore_errors=True)  # what an interrupted run left would be mixed into this one
     began = monotonic()
     command = sweep.command(case, directory)
-    about = {**asdict(case), "name": case.name, "mode": get(case.schedule).mode, "command": command}
+    about = {**asdict(case), "name": case.name, "mode": get(case.schedule).mode, "command": command, "code": code()}
     try:
-        code = train(command, log, sweep.timeout)
+        exit_code = train(command, log, sweep.timeout)
     except subprocess.TimeoutExpired:
         return about | failed(f"took more than {sweep.timeout:.0f} s and was ended", began)
-    if code != 0:
-        return about | failed(_reason(log, code), began)
+    if exit_code != 0:
+        return about | failed(_reason(log, exit_code), began)
     try:
         return about | {"status": "done", "wall_seconds": monotonic() - began} | measured(directory)
     except UserError as error:
@@ -188,16 +197,19 @@ def subprocess_train(command: Sequence[str], log: Path, timeout: float) -> int:
             raise
 
 
-def _reason(log: Path, code: int) -> str:
+def _reason(log: Path, exit_code: int) -> str:
     """The sentence that the run ended with; else its last line."""
     try:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    spoken = [line for line in lines if line.startswith("vpipe: ")]
-    said = (spoken or lines or ["it said nothing"])[-1]
-    return f"{said.removeprefix('vpipe: ')[:500]} (exit code {code})"
+    spoken = [number for number, line in enumerate(lines) if line.startswith("vpipe: ")]
+    at = spoken[-1] if spoken else len(lines) - 1
+    said = lines[at].removeprefix("vpipe: ") if lines else "it said nothing"
+    if said.startswith("this happened at ") and at > 0:  # where an exception arose; the line before is the exception
+        said = f"{lines[at - 1]}: {said}"
+    return f"{said[:500]} (exit code {exit_code})"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ function start() {
   const label = (group) => [several("model") && group.model, group.schedule, several("num_microbatches") && "m=" + group.num_microbatches].filter(Boolean).join(" ");
   const tint = (group) => TINTS[[...new Set(groups.map((each) => each.schedule))].indexOf(group.schedule) % TINTS.length];
   const main = h("main", null, h("header", null, h("h1", null, data.title), h("span.subtitle", null, data.about.subtitle || ""), h("span.spacer"), h("button", { id: "theme", onclick: () => { document.documentElement.dataset.theme = isDark() ? "light" : "dark"; } }, "◐")),
-    h("section", { id: "results" }, h("h2", null, "Results"), results(groups, several), verdict(groups)),
+    h("section", { id: "results" }, h("h2", null, "Results"), results(groups, several), verdict(groups), data.caveats.map((sentence) => h("p.caveat", null, sentence))),
     h("div.pair", null,
       h("section", { id: "throughput" }, h("h2", null, "Throughput, tokens per second"), bars(done, label, tint, (group) => group.throughput, short, (group) => group.spread)),
       h("section", { id: "bubble" }, h("h2", null, "Idle time of all ranks, by cause"), causes(done, label)),
@@ -24,11 +24,11 @@ function results(groups, several) {
   const best = Math.max(...groups.map((group) => group.throughput || 0)), sync = groups.find((group) => group.mode === "bsp" && isNumber(group.final_loss));
   const rows = groups.map((group) => {
     const rate = isNumber(group.throughput) ? fixed(group.throughput, 0) + (isNumber(group.spread) ? " ± " + fixed(group.spread, 0) : "") : DASH;
-    const apart = group.mode !== "bsp" && sync && isNumber(group.final_loss) ? (group.final_loss >= sync.final_loss ? "+" : "−") + fixed(Math.abs(group.final_loss - sync.final_loss), 4) + " against " + sync.schedule : "";
+    const apart = group.mode !== "bsp" && sync && isNumber(group.final_loss) ? (group.final_loss >= sync.final_loss ? "+" : "−") + fixed(Math.abs(group.final_loss - sync.final_loss), 4) + " against " + sync.schedule + (sync.updates && group.updates !== sync.updates ? " after " + fixed(group.updates / sync.updates, 1) + " times as many updates" : "") : "";
     const says = group.failed.length ? h("span.bad", null, group.failed[0]) : group.mode !== "bsp" ? "asynchronous: staleness " + (group.staleness || []).join(" ") + (apart && "; loss " + apart) : group.equal === "equal" ? h("span.good", null, "equal to the bit") : h("span.bad", null, group.equal || "");
-    return [group.schedule, ...(several("model") ? [group.model] : []), group.num_microbatches, group.runs, rate, isNumber(group.throughput) ? percent(group.throughput / best, 0) : DASH, isNumber(group.mfu) ? percent(group.mfu) : "n/a", percent(group.bubble), bytes(group.memory), fixed(group.final_loss, 4), fixed(group.evaluation_loss, 4), says];
+    return [group.schedule, ...(several("model") ? [group.model] : []), group.num_microbatches, group.runs, isNumber(group.updates) ? fixed(group.updates, 0) : DASH, rate, isNumber(group.throughput) ? percent(group.throughput / best, 0) : DASH, isNumber(group.mfu) ? percent(group.mfu) : "n/a", percent(group.bubble), bytes(group.memory), fixed(group.final_loss, 4), fixed(group.evaluation_loss, 4), says];
   });
-  const head = ["schedule", ...(several("model") ? ["model"] : []), "m", "runs", "tokens/s", "of best", "MFU", "bubble", "memory", "loss", "evaluation", "losses"];
+  const head = ["schedule", ...(several("model") ? ["model"] : []), "m", "runs", "updates", "tokens/s", "of best", "MFU", "bubble", "memory", "loss", "evaluation", "losses"];
   return table(head, rows, { wide: [head.length - 1] });
 }
 
@@ -46,7 +46,7 @@ function bars(groups, label, tint, value, format, spread = () => null) {
   const scale = (amount) => (amount / most) * (width - left - right);
   const drawn = groups.map((group, index) => {
     const y = index * row + 3, wide = scale(value(group)), error = spread(group);
-    const whisker = isNumber(error) ? s("path", { d: `M${left + scale(value(group) - error)} ${y + 8}H${left + scale(value(group) + error)}`, stroke: "currentColor" }) : null;
+    const whisker = isNumber(error) ? s("path", { d: `M${left + scale(Math.max(0, value(group) - error))} ${y + 8}H${left + scale(value(group) + error)}`, stroke: "currentColor" }) : null;
     return [s("text", { x: left - 8, y: y + 13, "text-anchor": "end" }, label(group)), s("rect", { x: left, y, width: Math.max(1, wide), height: 16, rx: 2, fill: tint(group) }, s("title", null, label(group) + ": " + format(value(group)))), whisker, s("text", { x: left + scale(value(group) + (error || 0)) + 6, y: y + 13 }, format(value(group)))];
   });
   return s("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img" }, drawn.flat());
