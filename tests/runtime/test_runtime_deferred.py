@@ -19,7 +19,7 @@ from vpipe import Pipeline
 from vpipe.runtime import deferred
 from vpipe.runtime.deferred import WeightQueue
 
-COUNT = settings(max_examples=40, deadline=None)
+COUNT = settings(max_examples=25, deadline=None)
 SIZES = st.integers(1, 9)
 
 

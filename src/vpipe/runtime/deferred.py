@@ -135,10 +135,14 @@ def _plain(module: nn.Module) -> bool:
     return True
 
 
-def _are_leaves(module: Any) -> bool:
-    """Whether gradients end at the module's weights; those of a weight norm, for example, go on to what it is made
-    of."""
-    return module.weight.is_leaf and (getattr(module, "bias", None) is None or module.bias.is_leaf)
+def _may_wait(module: Any) -> bool:
+    """Whether gradients end at the module's weights: those of a weight norm, for example, go on to what it is made of,
+    and a hook wants to see a gradient when autograd has it."""
+    return _ends(module.weight) and (getattr(module, "bias", None) is None or _ends(module.bias))
+
+
+def _ends(weight: Tensor) -> bool:
+    return weight.is_leaf and not weight._backward_hooks and not weight._post_accumulate_grad_hooks
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
@@ -181,7 +185,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear(queue: WeightQueue, module: nn.Linear, x: Tensor) -> Tensor:
-    if not _are_leaves(module) or not x.is_contiguous():  # for other strides autograd picks other products
+    if not _may_wait(module) or not x.is_contiguous():  # for other strides autograd picks other products
         return nn.Linear.forward(module, x)
     dtype = _autocast(x)
     return _Linear.apply(x if dtype is None else x.to(dtype), module.weight, module.bias, queue, dtype)  # type: ignore[no-any-return, no-untyped-call]
@@ -205,7 +209,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def _embedding(queue: WeightQueue, module: nn.Embedding, index: Tensor) -> Tensor:
-    if not _are_leaves(module):
+    if not _may_wait(module):
         return nn.Embedding.forward(module, index)
     padding = -1 if module.padding_idx is None else module.padding_idx
     return _Embedding.apply(index, module.weight, padding, queue)  # type: ignore[no-any-return, no-untyped-call]
@@ -242,7 +246,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def _layer_norm(queue: WeightQueue, module: nn.LayerNorm, x: Tensor) -> Tensor:
-    if not _are_leaves(module):
+    if not _may_wait(module):
         return nn.LayerNorm.forward(module, x)
     if _autocast(x) is not None:
         x = x.float()
@@ -291,7 +295,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _convolution(queue: WeightQueue, module: Any, x: Tensor) -> Tensor:
-    if not _are_leaves(module) or _autocast(x) is not None or x.dim() != len(module.stride) + 2:
+    if not _may_wait(module) or _autocast(x) is not None or x.dim() != len(module.stride) + 2:
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     return _Convolution.apply(x, module.weight, module.bias, module, queue)  # type: ignore[no-any-return, no-untyped-call]
 

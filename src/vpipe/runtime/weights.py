@@ -105,7 +105,7 @@ class VersionedWeights(Weights):
     def gather(self, version: int) -> None:
         for name, leaf in self._leaves[version].items():
             if leaf.grad is not None:
-                accumulate(self.parameters[name], leaf.grad)
+                accumulate(self.parameters[name], _hooked(self.parameters[name], leaf.grad))
                 leaf.grad = None
         self._uses[version] -= 1
         self._drop_unused()
@@ -135,6 +135,14 @@ class VersionedWeights(Weights):
             part._parameters[slot] = self.parameters[name]
         self._leaves = {}
         self._installed = None
+
+
+def _hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """What the hooks of a parameter make of a gradient that autograd gave to one of its versions."""
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 def check_sharing(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,166 @@
+"""What stays alive: counted, not timed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from runtime_models import CLASSES, build
+from runtime_support import Case, pipeline
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vpipe import Pipeline
+from vpipe.runtime.engine import Engine
+
+WIDE = 64
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of storages that operations under it have made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+def _peaks(num_microbatches: int, schedule: str, recompute: float = 0.0) -> int:
+    """The most live bytes of a step on all ranks together, the batch itself not counted."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDE, WIDE) for _ in range(8)]
+    pipe = Pipeline(
+        layers,
+        nn.functional.mse_loss,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        num_ranks=2,
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
+        recompute=recompute,
+    )
+    tracker = Live()
+    run = Engine.run
+
+    def counted(self: Engine, *arguments: Any) -> Any:
+        with tracker:  # modes belong to a thread: each rank enters it
+            return run(self, *arguments)
+
+    x, y = torch.randn(32 * num_microbatches, WIDE), torch.randn(32 * num_microbatches, WIDE)
+    pipe.train_step(x, y)
+    Engine.run = counted  # type: ignore[method-assign]
+    try:
+        gc.collect()
+        pipe.train_step(x, y)
+    finally:
+        Engine.run = run  # type: ignore[method-assign]
+    return tracker.peak
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_1f1b_does_not_grow_with_m(recompute: float) -> None:
+    few, many = _peaks(8, "1f1b", recompute), _peaks(64, "1f1b", recompute)
+    assert many <= few * 1.05
+
+
+def test_gpipe_does_and_the_counter_sees_it() -> None:
+    assert _peaks(32, "gpipe") > 2 * _peaks(8, "gpipe")
+
+
+def test_recompute_keeps_less() -> None:
+    assert _peaks(8, "gpipe", 1.0) < 0.7 * _peaks(8, "gpipe")
+
+
+def _refs(kept: list[weakref.ref[Tensor]]) -> list[Tensor]:
+    gc.collect()
+    return [tensor for ref in kept if (tensor := ref()) is not None]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "zb-v", "pipedream"])
+def test_logits_are_not_kept(schedule: str) -> None:
+    """When a unit's loss is known, its logits live only as long as its own backward needs them."""
+    model = build("plain", 10)
+    seen: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal most
+        assert output.shape[1] == CLASSES
+        most = max(most, len(_refs(seen)))
+        seen.append(weakref.ref(output))
+        return output.sum() * 0 + output.square().mean()
+
+    pipe = Pipeline(
+        model.layers, loss, schedule=schedule, num_microbatches=6, num_ranks=2, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)
+    )
+    pipe.train_step(*model.data(12, 0))
+    assert len(seen) == pipe.programs.num_units
+    assert not _refs(seen)
+    if schedule in ("1f1b", "pipedream"):
+        assert most <= 1
+
+
+def test_an_output_is_dropped_after_its_send() -> None:
+    """A stage whose last operation does not need its result keeps only the gradient edge."""
+
+    class Ends(nn.Module):
+        """Adds: autograd saves neither the sum nor its parts."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(WIDE))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + self.bias
+            given.append(weakref.ref(y))
+            return y
+
+    given: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    send = Engine._send
+
+    def counted(self: Engine, *arguments: Any) -> None:
+        send(self, *arguments)
+        if self.rank == 0:
+            alive.append(len(_refs(given)))
+
+    Engine._send = counted  # type: ignore[method-assign]
+    try:
+        pipe = Pipeline([Ends(), nn.Linear(WIDE, WIDE)], nn.functional.mse_loss, schedule="gpipe", num_microbatches=4, num_ranks=2)
+        pipe.train_step(torch.randn(8, WIDE), torch.randn(8, WIDE), update=False)
+    finally:
+        Engine._send = send  # type: ignore[method-assign]
+    assert alive == [0, 0, 0, 0]
+
+
+def test_nothing_is_left_after_a_step() -> None:
+    model = build("skips", 10)
+    pipe = pipeline(Case("zb-v", "skips", 2, 4, recompute=0.5), model, 2)
+    pipe.train_step(*model.data(8, 0))
+    for engine in pipe.engines:
+        assert not engine._local
+        assert not engine._outbox
+        for stage in engine.stages.values():
+            assert not stage.units
+            assert not stage.queue._waiting
+    assert not pipe.engines[0].transport.hub.mail  # type: ignore[attr-defined]
