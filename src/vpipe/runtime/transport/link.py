@@ -37,6 +37,7 @@ _RING, _MESSAGE, _CREDIT, _ASK, _AWAY = range(1, 6)
 _BUFFER = 256 * _RECORD.size
 _ONE_DESCRIPTOR = socket.CMSG_SPACE(array("i").itemsize)
 UNDER_WAY = 128
+START_BYTES = 128 * 1024
 PAGE = 4096
 
 Deliver = Callable[[int, Envelope, Any], None]
@@ -44,7 +45,11 @@ Deliver = Callable[[int, Envelope, Any], None]
 
 
 class Link:
-    """This rank's end. ``connection`` is a connected stream socket of the Unix family."""
+    """This rank's end. ``connection`` is a connected stream socket of the Unix family.
+
+    A ring begins small, because new pages cost more than messages and old ones stay in the cache. It doubles where a
+    sender would wait, up to ``ring_bytes``, and further for a message that is itself larger.
+    """
 
     def __init__(self, peer: int, connection: socket.socket, ring_bytes: int) -> None:
         self.peer = peer
@@ -53,7 +58,7 @@ class Link:
         """Whether the peer has closed its end; what it sent before has been read."""
         self.away = False
         """Whether the peer waits elsewhere."""
-        self._start_bytes = ring_bytes
+        self._most_bytes = ring_bytes
         self._ring = Ring(0)
         self._segment: Segment | None = None
         self._generation = 0
@@ -76,7 +81,7 @@ class Link:
         """Write a message and say so; False if there is no room now."""
         num_bytes = packed.layout.num_bytes
         if num_bytes > self._ring.size // 2:
-            self._renew(max(self._start_bytes, 4 * num_bytes))
+            self._renew(max(min(START_BYTES, self._most_bytes), 4 * num_bytes))
         if self._num_sent - self._num_credited >= UNDER_WAY and not self.away:
             return False
         offset = self._ring.place(num_bytes)
@@ -92,9 +97,12 @@ class Link:
         self._say(_MESSAGE, offset, self._ring.head)
         return True
 
-    def ask(self) -> None:
-        """Ask for credit, because there is no room."""
-        self._say(_ASK)
+    def make_room(self) -> None:
+        """After a message found no room: take a larger ring, or ask for credit where it is large enough."""
+        if self._num_sent - self._num_credited < UNDER_WAY and 2 * self._ring.size <= self._most_bytes:
+            self._renew(2 * self._ring.size)
+        else:
+            self._say(_ASK)
 
     def leave(self) -> None:
         """Say that this rank is about to wait elsewhere."""

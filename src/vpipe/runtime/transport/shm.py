@@ -27,7 +27,7 @@ from vpipe.runtime.transport.link import Link
 from vpipe.runtime.wire import Envelope, mismatch, pack
 
 RING_BYTES = 8 * 1024 * 1024
-"""How large a ring begins. Its pages exist from when they are first written."""
+"""How large a ring grows before its sender waits; it holds at least four of the largest message."""
 SPIN = 20e-6
 """Seconds for which a rank looks again before it sleeps, where the machine has more cores than ranks."""
 
@@ -96,7 +96,10 @@ class ShmTransport(DistributedTransport):
         try:
             if link.send(packed):
                 return
-            link.ask()
+            link.receive(self._deliver)  # perhaps credit has come
+            if link.send(packed):
+                return
+            link.make_room()
             until = monotonic() + self._patience
             while not link.send(packed):
                 self._read(link, f"sends {envelope}", until)
