@@ -132,3 +132,9 @@ def test_calibration_returns_the_costs_that_made_the_timeline() -> None:
     assert [round(stage.input_grad + stage.weight_grad, 6) for stage in found.stages] == [2, 6, 4]
     assert found.latency == pytest.approx(0.25)
     assert simulate(program, found).makespan == pytest.approx(simulate(program, costs).makespan)
+
+
+def test_overhead_of_a_simulation_is_overhead_not_work() -> None:
+    found = attribute(simulated("1f1b", 2, 4, overhead=0.25))
+    assert found.busy == attribute(simulated("1f1b", 2, 4)).busy
+    assert all(part["overhead"] > 0 for part in found.parts)

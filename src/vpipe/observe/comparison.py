@@ -26,7 +26,8 @@ COLUMNS = (
     "name", "model", "schedule", "mode", "num_microbatches", "repeat", "status", "reason", "num_ranks", "num_stages",
     "iterations", "updates", "time_per_iteration_seconds", "throughput_tokens_per_second", "samples_per_second", "mfu",
     "bubble", "step_seconds", "simulation_error", "peak_memory", "peak_activations", "weight_versions", "staleness",
-    "final_loss", "evaluation_loss", "losses_equal", "wall_seconds", "device_name", "dtype", "partition", "code", "directory",
+    "final_loss", "evaluation_loss", "losses_equal", "wall_seconds", "device_name", "dtype", "partition", "code",
+    "directory",
 )  # fmt: skip
 
 

@@ -105,18 +105,20 @@ def join_all(planned: Program, steps: Sequence[Sequence[Step]]) -> list[Measured
 def from_simulation(simulation: Simulation, scale: float = 1e9) -> Measured:
     """A simulated timeline in the form of a measured one; ``scale`` is nanoseconds per unit of its time.
 
-    An action begins when its lane is free and is ready when the simulation starts it.
+    An action begins when its lane is free and is ready when the simulation starts it. The runtime's overhead, which the
+    simulation adds to the action, stands before it here: it is no work.
     """
     line, program = simulation.timeline, simulation.program
     origin = min((line.begin[lane[0]] for lane in line.lanes[: program.num_ranks] if lane), default=0.0)
+    overhead = round(simulation.costs.overhead * scale)
     ranks = []
     for rank in range(program.num_ranks):
         free = 0
         row = []
         for event in line.lanes[rank]:
-            ready = round((line.begin[event] - origin) * scale)
             end = round((line.end[event] - origin) * scale)
-            row.append(Event(line.flat.action(event), min(free, ready), ready, end))
+            ready = min(round((line.begin[event] - origin) * scale) + overhead, end)
+            row.append(Event(line.flat.action(event), min(free + overhead, ready), ready, end))
             free = end
         ranks.append(tuple(row))
     return Measured(program, tuple(ranks))

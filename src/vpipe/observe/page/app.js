@@ -66,8 +66,7 @@ function figures(data) {
 function build(data) {
   page.data = data;
   const main = h("main");
-  main.append(heading(data), h("div", { id: "tiles" }), timelineSection(), h("section", { id: "bubbles" }), h("div.pair", { id: "curves" }), h("section", { id: "memory" }), h("section", { id: "stages" }, h("h2", null, "Stages"), stageTable(data)));
-  if (typeof whatIf === "function" && page.live) main.append(whatIf(data));
+  main.append(heading(data), h("div", { id: "tiles" }), timelineSection(), typeof whatIf === "function" && page.live ? whatIf(data) : "", h("section", { id: "bubbles" }), h("div.pair", { id: "curves" }), h("section", { id: "memory" }), h("section", { id: "stages" }, h("h2", null, "Stages"), stageTable(data)));
   if (data.plan) main.append(h("section", { id: "plan" }, h("details", null, h("summary", null, "Plan"), planPanel(data.plan))));
   main.append(h("section", { id: "config" }, h("details", null, h("summary", null, "Config"), h("pre", null, data.config || "no config.yaml"))));
   if (data.summary) main.append(h("section", { id: "summary" }, h("details", null, h("summary", null, "Summary"), table(["", ""], Object.entries(data.summary).map(([name, value]) => [name.replaceAll("_", " "), typeof value === "object" ? JSON.stringify(value) : String(value)]), { wide: [1] }))));
