@@ -1,11 +1,12 @@
 """``vpipe train``: from a config file to a trained model, on as many ranks as the config asks for.
 
-Without a launcher it starts the ranks itself, on this machine. Under torchrun or srun each process is one rank and runs
-the same command.
+Without a launcher it starts the ranks itself: on this machine, by ssh on those of ``launch.machines``, inside
+``launch.container``. Under torchrun or srun each process is one rank and runs the same command.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,37 +63,82 @@ def command(
 def run(config: configs.PipelineConfig, warnings: tuple[str, ...], output_dir: Path | None, resume: str | None) -> int:
     """Train a checked config here and now."""
     from vpipe.launch import environment
-    from vpipe.train import rundir
+    from vpipe.train import limits, rundir
 
     environment.adopt()
     rank = environment.rank()
     if not rank:
         for warning in warnings:
             click.echo(f"vpipe: warning: {warning}", err=True)
+    limits.refuse(config)
     start = _resume_from(config, output_dir, resume)
     arguments: dict[str, Any] = {"config": config.to_dict(), "resume": str(start) if start else None}
     if rank is not None:
         from vpipe.train import worker
 
         return worker.train(**arguments, output_dir=str(output_dir) if output_dir else None)
+    _enter_container(config)
     directory = rundir.create(config, output_dir)
-    arguments["directory"] = str(directory)
+    code = _by_ssh(config, directory, start)
+    if code is not None:
+        return code
+    return _here(config, directory, arguments | {"directory": str(directory)})
+
+
+def _here(config: configs.PipelineConfig, directory: Path, arguments: dict[str, Any]) -> int:
+    """All ranks on this machine: threads of this process, or processes."""
+    from vpipe.launch.environment import orion_preload
+
     if config.parallel.transport == "inprocess" or config.num_ranks == 1:
         from vpipe.train import worker
 
         return worker.train(**arguments)
     from vpipe.launch import local
 
-    preload = (*local.PRELOAD, "vpipe.train.worker")
+    interface = config.launch.interface
+    variables = {f"{name}_SOCKET_IFNAME": interface for name in ("GLOO", "NCCL") if interface is not None}
+    if config.parallel.use_orion_scheduler:
+        variables |= orion_preload(os.environ)
     sys.stdout.flush()
     return local.run(
         "vpipe.train.worker:train",
         config.num_ranks,
         arguments=arguments,
         log_dir=directory / "logs",
+        environment=variables,
         threads=config.launch.threads,
-        preload=preload,
+        port=config.launch.master_port,
+        preload=(*local.PRELOAD, "vpipe.train.worker"),
     )
+
+
+def _by_ssh(config: configs.PipelineConfig, directory: Path, start: Path | None) -> int | None:
+    """Run on the machines of the config; ``None`` where they are all this one. The ranks read the resolved config."""
+    from vpipe.launch import ssh
+
+    words = [str(directory / "config.yaml"), *(("--resume", str(start)) if start else ())]
+    launch = ssh.from_config(config, words, directory)
+    return None if launch is None else ssh.run(launch, click.echo)
+
+
+def _enter_container(config: configs.PipelineConfig) -> None:
+    """Become the same command inside the container, unless this is it, or the ranks are elsewhere."""
+    from vpipe.launch.container import MARK, Container, command_inside
+    from vpipe.launch.hosts import all_local
+
+    if config.launch.machines and not all_local(config.launch.machines):
+        return
+    container = Container.from_config(config.launch.container)
+    words = command_inside(container, sys.argv[1:], str(Path.cwd()), os.environ)
+    if words is None:
+        return
+    sys.stdout.flush()
+    try:
+        os.execvpe(words[0], words, os.environ | {MARK: "1"})
+    except OSError as error:
+        raise UserError(
+            f"{words[0]} cannot be started ({error.strerror}); install it, or set launch.container.kind: none"
+        ) from None
 
 
 def _resume_from(config: configs.PipelineConfig, output_dir: Path | None, resume: str | None) -> Path | None:
@@ -110,4 +156,5 @@ def _resume_from(config: configs.PipelineConfig, output_dir: Path | None, resume
     for place in places:
         if any(place.glob("iteration-*/manifest.json")) or any(place.glob("checkpoints/iteration-*/manifest.json")):
             return place.resolve()
+    click.echo("vpipe: there is no checkpoint yet; starting anew", err=True)
     return None

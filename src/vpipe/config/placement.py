@@ -42,7 +42,8 @@ class ParallelConfig(Section):
     swap: Ratio | Annotated[tuple[Ratio, ...], Field(strict=False, min_length=1)] = worded(
         0.0, "a number from 0 to 1, or a list with one per stage"
     )
-    """Share of a stage's blocks (the first ones) whose saved activations wait outside device memory."""
+    """Share of a stage's blocks (the first ones) whose saved activations wait outside device memory. Plans and
+    simulations know it; training refuses it, because the runtime cannot swap yet."""
     depths: Annotated[tuple[Annotated[int, Field(ge=0, le=65536)], ...], Field(strict=False, min_length=1)] | None = (
         worded(None, "a list with one whole number per stage, falling from the first to the last, or null")
     )
@@ -52,12 +53,13 @@ class ParallelConfig(Section):
     transport: Literal["auto", "inprocess", "shm", "distributed"] = "auto"
     """How ranks exchange tensors: threads of one process, shared memory of one machine, or torch.distributed."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend of torch.distributed; auto takes nccl where every rank has a GPU, else gloo."""
+    """Backend of torch.distributed; auto takes gloo. Training refuses nccl: this version computes on processors."""
     timeout: Annotated[float, Field(gt=0, le=86400)] = 300.0
     """Seconds without a message after which a rank ends the run and says what it waited for."""
     exact_reduction: bool = True
     """Sum the gradients of replicas in a fixed order, so that results do not change by a bit; false may be faster."""
     priority: Literal["none", "first-hp", "fifo", "critical-path"] = "none"
-    """Which work goes first on a shared device: microbatch 0, lower microbatches, or what others wait for."""
+    """Which work goes first on a shared device: microbatch 0, lower microbatches, or what others wait for. Ranks share
+    one with transport: inprocess, or under Orion."""
     use_orion_scheduler: bool = False
     """Let the Orion library (preloaded) order GPU work; USE_ORION_SCHEDULER=1 in the environment does the same."""

@@ -39,7 +39,7 @@ class ObserveConfig(Section):
     log_interval: Annotated[int, Field(ge=0, le=2**31)] = 10
     """Iterations between two lines with loss and throughput; 0 prints none."""
     verbose_interval: Annotated[int, Field(ge=0, le=2**31)] = 0
-    """Iterations between two detailed lines of every rank (time per kind of action, waiting, bytes); 0 prints none."""
+    """Iterations between two detailed lines of every rank (time per kind of action, waiting); 0 prints none."""
     line_format: Literal["vpipe", "vpipe-line"] = "vpipe"
     """How the lines look: ours, or VPipe's tab-separated `Stage: [3] Epoch: [0][100/2000] ...`."""
     warmup_iterations: Annotated[int, Field(ge=0, le=2**31)] = 2

@@ -131,7 +131,7 @@ class Subset(DataSet):
 
 def hold_out(whole: DataSet, test_size: float = 0.1, seed: int = 1024) -> DataSet:
     """The training part of ``whole`` with the rest as its ``valid``, for data that come in one piece."""
-    if len(whole) < 2:
+    if len(whole) < 2 or test_size == 0:
         return whole
     train, valid = whole.split(test_size, seed)
     train.valid = valid

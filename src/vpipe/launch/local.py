@@ -43,6 +43,7 @@ def run(
     preload: Sequence[str] = PRELOAD,
     grace: float = STOP_GRACE,
     threads: int = 0,
+    port: int = 0,
     stdout: Stream | None = None,
     stderr: Stream | None = None,
 ) -> int:
@@ -51,8 +52,8 @@ def run(
     ``target`` is an argv list (``["script.py", "--steps", "10"]`` or ``["-m", "package.module"]``) or a function
     ``"package.module:function"``, called with ``arguments`` (anything JSON can hold) in every rank; if it returns an
     int, that is the rank's exit code. ``preload`` names the modules that are imported once, before the ranks are
-    forked. ``threads`` are those of each rank inside one operation; 0 shares the cores. ``quiet`` shows failures only;
-    the log files have everything.
+    forked. ``threads`` are those of each rank inside one operation; 0 shares the cores. The ranks meet at ``port`` of
+    the loopback interface; 0 takes a free one. ``quiet`` shows failures only; the log files have everything.
     """
     if num_ranks < 1:
         raise UserError(f"{num_ranks} ranks cannot run anything; give at least 1")
@@ -76,6 +77,7 @@ def run(
         launch.start(
             {"target": target, "arguments": dict(arguments or {}), "preload": list(preload)},
             _environment(num_ranks, threads, environment or {}),
+            port,
         )
         stack.enter_context(launch.catching_signals())
         return launch.loop()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from vpipe.errors import UserError
 from vpipe.launch.output import Output
 from vpipe.launch.process import kill_group
 from vpipe.launch.verdict import INTERRUPTED, Report, Verdict
@@ -48,9 +49,12 @@ class Launch:
         self._broken: str | None = None
         self._zygote: subprocess.Popen[bytes] | None = None
 
-    def start(self, spec: dict[str, Any], environment: dict[str, str]) -> None:
+    def start(self, spec: dict[str, Any], environment: dict[str, str], port: int = 0) -> None:
         """Start the zygote and hand it the spec."""
-        listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, self._num_ranks * 4))
+        try:
+            listener = socket.create_server(("127.0.0.1", port), backlog=max(128, self._num_ranks * 4))
+        except OSError as error:
+            raise UserError(f"the ranks cannot meet at port {port}: {error.strerror}; choose another, or 0") from None
         port = listener.getsockname()[1]
         self._control, theirs = socket.socketpair()
         fds = [self._streams(rank) for rank in range(self._num_ranks)]

@@ -1,8 +1,6 @@
 """``partition: auto`` without a measurement: stages of about equal work, estimated from the layers' weights.
 
-``vpipe plan`` measures and does better; this needs no run. A layer's work is taken as the weights of its matrix
-products, so a head over a large vocabulary counts for what it is and an embedding, which multiplies nothing, for almost
-nothing.
+``vpipe plan`` measures and does better; this needs no run.
 """
 
 from __future__ import annotations
@@ -11,23 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 
-import torch
-from torch import nn
-
-from vpipe.models.model import Model
 from vpipe.runtime.flow import even_partition
-
-
-def estimated_work(model: Model) -> list[float]:
-    """Per layer, the weights of its matrix products; nothing is allocated."""
-    with torch.device("meta"):
-        modules = model.build()
-    work = []
-    for module in modules:
-        parts = [part for part in module.modules() if not isinstance(part, nn.Embedding)]
-        work.append(float(sum(p.numel() for part in parts for p in part.parameters(recurse=False) if p.dim() > 1)))
-    smallest = max(work) * 0.01 or 1.0
-    return [amount + smallest for amount in work]
 
 
 def balanced(work: Sequence[float], num_stages: int) -> list[int]:

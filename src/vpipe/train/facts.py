@@ -14,15 +14,10 @@ from vpipe.schedule.text import to_csv
 from vpipe.train.session import Session
 
 
-def run_facts(session: Session) -> dict[str, Any]:
+def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
     """Schedule, program, partition and stages, as ``observe`` reads them."""
-    pipeline, config = session.pipeline, session.config
-    program = pipeline.programs.training()
-    with torch.device("meta"):
-        modules = session.model.build()
-    counts = [sum(p.numel() for p in module.parameters()) for module in modules]
-    sizes = [sum(p.numel() * p.element_size() for p in module.parameters()) for module in modules]
-    names = [layer.name or type(module).__name__ for layer, module in zip(session.model.layers, modules, strict=True)]
+    pipeline, config, skeleton = session.pipeline, session.config, session.skeleton
+    program = pipeline.programs.training(num_microbatches=num_microbatches)
     return {
         "vpipe": __version__,
         "torch": torch.__version__,
@@ -36,13 +31,14 @@ def run_facts(session: Session) -> dict[str, Any]:
         "program": to_csv(program),
         "versions": str(program.versions),
         "placement": [list(ranks) for ranks in program.placement.ranks_of],
+        "skips": sorted(list(skip) for skip in program.skips),
         "model": {"name": config.model.name, "parameters": session.model.num_parameters},
         "stages": [
             {
                 "stage": stage,
-                "layers": names[begin:end],
-                "parameters": sum(counts[begin:end]),
-                "weight_bytes": sum(sizes[begin:end]),
+                "layers": skeleton.layer_names[begin:end],
+                "parameters": sum(skeleton.parameters[begin:end]),
+                "weight_bytes": sum(skeleton.weight_bytes[begin:end]),
             }
             for stage, (begin, end) in enumerate(pipeline.flow.bounds)
         ],

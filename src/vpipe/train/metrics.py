@@ -45,9 +45,9 @@ class Metrics:
     precision: str
     warmup_iterations: int
     device: str = field(default_factory=device_name)
-    _iterations: list[tuple[float, int, int, bool]] = field(default_factory=list)
+    _iterations: list[tuple[float, float, float, bool]] = field(default_factory=list)
 
-    def add(self, seconds: float, tokens: int, samples: int, counts: bool = True) -> None:
+    def add(self, seconds: float, tokens: float, samples: float, counts: bool = True) -> None:
         """One iteration; ``counts`` is false for a profiled one."""
         counts = counts and len(self._iterations) >= self.warmup_iterations
         self._iterations.append((seconds, tokens, samples, counts))
@@ -66,8 +66,8 @@ class Metrics:
             "total_iterations": len(self._iterations),
             "effective_iterations": len(effective),
             "warmup_iterations": min(self.warmup_iterations, len(self._iterations)),
-            "total_tokens": sum(t for _, t, *_ in self._iterations),
-            "effective_tokens": tokens,
+            "total_tokens": round(sum(t for _, t, *_ in self._iterations)),
+            "effective_tokens": round(tokens),
             "throughput_tokens_per_second": rate,
             "samples_per_second": samples / seconds if seconds else 0.0,
             "mfu": rate * self.flops_per_token / (peak * self.num_devices) if peak and seconds else "n/a",

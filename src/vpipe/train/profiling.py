@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from torch.profiler import profile, supported_activities, tensorboard_trace_handler
 
-if TYPE_CHECKING:
-    from vpipe.train.trainer import Trainer
+from vpipe.runtime.engine import Engine
 
 
 @contextmanager
-def profiled(trainer: Trainer, wanted: bool) -> Iterator[None]:
-    """Record what happens inside into ``profiler_<scheduler>/rank<N>/`` of the run, readable by TensorBoard and
-    Perfetto."""
-    if not wanted:
-        yield
-        return
-    engines = trainer.session.pipeline.engines
-    name = f"profiler_{trainer.session.config.parallel.scheduler}"
-    where = trainer.directory / name / f"rank{engines[0].rank}"
+def profiled(engines: Sequence[Engine], directory: Path) -> Iterator[None]:
+    """Record what happens inside into ``directory/rank<N>/``, readable by TensorBoard and Perfetto."""
+    where = directory / f"rank{engines[0].rank}"
     activities = sorted(supported_activities(), key=str)  # type: ignore[no-untyped-call]
     for engine in engines:
         engine.annotates = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,27 +36,47 @@ def create(config: PipelineConfig, output_dir: Path | None) -> Path:
 
 
 class Journal:
-    """What one rank writes down for everyone: ``run.json``, ``metrics.jsonl``, ``summary.json``."""
+    """What one rank writes down for everyone: ``run.json``, ``metrics.jsonl``, ``summary.json``.
 
-    def __init__(self, directory: Path) -> None:
+    A full disk must not end a run: what cannot be written is told once, through ``say``, and left out.
+    """
+
+    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
         self._directory = directory
-        self._metrics = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+        self._say = say
+        self._complained = False
 
-    def facts(self, facts: dict[str, Any]) -> None:
-        _replace(self._directory / "run.json", facts)
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        self._attempt(lambda: _replace(self._directory / "run.json", facts))
 
-    def metrics(self, line: dict[str, Any]) -> None:
-        self._metrics.write(json.dumps(line) + "\n")
-        self._metrics.flush()
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        self._attempt(lambda: _append(self._directory / "metrics.jsonl", line))
 
-    def summary(self, summary: dict[str, Any]) -> None:
-        _replace(self._directory / "summary.json", summary)
+    def summary(self, summary: Mapping[str, Any]) -> None:
+        self._attempt(lambda: _replace(self._directory / "summary.json", summary))
 
     def close(self) -> None:
-        self._metrics.close()
+        """Nothing is held open."""
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                self._say(f"warning: {error.filename or self._directory}: {error.strerror}; the run goes on without it")
 
 
-def _replace(path: Path, value: dict[str, Any]) -> None:
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    """Whole lines only: one write."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(handle, (json.dumps(line) + "\n").encode())
+    finally:
+        os.close(handle)
+
+
+def _replace(path: Path, value: Mapping[str, Any]) -> None:
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)

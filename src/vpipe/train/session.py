@@ -5,10 +5,8 @@ Every rank builds the same session; what a rank does not hold it does not build.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,17 +15,21 @@ from vpipe.config import PipelineConfig
 from vpipe.data import catalog as data_catalog
 from vpipe.data.dataset import DataSet
 from vpipe.errors import UserError
-from vpipe.interfaces import registered_dataset, registered_model
+from vpipe.interfaces import ModelInterface, registered_dataset, registered_model, stage_sizes
 from vpipe.models import catalog as model_catalog
 from vpipe.models.model import Model
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
 from vpipe.runtime import assembly
 from vpipe.runtime.pipeline import Pipeline
+from vpipe.runtime.priority import Backend
 from vpipe.schedule import catalog as schedule_catalog
-from vpipe.train.balance import balanced, estimated_work
+from vpipe.train.balance import balanced
 from vpipe.train.feed import Feed
+from vpipe.train.limits import refuse
 from vpipe.train.optimizers import optimizer
 from vpipe.train.precision import autocast, loss_scale
+from vpipe.train.sharing import share_device
+from vpipe.train.skeleton import Skeleton
 
 
 @dataclass
@@ -37,15 +39,39 @@ class Session:
     config: PipelineConfig
     data: DataSet
     model: Model
+    skeleton: Skeleton
     pipeline: Pipeline
     feed: Feed
+    device: Backend | None = None
+    """Who orders the work on a device that ranks share."""
 
     @property
-    def fingerprint(self) -> str:
-        """What a checkpoint must share with the run that reads it: the model, not how it is spread."""
-        section = {"model": self.config.model.model_dump(mode="json"), "vocab_size": self.model.vocab_size}
-        text = json.dumps(section, sort_keys=True)
-        return f"{self.config.model.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    def reads_data(self) -> bool:
+        """Whether this process holds an end of the pipeline."""
+        return self.pipeline.is_first or self.pipeline.is_last
+
+    @property
+    def num_replicas(self) -> int:
+        return num_replicas(self.config)
+
+    def num_microbatches(self, num_iterations: int = 1) -> int:
+        """What ``Pipeline.train_step`` must be told for that many iterations at once: a synchronous schedule counts the
+        units of one replica, an asynchronous one all."""
+        own = self.config.training.num_microbatches * num_iterations
+        return own if self.pipeline.programs.synchronous else own * self.num_replicas
+
+    def close(self) -> None:
+        self.feed.close()
+        if self.device is not None:
+            self.device.close()
+
+
+def num_replicas(config: PipelineConfig) -> int:
+    """Replicas that read a batch each: where stages have different numbers of replicas, they share one batch."""
+    replicas = config.parallel.replicas
+    if replicas is None:
+        return config.parallel.data_parallel_size
+    return replicas[0] if len(set(replicas)) == 1 else 1
 
 
 def load_data(config: PipelineConfig) -> DataSet:
@@ -88,56 +114,82 @@ def schedule_options(config: PipelineConfig) -> dict[str, Any]:
     return chosen
 
 
-def layers_and_partition(
-    config: PipelineConfig, model: Model, num_stages: int
+def cut(
+    config: PipelineConfig, skeleton: Skeleton, num_stages: int
 ) -> tuple[list[int], float | list[float] | set[int]]:
     """How many layers each stage holds, and what is recomputed."""
     parallel = config.parallel
     recompute: float | list[float] | set[int]
     recompute = parallel.recompute if isinstance(parallel.recompute, float | int) else list(parallel.recompute)
     if parallel.partition == "auto":
-        return balanced(estimated_work(model), num_stages), recompute
+        if config.model.name in MODEL_REGISTRY:
+            return _registered_cut(config, num_stages) or balanced(skeleton.work, num_stages), recompute
+        return balanced(skeleton.work, num_stages), recompute
     if isinstance(parallel.partition, str):
-        plan = _read_plan(Path(parallel.partition))
-        return list(plan["partition"]), set(plan["recompute"]) if "recompute" in plan else recompute
+        sizes, planned = _read_plan(Path(parallel.partition))
+        return sizes, planned
     return list(parallel.partition), recompute
 
 
-def _read_plan(path: Path) -> Mapping[str, Any]:
+def _registered_cut(config: PipelineConfig, num_stages: int) -> list[int] | None:
+    """What ``get_stage_partition`` of a registered model says, where its author wrote one."""
+    found = MODEL_REGISTRY.get(config.model.name)
+    if not (isinstance(found, type) and issubclass(found, ModelInterface)):
+        return None
+    if found.get_stage_partition is ModelInterface.get_stage_partition:
+        return None
+    return stage_sizes(found(config.model), num_stages)
+
+
+def _read_plan(path: Path) -> tuple[list[int], set[int]]:
     """A plan of ``vpipe plan``: its partition, and which layers it recomputes."""
     try:
-        found = json.loads(path.read_text())
-        choices = [choice for stage in found["stages"] for choice in stage["choices"]]
-        return {
-            "partition": [len(stage["choices"]) for stage in found["stages"]],
-            "recompute": [layer for layer, choice in enumerate(choices) if choice == "recompute"],
-        }
+        stages = [list(stage["choices"]) for stage in json.loads(path.read_text())["stages"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no plan of 'vpipe plan' ({type(error).__name__}: {error}); make it again") from None
+    choices = [choice for stage in stages for choice in stage]
+    if "swap" in choices:
+        raise UserError(
+            f"{path} swaps {choices.count('swap')} layers, which the runtime cannot do yet; plan without swap"
+        )
+    return [len(stage) for stage in stages], {layer for layer, choice in enumerate(choices) if choice == "recompute"}
 
 
-def open_session(config: PipelineConfig, *, in_process: bool = False) -> Session:
+def open_session(config: PipelineConfig) -> Session:
     """Build everything that this rank needs."""
+    refuse(config)
     data = load_data(config)
     model = load_model(config, data.vocab_size)
+    _check_vocabulary(config, model, data)
+    skeleton = Skeleton.of(config.model.name, model)
     parallel, training = config.parallel, config.training
-    replicas: int | tuple[int, ...] = (
-        parallel.replicas if parallel.replicas is not None else parallel.data_parallel_size
-    )
     entry = schedule_catalog.get(parallel.scheduler)
-    stages_per_rank = parallel.stages_per_rank
-    num_stages = _num_stages(config)
-    partition, recompute = layers_and_partition(config, model, num_stages)
+    partition, recompute = cut(config, skeleton, _num_stages(config))
+    if sum(partition) != len(model.layers):
+        raise UserError(
+            f"parallel.partition {partition} holds {sum(partition)} layers, but the model {config.model.name} has "
+            f"{len(model.layers)}; change one of them, or use partition: auto"
+        )
+    replicas = num_replicas(config)
+    feed = Feed(
+        data,
+        num_microbatches=training.num_microbatches,
+        num_replicas=replicas,
+        batch_size=config.dataset.batch_size,
+        max_tokens=config.dataset.max_tokens,
+        seed=training.seed,
+        num_workers=config.dataset.num_workers,
+    )
     pipeline = Pipeline(
         model.layers,
         model.loss,
         schedule=parallel.scheduler,
-        num_microbatches=training.num_microbatches,
+        num_microbatches=training.num_microbatches * (replicas if entry.mode == "asp" else 1),
         optimizer=optimizer(training),
         num_ranks=config.num_ranks,
         partition=partition,
-        stages_per_rank=stages_per_rank,
-        replicas=replicas,
+        stages_per_rank=parallel.stages_per_rank,
+        replicas=parallel.replicas or parallel.data_parallel_size,
         recompute=recompute,
         tied=model.tied,
         seed=training.seed,
@@ -150,30 +202,25 @@ def open_session(config: PipelineConfig, *, in_process: bool = False) -> Session
         timeout=parallel.timeout,
         schedule_options=schedule_options(config),
     )
-    del in_process
-    num_replicas = replicas if isinstance(replicas, int) else 1
-    feed = Feed(
-        data,
-        num_microbatches=training.num_microbatches,
-        num_replicas=num_replicas,
-        batch_size=config.dataset.batch_size,
-        max_tokens=config.dataset.max_tokens,
-        seed=training.seed,
-        num_workers=config.dataset.num_workers,
-    )
-    return Session(config, data, model, pipeline, feed)
+    return Session(config, data, model, skeleton, pipeline, feed, share_device(pipeline, config))
+
+
+def _check_vocabulary(config: PipelineConfig, model: Model, data: DataSet) -> None:
+    if 0 < model.vocab_size < data.vocab_size:
+        raise UserError(
+            f"model.vocab_size is {model.vocab_size}, but the data set {config.dataset.name} has {data.vocab_size} "
+            "token ids; set model.vocab_size: -1 to ask the data set"
+        )
 
 
 def _num_stages(config: PipelineConfig) -> int:
     """Ask the schedule itself, on a small program."""
     parallel = config.parallel
-    replicas = {"replicas": parallel.replicas} if parallel.replicas is not None else {}
-    program = schedule_catalog.build(
-        parallel.scheduler,
-        parallel.model_parallel_size,
-        config.training.num_microbatches,
-        parallel.stages_per_rank,
-        **replicas,
-        **schedule_options(config),
-    )
-    return program.num_stages
+    options = schedule_options(config)
+    asynchronous = schedule_catalog.get(parallel.scheduler).mode == "asp"
+    if parallel.replicas is not None and asynchronous:
+        options["replicas"] = parallel.replicas
+    ranks = config.num_ranks if "replicas" in options else parallel.model_parallel_size
+    return schedule_catalog.build(
+        parallel.scheduler, ranks, config.training.num_microbatches, parallel.stages_per_rank, **options
+    ).num_stages

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from vpipe.config import PipelineConfig
 from vpipe.observe.console import Console
 from vpipe.runtime import assembly
+from vpipe.runtime.pipeline import Pipeline
 from vpipe.train import rundir
+from vpipe.train.gathering import gather_text
 from vpipe.train.session import open_session
 from vpipe.train.trainer import Trainer
 
@@ -39,11 +41,7 @@ def train(
     return 0
 
 
-def _agree_on_directory(pipeline: Any, config: PipelineConfig, output_dir: str | None, rank: int) -> Path:
+def _agree_on_directory(pipeline: Pipeline, config: PipelineConfig, output_dir: str | None, rank: int) -> Path:
     """Rank 0 makes the run directory and tells the others its name."""
-    text = str(rundir.create(config, Path(output_dir) if output_dir else None)) if rank == 0 else ""
-    if len(pipeline.engines) > 1 or config.num_ranks == 1:
-        return Path(text)
-    transport = pipeline.engines[0].transport
-    mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-    return Path(bytes(transport.all_gather(mine, range(transport.num_ranks))[0].tolist()).decode())
+    mine = str(rundir.create(config, Path(output_dir) if output_dir else None)) if rank == 0 else ""
+    return Path(gather_text(pipeline, mine)[0])

@@ -1,0 +1,49 @@
+"""The loss on held-out data, as a mean over its targets."""
+
+from __future__ import annotations
+
+from vpipe.errors import UserError
+from vpipe.train.feed import Feed
+from vpipe.train.session import Session
+
+
+class Evaluation:
+    """Held-out batches in a fixed order. ``why_not`` says why there are none."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._feed: Feed | None = None
+        self.why_not = ""
+        training, dataset = session.config.training, session.config.dataset
+        if session.data.valid is None:
+            self.why_not = "the data set holds nothing out"
+            return
+        try:
+            self._feed = Feed(
+                session.data.valid,
+                num_microbatches=training.num_microbatches,
+                num_replicas=session.num_replicas,
+                batch_size=dataset.batch_size,
+                max_tokens=dataset.max_tokens,
+                shuffle=False,
+            )
+        except UserError as error:
+            self.why_not = f"of the held-out part, {error}"
+
+    @property
+    def num_batches(self) -> int:
+        if self._feed is None:
+            return 0
+        most = self._session.config.training.evaluation_batches
+        return self._feed.num_batches if most < 0 else min(most, self._feed.num_batches)
+
+    def run(self) -> float:
+        """The mean loss; every rank calls this, and those that read data know the answer."""
+        assert self._feed is not None, "asked only where there are batches"
+        session, total, targets = self._session, 0.0, 0
+        for batch in range(self.num_batches):
+            units = self._feed.read([(0, batch)]) if session.reads_data else None
+            loss = session.pipeline.evaluate(units.inputs() if units else None, units.targets() if units else None)
+            if units is not None:
+                total, targets = total + loss * units.num_targets, targets + units.num_targets
+        return total / max(targets, 1)

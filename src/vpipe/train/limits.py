@@ -1,0 +1,30 @@
+"""What a config can say and this version cannot do: refused in one sentence, before anything is built.
+
+An option that is accepted and does nothing would be worse.
+"""
+
+from __future__ import annotations
+
+from vpipe.config import PipelineConfig
+from vpipe.errors import UserError
+
+
+def refuse(config: PipelineConfig) -> None:
+    """Raise where the config asks for what the runtime does not have."""
+    parallel = config.parallel
+    swap = parallel.swap if isinstance(parallel.swap, tuple) else (parallel.swap,)
+    if any(swap):
+        raise UserError(
+            "parallel.swap is planned and simulated, but the runtime cannot swap yet; set it to 0, or recompute instead"
+        )
+    if parallel.backend == "nccl":
+        raise UserError(
+            "parallel.backend is nccl, but this version computes on processors and sends by gloo or shared memory; set "
+            "parallel.backend: auto (--set parallel.backend=auto)"
+        )
+    shared = parallel.transport == "inprocess"
+    if parallel.priority != "none" and not (shared or parallel.use_orion_scheduler):
+        raise UserError(
+            f"parallel.priority {parallel.priority} orders work that shares a device, but here every rank is a process "
+            "of its own; set parallel.transport: inprocess, or parallel.priority: none"
+        )

@@ -1,0 +1,138 @@
+"""What a run shows and writes down while it goes: lines, metrics.jsonl, TensorBoard, events, the live page.
+
+Every rank has a ``Teller``; what only one should do, the leader's does: the process that holds rank 0.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import time
+from typing import Any
+
+import psutil
+
+from vpipe.observe.console import Console
+from vpipe.observe.dashboard import Dashboard
+from vpipe.observe.loggers import TensorBoard
+from vpipe.observe.recorder import Recorder
+from vpipe.runtime.engine import Engine, Record
+from vpipe.schedule.action import Kind
+from vpipe.schedule.program import Program
+from vpipe.schedule.semantics import version_table
+from vpipe.train.gathering import alone, gather_numbers
+from vpipe.train.rundir import Journal
+from vpipe.train.session import Session
+
+KINDS = tuple(Kind)
+
+
+class Teller:
+    """Tells what happens in a run."""
+
+    def __init__(self, session: Session, directory: Path, console: Console | None) -> None:
+        self._session = session
+        self._observe = session.config.observe
+        self.is_leader = session.pipeline.engines[0].rank == 0
+        self._console = console
+        self._journal = Journal(directory, self.say) if self.is_leader else None
+        self._directory = directory
+        self._tensorboard = TensorBoard(directory) if self.is_leader and self._observe.tensorboard else None
+        self._page: Dashboard | None = None
+        engines = session.pipeline.engines if self._observe.trace else []
+        self._recorders = [Recorder(directory, engine.rank) for engine in engines]
+        self._recorded: Program | None = None
+
+    def say(self, text: str) -> None:
+        if self._console is not None:
+            self._console.message(text)
+
+    def start(self, facts: dict[str, Any]) -> None:
+        if self._journal is not None:
+            self._journal.facts(facts)
+        if self._console is not None:
+            self._console.start(facts)
+        if self.is_leader and self._observe.dashboard:
+            self._page = Dashboard(self._directory).start()
+            self.say(f"live page: {self._page.url}")
+
+    def iteration(self, line: Mapping[str, Any]) -> None:
+        """A training iteration ended, on all ranks."""
+        number = int(line["iteration"])
+        self._record(number)
+        every = self._observe.verbose_interval
+        if every and number % every == 0:
+            self._details(number)
+        line = {"kind": "train", **line, "time": time()}
+        self._write(line)
+        if self._console is not None:
+            self._console.iteration(line | {"memory": [psutil.Process().memory_info().rss]})
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        line = {"kind": "evaluation", **line, "time": time()}
+        self._write(line)
+        if self._console is not None:
+            self._console.evaluation(line)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self._journal is not None:
+            self._journal.metrics(line)
+        if self._tensorboard is not None:
+            self._tensorboard.log(line)
+
+    def _record(self, iteration: int) -> None:
+        pipeline = self._session.pipeline
+        if not self._recorders:
+            return
+        trace = pipeline.trace()
+        if trace.planned is not self._recorded:
+            self._recorded, versions = trace.planned, version_table(trace.planned)
+            for recorder in self._recorders:
+                recorder.versions = versions
+        for recorder, engine in zip(self._recorders, pipeline.engines, strict=True):
+            recorder.record(pipeline.step - 1, iteration, trace.records[engine.rank], _memory(engine))
+
+    def _details(self, iteration: int) -> None:
+        """One line per rank: what its time went to."""
+        pipeline = self._session.pipeline
+        records = pipeline.trace().records
+        mine = [_spent(records[engine.rank]) for engine in pipeline.engines]
+        everyone = mine if alone(pipeline) else gather_numbers(pipeline, mine[0])
+        for rank, numbers in enumerate(everyone):
+            waited, *spent = (1000 * number for number in numbers)
+            parts = [f"{kind.value} {each:.1f} ms" for kind, each in zip(KINDS, spent, strict=True) if each]
+            self.say(f"iteration {iteration}  rank {rank}  {'  '.join(parts)}  waiting {waited:.1f} ms")
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        if self._journal is not None:
+            self._journal.summary(summary)
+        if self._console is not None:
+            self._console.finish(summary)
+
+    def close(self) -> None:
+        for recorder in self._recorders:
+            recorder.close()
+            if recorder.problem:
+                self.say(f"warning: {recorder.problem}")
+        for end in (self._journal, self._tensorboard, self._console):
+            if end is not None:
+                end.close()
+        if self._page is not None:
+            self._page.stop()
+
+
+def _memory(engine: Engine) -> dict[str, int]:
+    stages = engine.stages.values()
+    weights = sum(p.numel() * p.element_size() for stage in stages for p in stage.weights.parameters.values())
+    versions = max(getattr(stage.weights, "most_versions", 1) for stage in stages)
+    return {"rss": psutil.Process().memory_info().rss, "weights": weights, "versions": versions}
+
+
+def _spent(records: Sequence[Record]) -> list[float]:
+    """Seconds that a rank waited, then what it spent on each kind of action."""
+    spent: dict[Kind, int] = defaultdict(int)
+    for record in records:
+        spent[record.action.kind] += record.end - record.ready
+    waited = sum(record.ready - record.begin for record in records)
+    return [waited / 1e9, *(spent[kind] / 1e9 for kind in KINDS)]
