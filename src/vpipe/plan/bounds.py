@@ -176,7 +176,7 @@ class StageBounds:
         earliest = np.searchsorted(self.base, ends - time + self.overhead - _SLACK * (ends + time))
         return int((stops - np.maximum(earliest, first_start)).max())
 
-    def knapsack(self, start: int, stop: int) -> Knapsack:
+    def knapsack(self, start: int, stop: int, hint: float = 0.0) -> Knapsack:
         """The stage itself."""
         room = self.facts.memory - float(self.fixed[stop] - self.fixed[start] + self.before[start] + self.after[stop])
         return Knapsack(
@@ -188,6 +188,7 @@ class StageBounds:
             base=float(self.base[stop] - self.base[start]) + self.overhead,
             swap_bandwidth=self.swap_bandwidth,
             recompute=self.recompute,
+            hint=hint,
         )
 
 

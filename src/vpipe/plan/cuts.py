@@ -84,6 +84,7 @@ class Cutter:
         self.fills = np.array([0.0, *(profile.fill_time(cut) for cut in inner), 0.0])
         self._knapsacks: dict[Key, Knapsack] = {}
         self._bounds: dict[Key, float] = {}
+        self._prices: dict[int, float] = {}
         self._packings: dict[Key, Packing | None] = {}
 
     # ── stages ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -92,8 +93,10 @@ class Cutter:
         """The stage's own lower bound, with the inputs of its segments: much closer than ``StageBounds``, once."""
         key = id(self.stages[stage]), start, stop
         if key not in self._bounds:
-            knapsack = self._knapsacks[key] = self.stages[stage].knapsack(start, stop)
+            hint = self._prices.get(key[0], 0.0)
+            knapsack = self._knapsacks[key] = self.stages[stage].knapsack(start, stop, hint)
             self._bounds[key] = knapsack.bound()
+            self._prices[key[0]] = knapsack.price or hint
             self.work += knapsack.work + _CALL_WORK
         return self._bounds[key]
 

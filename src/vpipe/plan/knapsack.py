@@ -70,8 +70,11 @@ class Knapsack:
         base: float,
         swap_bandwidth: float | None = None,
         recompute: bool = True,
+        hint: float = 0.0,
     ) -> None:
         self.num_layers = len(saved)
+        self.hint = hint
+        """A price per byte that was right for a similar stage; it saves passes and changes no answer."""
         self.work = 0
         """Layers priced and partial choices extended: what the effort of a search is counted in."""
         self._pricing: tuple[float, float, float, list[_Option]] | None = None
@@ -109,9 +112,10 @@ class Knapsack:
             return Packing(best[0], best[0], best[1])
         return Packing(*extend(self, price, weight, bound, best, label_limit))
 
-    def smallest(self) -> float:
-        """The fewest bytes that any choice needs."""
-        return self.priced(1.0, 0.0, 0.0)[0].bytes
+    @property
+    def price(self) -> float:
+        """The price per byte that ``bound`` found."""
+        return 0.0 if self._pricing is None else self._pricing[1]
 
     def priced(self, price: float, on_compute: float, on_swap: float) -> tuple[_Option, list[float], list[float]]:
         """The best path at a price per byte and a weight on each lane, and the priced remainders by state."""
@@ -188,12 +192,16 @@ class Knapsack:
         def cost(option: _Option) -> float:
             return on_compute * (self.base + option.seconds) + weight * option.swap
 
-        loose = self.priced(0.0, on_compute, weight)[0]
-        if loose.bytes <= self.capacity:
-            found.append(loose)
-            return cost(loose), 0.0, loose.swap - loose.seconds - self.base
-        fits = smallest
+        # At no price everything is kept, which does not fit. A neighbour's price is a better second guess than a line.
+        fits, loose = smallest, _Option(0.0, sum(self.keep), 0.0, 0.0, ())
         bound, price = 0.0, 0.0
+        if weight == 0.0 and self.hint > 0.0:
+            option = self.priced(self.hint, on_compute, weight)[0]
+            if option.bytes > self.capacity:
+                loose = option
+            elif option.bytes < self.capacity:
+                fits = option
+                found.append(option)
         for _ in range(60):
             price = (cost(fits) - cost(loose)) / (loose.bytes - fits.bytes)
             at_line = cost(fits) + price * (fits.bytes - self.capacity)
