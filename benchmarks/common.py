@@ -60,7 +60,12 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     """Median, and the quartiles as spread."""
     ordered = sorted(values)
     quarter = len(ordered) // 4
-    return {"median": statistics.median(ordered), "low": ordered[quarter], "high": ordered[-1 - quarter], "n": len(ordered)}
+    return {
+        "median": statistics.median(ordered),
+        "low": ordered[quarter],
+        "high": ordered[-1 - quarter],
+        "n": len(ordered),
+    }
 
 
 def machine() -> dict[str, Any]:

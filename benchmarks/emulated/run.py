@@ -1,4 +1,5 @@
-"""Emulated devices: layers that sleep. How near is a measured step to the simulation, on more ranks than there are cores?"""
+"""Emulated devices: layers that sleep. How near is a measured step to the simulation, on more ranks than there are
+cores?"""
 
 from __future__ import annotations
 
@@ -77,9 +78,15 @@ def main() -> None:
             program = catalog.build(schedule, num_ranks, MICROBATCHES)
             costs = uniform(program.placement, forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD)
             expected = simulate(program, costs).makespan
-            measured = common.launch(__file__, num_ranks, {"schedule": schedule, "repeats": 2 if arguments.quick else 5})[0]
+            measured = common.launch(
+                __file__, num_ranks, {"schedule": schedule, "repeats": 2 if arguments.quick else 5}
+            )[0]
             facts = common.summary(measured)
-            rows[f"{schedule} p={num_ranks}"] = {"simulated": expected, "measured": facts, "ratio": facts["median"] / expected}
+            rows[f"{schedule} p={num_ranks}"] = {
+                "simulated": expected,
+                "measured": facts,
+                "ratio": facts["median"] / expected,
+            }
     common.finish(arguments, {"question": "emulated", "rows": rows}, table)
 
 

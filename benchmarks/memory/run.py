@@ -1,4 +1,5 @@
-"""Peak live bytes of tensors on each rank: 1f1b must not grow with the number of microbatches; torch's in the same run."""
+"""Peak live bytes of tensors on each rank: 1f1b must not grow with the number of microbatches; torch's in the same
+run."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ WIDTH, ROWS = 512, 64
 
 
 class LiveBytes:
-    """Samples the bytes of all living CPU tensor storages while it is open, at every forward and backward of a layer."""
+    """Samples the bytes of all living CPU tensor storages while it is open, at every forward and backward of a
+    layer."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -58,7 +60,7 @@ def rank(task: dict[str, Any]) -> None:
     pipe: Any
     if side == "vpipe":
         pipe = Pipeline(layers, loss, schedule=schedule, num_microbatches=m, optimizer=sgd)
-        held = [module for module in pipe.modules().values()]
+        held = list(pipe.modules().values())
     else:
         pipe = TorchPipeline(layers, loss, schedule, m, [2] * dist.get_world_size(), sgd)
         held = layers
@@ -79,7 +81,9 @@ def rank(task: dict[str, Any]) -> None:
 def table(result: dict[str, Any]) -> str:
     lines = ["peak live tensor bytes of rank 0 beyond the batch itself, MiB; growth = m=64 over m=8"]
     for name, row in result["rows"].items():
-        lines.append(f"{name:16} m=8 {row['8'] / 2**20:7.2f}   m=64 {row['64'] / 2**20:7.2f}   growth {row['growth']:.3f}")
+        lines.append(
+            f"{name:16} m=8 {row['8'] / 2**20:7.2f}   m=64 {row['64'] / 2**20:7.2f}   growth {row['growth']:.3f}"
+        )
     return "\n".join(lines)
 
 
@@ -92,7 +96,8 @@ def main() -> None:
     for side in ("vpipe", "torch"):
         for schedule in ("1f1b", "gpipe"):
             peaks = {
-                m: max(common.launch(__file__, 4, {"side": side, "microbatches": m, "schedule": schedule})) for m in (8, 64)
+                m: max(common.launch(__file__, 4, {"side": side, "microbatches": m, "schedule": schedule}))
+                for m in (8, 64)
             }
             rows[f"{side} {schedule}"] = {**{str(m): peak for m, peak in peaks.items()}, "growth": peaks[64] / peaks[8]}
     common.finish(arguments, {"question": "memory", "rows": rows}, table)

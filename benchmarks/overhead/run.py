@@ -66,7 +66,8 @@ def table(result: dict[str, Any]) -> str:
     for name, row in result["rows"].items():
         ours, peer = row["vpipe"], row["torch"]
         lines.append(
-            f"{name:42} vpipe {ours['median']:6.0f} ({ours['low']:.0f}–{ours['high']:.0f})   torch {peer['median']:6.0f} "
+            f"{name:42} vpipe {ours['median']:6.0f} ({ours['low']:.0f}–{ours['high']:.0f})   "
+            f"torch {peer['median']:6.0f} "
             f"({peer['low']:.0f}–{peer['high']:.0f})   ratio {row['ratio']:.2f}   (module alone {row['own']:.0f})"
         )
     return "\n".join(lines)

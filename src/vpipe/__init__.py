@@ -1,7 +1,7 @@
 """Pipeline-parallel training for any PyTorch model, with an answer before the job is queued.
 
-Importing ``vpipe`` costs nothing: the names that need torch are loaded when they are first used, so that ``vpipe --help``,
-``vpipe simulate`` and ``vpipe plan`` answer at once on a login node.
+Importing ``vpipe`` costs nothing: the names that need torch are loaded when they are first used, so that ``vpipe
+--help``, ``vpipe simulate`` and ``vpipe plan`` answer at once on a login node.
 """
 
 from __future__ import annotations

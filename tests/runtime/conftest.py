@@ -11,9 +11,8 @@ from runtime_support import COUNTS
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread() -> None:
     torch.set_num_threads(1)
-    yield
 
 
 @pytest.fixture(scope="session")

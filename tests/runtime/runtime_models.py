@@ -64,7 +64,9 @@ class Join(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, *values: Tensor) -> Tensor:
-        return self.dropout(sum(value * 0.5 + torch.tanh(part(value)) for part, value in zip(self.parts, values, strict=True)))
+        return self.dropout(
+            sum(value * 0.5 + torch.tanh(part(value)) for part, value in zip(self.parts, values, strict=True))
+        )
 
 
 class Carrier(nn.Module):
@@ -120,20 +122,30 @@ def _classes(rows: int, step: int) -> tuple[Tensor, Tensor]:
 
 def _tokens(rows: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randint(0, CLASSES, (rows,), generator=generator), torch.randint(0, CLASSES, (rows,), generator=generator)
+    return torch.randint(0, CLASSES, (rows,), generator=generator), torch.randint(
+        0, CLASSES, (rows,), generator=generator
+    )
 
 
 def plain(num_layers: int, dropout: float) -> Model:
-    return Model([nn.Linear(WIDTH, WIDTH), *[Block(dropout) for _ in range(num_layers - 2)], nn.Linear(WIDTH, CLASSES)], _classes)
+    return Model(
+        [nn.Linear(WIDTH, WIDTH), *[Block(dropout) for _ in range(num_layers - 2)], nn.Linear(WIDTH, CLASSES)], _classes
+    )
 
 
 def batch_norm(num_layers: int, dropout: float) -> Model:
-    return Model([nn.Linear(WIDTH, WIDTH), *[NormBlock(dropout) for _ in range(num_layers - 2)], nn.Linear(WIDTH, CLASSES)], _classes)
+    return Model(
+        [nn.Linear(WIDTH, WIDTH), *[NormBlock(dropout) for _ in range(num_layers - 2)], nn.Linear(WIDTH, CLASSES)],
+        _classes,
+    )
 
 
 def skips(num_layers: int, dropout: float) -> Model:
     """``early`` has readers all along the model, and the input itself is read again at the end."""
-    layers: list[Any] = [Layer(nn.Linear(WIDTH, WIDTH), reads=("image",), writes=("early",)), Layer(Block(dropout), reads=("early",))]
+    layers: list[Any] = [
+        Layer(nn.Linear(WIDTH, WIDTH), reads=("image",), writes=("early",)),
+        Layer(Block(dropout), reads=("early",)),
+    ]
     while len(layers) < num_layers - 2:
         number = len(layers)
         layers.append(Layer(Join(2, dropout), reads=("x", "early")) if number % 3 == 0 else Layer(Block(dropout)))
@@ -183,9 +195,13 @@ def convolution(num_layers: int, dropout: float) -> Model:
             return x.reshape(x.shape[0], *self.shape)
 
     middle = [
-        nn.Sequential(nn.ReLU(inplace=True), nn.Conv1d(2, 2, 3, padding=1), nn.Dropout(dropout)) for _ in range(num_layers - 2)
+        nn.Sequential(nn.ReLU(inplace=True), nn.Conv1d(2, 2, 3, padding=1), nn.Dropout(dropout))
+        for _ in range(num_layers - 2)
     ]
-    first, last = nn.Sequential(nn.Linear(WIDTH, WIDTH), Shape(2, WIDTH // 2)), nn.Sequential(Shape(WIDTH), nn.Linear(WIDTH, CLASSES))
+    first, last = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), Shape(2, WIDTH // 2)),
+        nn.Sequential(Shape(WIDTH), nn.Linear(WIDTH, CLASSES)),
+    )
     return Model([first, *middle, last], _classes)
 
 

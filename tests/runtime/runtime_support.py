@@ -73,12 +73,17 @@ def pipeline(case: Case, model: Model, num_ranks: int | None = None) -> Pipeline
 def replay_of(pipe: Pipeline, modules: dict[int, nn.Module], case: Case, model: Model) -> Replay:
     replicas = [len(ranks) for ranks in pipe.placement.ranks_of]
     optimizer = OPTIMIZERS[case.optimizer]
-    return Replay(pipe.flow, modules, model.loss, optimizer, seed=3, tied=model.tied, clip_norm=case.clip_norm, replicas=replicas)
+    return Replay(
+        pipe.flow, modules, model.loss, optimizer, seed=3, tied=model.tied, clip_norm=case.clip_norm, replicas=replicas
+    )
 
 
 def modules_of(model: Model) -> dict[int, nn.Module]:
     """Copies of the layers, for a replay."""
-    return {index: copy.deepcopy(layer.build() if isinstance(layer, Layer) else layer) for index, layer in enumerate(model.layers)}
+    return {
+        index: copy.deepcopy(layer.build() if isinstance(layer, Layer) else layer)
+        for index, layer in enumerate(model.layers)
+    }
 
 
 def units_of(pipe: Pipeline, program: Program, inputs: Any, targets: Any) -> list[ReplayUnit]:
@@ -92,7 +97,9 @@ def units_of(pipe: Pipeline, program: Program, inputs: Any, targets: Any) -> lis
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     """The names whose tensors are not equal to the bit (NaNs in the same places are)."""
     assert found.keys() == expected.keys()
-    return [name for name in found if found[name].dtype != expected[name].dtype or not _same(found[name], expected[name])]
+    return [
+        name for name in found if found[name].dtype != expected[name].dtype or not _same(found[name], expected[name])
+    ]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -35,7 +35,9 @@ def exchange(transport: Transport, messages: list[tuple[Envelope, Any]], takes: 
 
 
 def order(transport: Transport) -> list[Any]:
-    return [int(value) for value in exchange(transport, [(Envelope(0, 0, 1, k, 0), torch.tensor(k)) for k in range(50)])]
+    return [
+        int(value) for value in exchange(transport, [(Envelope(0, 0, 1, k, 0), torch.tensor(k)) for k in range(50)])
+    ]
 
 
 def many_channels(transport: Transport) -> list[Any]:
@@ -65,7 +67,16 @@ def sizes(transport: Transport) -> list[Any]:
 def kinds(transport: Transport) -> list[Any]:
     """Every dtype, no dimension, no element, any structure, any strides; numbers keep their type."""
     generator = torch.Generator().manual_seed(0)
-    dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8]
+    dtypes = [
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+    ]
     dtypes += [torch.uint8, torch.bool, torch.complex64, torch.complex128]
     for number, dtype in enumerate(dtypes):
         base = (torch.rand(3, 4, 5, generator=generator) * 50).to(dtype)

@@ -73,16 +73,28 @@ def test_a_result_that_cannot_travel(result: Callable[[Any], Any], words: str, r
         ({"replicas": 3}, r"2 ranks cannot hold 3 replicas"),
         ({"replicas": (2, 1)}, r"need 3 ranks, but there are 2"),
         ({"replicas": (2, 1), "num_ranks": 3}, r"same number of replicas on every stage"),
-        ({"schedule": "pipedream", "replicas": (2, 1), "num_ranks": 3, "num_microbatches": 5}, r"not a multiple of the 2 replicas"),
+        (
+            {"schedule": "pipedream", "replicas": (2, 1), "num_ranks": 3, "num_microbatches": 5},
+            r"not a multiple of the 2 replicas",
+        ),
         ({"rows": 3}, r"a batch of 3 rows cannot be cut into 4 microbatches; give at least 4 rows"),
         ({"optimizer": None}, r"has no optimizer; give Pipeline\(optimizer="),
         ({"tied": [TiedWeight(((0, "weight"), (9, "weight")))]}, r"layer 9, but layers are 0..3"),
-        ({"tied": [TiedWeight(((0, "weight"), (3, "waight")))]}, r"layer 3 .*no parameter 'waight'.*did you mean 'weight'"),
+        (
+            {"tied": [TiedWeight(((0, "weight"), (3, "waight")))]},
+            r"layer 3 .*no parameter 'waight'.*did you mean 'weight'",
+        ),
         ({"tied": [TiedWeight(((0, "weight"), (3, "bias")))]}, r"shapes"),
-        ({"tied": [TiedWeight(((0, "weight"), (3, "weight")))], "schedule": "pipedream"}, r"tied weights need a synchronous"),
+        (
+            {"tied": [TiedWeight(((0, "weight"), (3, "weight")))], "schedule": "pipedream"},
+            r"tied weights need a synchronous",
+        ),
         ({"loss": lambda output, target: (output - target) ** 2}, r"loss must be a scalar.*reduce it"),
         ({"loss": lambda output, target: 1.0}, r"loss must be a scalar.*a float"),
-        ({"schedule": "pipedream", "loss_scale": LossScale(2.0, dynamic=True)}, r"dynamic loss scale needs a synchronous"),
+        (
+            {"schedule": "pipedream", "loss_scale": LossScale(2.0, dynamic=True)},
+            r"dynamic loss scale needs a synchronous",
+        ),
     ],
 )
 def test_one_sentence(more: dict[str, Any], words: str) -> None:

@@ -23,7 +23,9 @@ COUNT = settings(max_examples=25, deadline=None)
 SIZES = st.integers(1, 9)
 
 
-def _same(module: nn.Module, inputs: list[Tensor], *, input_grad: bool = True, autocast: bool = False, copied: Any = None) -> None:
+def _same(
+    module: nn.Module, inputs: list[Tensor], *, input_grad: bool = True, autocast: bool = False, copied: Any = None
+) -> None:
     """Two units through the split module and through autograd: outputs, input and weight gradients."""
     module.zero_grad()
     split = copied(module) if copied is not None else copy.deepcopy(module)
@@ -87,7 +89,11 @@ def test_linear(data: Any, width: int, out: int, bias: bool, frozen: bool, input
 def test_embedding(data: Any, rows: int, width: int, padding: int | None, autocast: bool) -> None:
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     shape = data.draw(st.lists(SIZES, min_size=1, max_size=3))
-    _same(nn.Embedding(rows, width, padding_idx=padding), [torch.randint(0, rows, shape) for _ in range(2)], autocast=autocast)
+    _same(
+        nn.Embedding(rows, width, padding_idx=padding),
+        [torch.randint(0, rows, shape) for _ in range(2)],
+        autocast=autocast,
+    )
 
 
 @COUNT
@@ -101,7 +107,9 @@ def test_layer_norm(data: Any, width: int, bias: bool, frozen: str, input_grad: 
 
 @COUNT
 @given(st.data(), st.integers(1, 3), st.booleans(), st.integers(1, 2), st.integers(0, 2), st.booleans(), st.booleans())
-def test_convolution(data: Any, dims: int, bias: bool, stride: int, padding: int, grouped: bool, input_grad: bool) -> None:
+def test_convolution(
+    data: Any, dims: int, bias: bool, stride: int, padding: int, grouped: bool, input_grad: bool
+) -> None:
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     module = kind(4, 6, 3, stride=stride, padding=padding, bias=bias, groups=2 if grouped else 1)

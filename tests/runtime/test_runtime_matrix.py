@@ -34,9 +34,7 @@ def test_every_schedule_equals_replay(schedule: str) -> None:
         _, optimizer, recompute = CROSS[(number + shift) % 3]
         clip = 0.5 if (number + shift) % 2 else None
         if _may_run(schedule, model, num_ranks, num_microbatches):
-            check(
-                Case(schedule, model, num_ranks, num_microbatches, optimizer, recompute=recompute, clip_norm=clip)
-            )
+            check(Case(schedule, model, num_ranks, num_microbatches, optimizer, recompute=recompute, clip_norm=clip))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -57,7 +55,9 @@ def test_whole_matrix(schedule: str, model: str) -> None:
         for optimizer in ("sgd", "adam"):
             for recompute in (0.0, 0.5, 1.0):
                 for dropout in (0.0, 0.2):
-                    check(Case(schedule, model, num_ranks, num_microbatches, optimizer, dropout, recompute, num_steps=3))
+                    check(
+                        Case(schedule, model, num_ranks, num_microbatches, optimizer, dropout, recompute, num_steps=3)
+                    )
 
 
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)

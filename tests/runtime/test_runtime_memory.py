@@ -111,7 +111,12 @@ def test_logits_are_not_kept(schedule: str) -> None:
         return output.sum() * 0 + output.square().mean()
 
     pipe = Pipeline(
-        model.layers, loss, schedule=schedule, num_microbatches=6, num_ranks=2, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)
+        model.layers,
+        loss,
+        schedule=schedule,
+        num_microbatches=6,
+        num_ranks=2,
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
     )
     pipe.train_step(*model.data(12, 0))
     assert len(seen) == pipe.programs.num_units
@@ -146,7 +151,9 @@ def test_an_output_is_dropped_after_its_send() -> None:
 
     Engine._send = counted  # type: ignore[method-assign]
     try:
-        pipe = Pipeline([Ends(), nn.Linear(WIDE, WIDE)], nn.functional.mse_loss, schedule="gpipe", num_microbatches=4, num_ranks=2)
+        pipe = Pipeline(
+            [Ends(), nn.Linear(WIDE, WIDE)], nn.functional.mse_loss, schedule="gpipe", num_microbatches=4, num_ranks=2
+        )
         pipe.train_step(torch.randn(8, WIDE), torch.randn(8, WIDE), update=False)
     finally:
         Engine._send = send  # type: ignore[method-assign]

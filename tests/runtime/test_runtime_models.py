@@ -21,7 +21,9 @@ SCHEDULES = [entry.name for entry in catalog.entries()]
 mse = nn.functional.mse_loss
 
 
-def _gradients(layers: list[nn.Module], units: list[tuple[Any, Any]], weights: list[float], loss: Any = mse) -> dict[str, Tensor]:
+def _gradients(
+    layers: list[nn.Module], units: list[tuple[Any, Any]], weights: list[float], loss: Any = mse
+) -> dict[str, Tensor]:
     """Plain accumulation over units."""
     plain = nn.Sequential(*layers)
     for (x, y), weight in zip(units, weights, strict=True):
@@ -29,7 +31,13 @@ def _gradients(layers: list[nn.Module], units: list[tuple[Any, Any]], weights: l
     return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 
 
-def _equal(layers: list[nn.Module], units: list[tuple[Any, Any]], weights: list[float] | None = None, loss: Any = mse, **more: Any) -> Pipeline:
+def _equal(
+    layers: list[nn.Module],
+    units: list[tuple[Any, Any]],
+    weights: list[float] | None = None,
+    loss: Any = mse,
+    **more: Any,
+) -> Pipeline:
     """The pipeline's gradients of these units are the plain ones."""
     weights = weights or [1 / len(units)] * len(units)
     expected = _gradients(copy.deepcopy(layers), units, weights, loss)
@@ -93,7 +101,9 @@ def test_uneven_last_microbatches() -> None:
     assert torch.allclose(pipe.forward(x), whole(x), atol=1e-5)
 
 
-@pytest.mark.parametrize("first", [nn.ReLU(inplace=True), nn.LeakyReLU(0.3, inplace=True), nn.Dropout(0.0, inplace=True)])
+@pytest.mark.parametrize(
+    "first", [nn.ReLU(inplace=True), nn.LeakyReLU(0.3, inplace=True), nn.Dropout(0.0, inplace=True)]
+)
 @pytest.mark.parametrize("recompute", [0.0, 1.0])
 def test_a_first_layer_that_works_in_place(first: nn.Module, recompute: float) -> None:
     torch.manual_seed(0)

@@ -51,7 +51,9 @@ class Once(nn.Module):
         return torch.stack([part(value) for part, value in zip(self.parts, values, strict=True)]).sum(0).tanh()
 
 
-@pytest.mark.parametrize("partition", [[6], [1, 5], [2, 4], [5, 1], [1, 1, 4], [2, 2, 2], [1, 1, 1, 1, 1, 1], [3, 1, 2]])
+@pytest.mark.parametrize(
+    "partition", [[6], [1, 5], [2, 4], [5, 1], [1, 1, 4], [2, 2, 2], [1, 1, 1, 1, 1, 1], [3, 1, 2]]
+)
 def test_skips_equal_plain_autograd_whatever_the_partition(partition: list[int]) -> None:
     torch.manual_seed(0)
     first, second, third, fourth, fifth, last = nn.Linear(WIDTH, WIDTH), Once(1), Once(2), Once(2), Once(3), Once(4)
@@ -74,10 +76,17 @@ def test_skips_equal_plain_autograd_whatever_the_partition(partition: list[int])
     nn.functional.mse_loss(modules[5](e, a, b, x), y).backward()
 
     pipe = Pipeline(
-        layers, nn.functional.mse_loss, schedule="1f1b", num_microbatches=1, num_ranks=len(partition), partition=partition
+        layers,
+        nn.functional.mse_loss,
+        schedule="1f1b",
+        num_microbatches=1,
+        num_ranks=len(partition),
+        partition=partition,
     )
     pipe.train_step({"image": x}, y, update=False)
-    expected = {f"{number}.{name}": p.grad for number, module in enumerate(modules) for name, p in module.named_parameters()}
+    expected = {
+        f"{number}.{name}": p.grad for number, module in enumerate(modules) for name, p in module.named_parameters()
+    }
     assert not differing(pipe.gradients(), expected)
 
 

@@ -35,7 +35,13 @@ def _different_everywhere() -> list[Any]:
 def test_replicas_start_equal_and_stay_equal() -> None:
     torch.manual_seed(0)
     pipe = Pipeline(
-        _different_everywhere(), mse, schedule="1f1b", num_microbatches=2, num_ranks=4, replicas=2, optimizer=OPTIMIZERS["adam"]
+        _different_everywhere(),
+        mse,
+        schedule="1f1b",
+        num_microbatches=2,
+        num_ranks=4,
+        replicas=2,
+        optimizer=OPTIMIZERS["adam"],
     )
     for _ in range(2):
         states = _states(pipe)
@@ -92,7 +98,13 @@ def test_weights_that_nobody_used_are_left_alone(replicas: int) -> None:
     layers = [nn.Linear(WIDTH, WIDTH), Unused(), Unused(), nn.Linear(WIDTH, WIDTH)]
     before = [layer.never.weight.detach().clone() for layer in layers[1:3]]
     pipe = Pipeline(
-        layers, mse, schedule="1f1b", num_microbatches=4, num_ranks=2 * replicas, replicas=replicas, optimizer=OPTIMIZERS["adamw"]
+        layers,
+        mse,
+        schedule="1f1b",
+        num_microbatches=4,
+        num_ranks=2 * replicas,
+        replicas=replicas,
+        optimizer=OPTIMIZERS["adamw"],
     )
     pipe.train_step(torch.randn(8 * replicas, WIDTH), torch.randn(8 * replicas, WIDTH))
     assert all(torch.equal(layer.never.weight, old) for layer, old in zip(layers[1:3], before, strict=True))

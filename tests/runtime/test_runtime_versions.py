@@ -72,7 +72,9 @@ def test_optimizer_state_is_single_and_nothing_is_left_after_a_drain() -> None:
             assert len(engine.updater.optimizers[index].state) == len(stage.weights.parameters)
             assert not stage.units
             for module in stage.modules.values():
-                assert all(parameter is slot for parameter, slot in zip(module.parameters(), _of(stage, module), strict=True))
+                assert all(
+                    parameter is slot for parameter, slot in zip(module.parameters(), _of(stage, module), strict=True)
+                )
 
 
 def _of(stage: object, module: object) -> list[object]:

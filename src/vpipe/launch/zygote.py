@@ -2,8 +2,8 @@
 
 Importing torch costs seconds of processor time in every process; a fork of a process that has imported it costs
 milliseconds. The zygote imports, forks one child a rank and one that keeps the store at which they meet, then only
-reaps and passes signals on. It starts no thread and runs no tensor operation before the fork, so the children inherit no
-half-initialised pool.
+reaps and passes signals on. It starts no thread and runs no tensor operation before the fork, so the children inherit
+no half-initialised pool.
 
 It speaks with the launcher over a socket, one JSON object a line:
 

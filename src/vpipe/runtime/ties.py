@@ -1,7 +1,8 @@
 """Weights that are one although several layers hold them: declared, checked, and started equal.
 
-Each layer keeps a parameter of its own, because its stage may live on another rank; ``update`` sums their gradients, so they stay equal.
-A model whose layers hold the very same parameter may say so with ``TiedWeight``; without that, stages would drift apart in silence.
+Each layer keeps a parameter of its own, because its stage may live on another rank; ``update`` sums their gradients, so
+they stay equal. A model whose layers hold the very same parameter may say so with ``TiedWeight``; without that, stages
+would drift apart in silence.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def refuse_sharing(modules: Mapping[int, nn.Module]) -> None:
     for first, second in check_sharing(modules):
         raise UserError(
             f"layers share one parameter ({first} and {second}); declare "
-            f"tied=[TiedWeight((({_owner(first)}), ({_owner(second)})))], so that their gradients are summed across stages"
+            f"tied=[TiedWeight((({_owner(first)}), ({_owner(second)})))], "
+            "so that their gradients are summed across stages"
         )
 
 

@@ -41,6 +41,7 @@ class Evaluation:
         """The mean loss; every rank calls this, and those that read data know the answer."""
         assert self._feed is not None, "asked only where there are batches"
         session, total, targets = self._session, 0.0, 0
+        session.prepare()
         for batch in range(self.num_batches):
             units = self._feed.read([(0, batch)]) if session.reads_data else None
             loss = session.pipeline.evaluate(units.inputs() if units else None, units.targets() if units else None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
 from vpipe.runtime import assembly
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priority import Backend
+from vpipe.runtime.programs import Programs
 from vpipe.schedule import catalog as schedule_catalog
+from vpipe.schedule.action import Kind
 from vpipe.train.balance import balanced
 from vpipe.train.feed import Feed
 from vpipe.train.limits import refuse
@@ -30,6 +32,9 @@ from vpipe.train.optimizers import optimizer
 from vpipe.train.precision import autocast, loss_scale
 from vpipe.train.sharing import share_device
 from vpipe.train.skeleton import Skeleton
+
+BATCHES = "num_batches"
+"""The option of a schedule that runs several batches without a drain: here, iterations."""
 
 
 @dataclass
@@ -44,6 +49,7 @@ class Session:
     feed: Feed
     device: Backend | None = None
     """Who orders the work on a device that ranks share."""
+    _programs: dict[int, Programs] = field(default_factory=dict)
 
     @property
     def reads_data(self) -> bool:
@@ -54,11 +60,22 @@ class Session:
     def num_replicas(self) -> int:
         return num_replicas(self.config)
 
-    def num_microbatches(self, num_iterations: int = 1) -> int:
-        """What ``Pipeline.train_step`` must be told for that many iterations at once: a synchronous schedule counts the
-        units of one replica, an asynchronous one all."""
-        own = self.config.training.num_microbatches * num_iterations
-        return own if self.pipeline.programs.synchronous else own * self.num_replicas
+    def prepare(self, num_iterations: int = 1) -> int:
+        """Make the pipeline ready for that many iterations at once; what ``train_step`` must be told as its number of
+        microbatches: a synchronous schedule counts the units of one replica, an asynchronous one all, and 2BW those of
+        one of its batches."""
+        own = self.config.training.num_microbatches
+        programs = self.pipeline.programs
+        if BATCHES in schedule_catalog.get(self.config.parallel.scheduler).options:
+            if num_iterations not in self._programs:
+                options = dict(programs.spec.options or {}) | {BATCHES: num_iterations}
+                stages = {action.stage for _, action in programs.training().actions() if action.kind is Kind.R}
+                self._programs[num_iterations] = Programs(
+                    replace(programs.spec, options=options), self.pipeline.flow, stages
+                )
+            self.pipeline.programs = self._programs[num_iterations]
+            return own
+        return own if programs.synchronous else own * num_iterations * self.num_replicas
 
     def close(self) -> None:
         self.feed.close()
@@ -104,6 +121,7 @@ def schedule_options(config: PipelineConfig) -> dict[str, Any]:
         "vertical_sync": parallel.vertical_sync or None,
         "update_interval": config.training.update_interval if config.training.update_interval != 1 else None,
         "depths": parallel.depths,
+        BATCHES: 1 if BATCHES in entry.options else None,
     }
     chosen = {name: value for name, value in wanted.items() if value is not None}
     for name in chosen:

@@ -88,7 +88,7 @@ class Trainer:
             self.session.close()
 
     def _facts(self) -> dict[str, Any]:
-        num_microbatches = self.session.num_microbatches(len(self._chain()))
+        num_microbatches = self.session.prepare(len(self._chain()))
         return run_facts(self.session, num_microbatches) | {
             "iterations": self.num_iterations,
             "iterations_per_epoch": self.session.feed.num_batches,
@@ -109,7 +109,7 @@ class Trainer:
                 units.inputs() if units else None,
                 units.targets() if units else None,
                 update=self._ends_update(self.iteration + 1) or count > 1,
-                num_microbatches=session.num_microbatches(count),
+                num_microbatches=session.prepare(count),
             )
         seconds = perf_counter() - begin
         self.iteration += count

@@ -1,11 +1,12 @@
 """Ranks as processes: messages over ``torch.distributed``.
 
-One message is one block of bytes. Its receive must be posted before its size is known, so both ends of a channel agree on a capacity:
-what the largest message of an earlier step needed. A message that is larger sends its description first and its tensors after; from the
-next step on the capacity covers it. In a steady state every message is one transfer.
+One message is one block of bytes. Its receive must be posted before its size is known, so both ends of a channel agree
+on a capacity: what the largest message of an earlier step needed. A message that is larger sends its description first
+and its tensors after; from the next step on the capacity covers it. In a steady state every message is one transfer.
 
-gloo has no way to ask whether a send is done short of waiting for it, so a bounded number of sends may be under way on a channel; the
-next one waits for the oldest. That cannot deadlock: the verifier accepts only programs that run even if every send waits.
+gloo has no way to ask whether a send is done short of waiting for it, so a bounded number of sends may be under way on
+a channel; the next one waits for the oldest. That cannot deadlock: the verifier accepts only programs that run even if
+every send waits.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ class DistributedTransport:
     def _send_large(self, channel: Channel, packed: Packed) -> None:
         layout = packed.layout
         if packed.head_bytes > self._capacity[channel]:
-            raise RuntimeError(f"the description of {packed.envelope} takes {packed.head_bytes} bytes; too many separate tensors")
+            raise RuntimeError(
+                f"the description of {packed.envelope} takes {packed.head_bytes} bytes; too many separate tensors"
+            )
         self._wanted[channel] = max(layout.num_bytes, self._wanted.get(channel, 0))
         head = torch.empty(packed.head_bytes, dtype=torch.uint8)
         packed.write(head, capacity=0)
