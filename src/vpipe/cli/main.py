@@ -36,6 +36,7 @@ COMMANDS = {
     "compare": "A fair sweep over schedules and microbatches.",
     "report": "A run as one HTML page.",
     "dashboard": "A run as a live page.",
+    "export": "The weights of a run, for Hugging Face and others.",
     "data": "Build a data set from text on this machine.",
     "submit": "Write and submit a SLURM job.",
     "doctor": "What this machine has, what would run, what is missing.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -32,17 +33,8 @@ def command(config: Path, steps: int, scheduler: str | None, overrides: tuple[st
     chosen = loaded.config.model_copy(
         update={"launch": loaded.config.launch.model_copy(update={"threads": 1})}  # more threads add in another order
     )
-    from vpipe.launch import local
-
     with tempfile.TemporaryDirectory(prefix="vpipe-parity-") as directory:
-        arguments = {"config": chosen.to_dict(), "directory": directory, "steps": steps}
-        code = local.run(
-            "vpipe.train.parity:pipelined",
-            chosen.num_ranks,
-            arguments=arguments,
-            threads=1,
-            preload=(*local.PRELOAD, "vpipe.train.parity"),
-        )
+        code = _pipelined(chosen, directory, steps)
         if code:
             return code
         import torch
@@ -72,3 +64,22 @@ def command(config: Path, steps: int, scheduler: str | None, overrides: tuple[st
     else:
         click.echo(f"not equal: {result.difference}")
     return 0 if result.equal else 1
+
+
+def _pipelined(config: configs.PipelineConfig, directory: str, steps: int) -> int:
+    """The pipelined side, in the files of ``directory``: on local ranks, or in this process."""
+    from vpipe.launch import local
+    from vpipe.train import limits
+
+    limits.refuse(config)
+    limits.refuse_parity(config)
+    arguments: dict[str, Any] = {"config": config.to_dict(), "directory": directory, "steps": steps}
+    if config.parallel.transport == "inprocess" or config.num_ranks == 1:
+        import torch
+
+        from vpipe.train import parity
+
+        torch.set_num_threads(1)
+        return parity.pipelined(**arguments)
+    preload = (*local.PRELOAD, "vpipe.train.parity")
+    return local.run("vpipe.train.parity:pipelined", config.num_ranks, arguments=arguments, threads=1, preload=preload)

@@ -47,9 +47,11 @@ class Keeper:
             session.config.training.optimizer,
             session.skeleton.fingerprint,
         )
-        config = session.config
+        config = session.config.to_dict()
+        if session.model.vocab_size > 0:  # a checkpoint must stand without the data set
+            config["model"]["vocab_size"] = session.model.vocab_size
         try:
-            checkpoint.save(self.directory, pipeline, standing, config.to_dict(), keep=config.checkpoint.keep)
+            checkpoint.save(self.directory, pipeline, standing, config, keep=session.config.checkpoint.keep)
             self._kept = iteration
         except OSError as error:
             self._say(

@@ -22,9 +22,18 @@ def refuse(config: PipelineConfig) -> None:
             "parallel.backend is nccl, but this version computes on processors and sends by gloo or shared memory; set "
             "parallel.backend: auto (--set parallel.backend=auto)"
         )
-    shared = parallel.transport == "inprocess"
+    shared = parallel.transport == "inprocess" or parallel.scheduler == "async_threaded"
     if parallel.priority != "none" and not (shared or parallel.use_orion_scheduler):
         raise UserError(
             f"parallel.priority {parallel.priority} orders work that shares a device, but here every rank is a process "
             "of its own; set parallel.transport: inprocess, or parallel.priority: none"
+        )
+
+
+def refuse_parity(config: PipelineConfig) -> None:
+    """Raise where one process cannot replay a run step by step."""
+    if config.training.precision == "fp16":
+        raise UserError(
+            "parity compares fp32 and bf16; the loss scale of fp16 skips updates that a replay would make, so set "
+            "training.precision to one of them (--set training.precision=fp32)"
         )

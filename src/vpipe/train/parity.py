@@ -19,9 +19,12 @@ from torch.optim import Optimizer
 
 from vpipe.config import PipelineConfig
 from vpipe.runtime.replay import Replay, ReplayUnit
+from vpipe.schedule import catalog
+from vpipe.train.feed import Position
 from vpipe.train.learning_rate import learning_rate
 from vpipe.train.optimizers import optimizer
-from vpipe.train.session import Session, open_session
+from vpipe.train.precision import autocast
+from vpipe.train.session import BATCHES, Session, open_session
 
 LOSS = "loss"
 
@@ -51,8 +54,11 @@ def pipelined(config: dict[str, Any], directory: str, steps: int) -> int:
             _watch(engine.updater.optimizers[index], names, lambda name, g: seen.__setitem__(f"{step}/grad/{name}", g))
     session.pipeline.set_learning_rate(_rate(session, steps))
     for step in range(steps):
-        units = session.feed.read([(0, step)])
-        loss = session.pipeline.train_step(units.inputs(), units.targets())
+        positions = _positions(session, step)
+        units = session.feed.read(positions)
+        loss = session.pipeline.train_step(
+            units.inputs(), units.targets(), num_microbatches=session.prepare(len(positions))
+        )
         seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
         seen |= {
             f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in session.pipeline.state_dict().items()
@@ -64,6 +70,12 @@ def pipelined(config: dict[str, Any], directory: str, steps: int) -> int:
 
 def _rate(session: Session, steps: int) -> Callable[[int], float]:
     return learning_rate(session.config.training, max(steps, 2) * 4)
+
+
+def _positions(session: Session, step: int) -> list[Position]:
+    """The batches of a step: one, or two of a schedule that delays updates from one to the next."""
+    count = 2 if BATCHES in catalog.get(session.config.parallel.scheduler).options else 1
+    return [divmod(step * count + i, session.feed.num_batches) for i in range(count)]
 
 
 def _watch(made: Optimizer, names: Mapping[int, str], note: Callable[[str, Tensor], None]) -> None:
@@ -83,7 +95,8 @@ def _watch(made: Optimizer, names: Mapping[int, str], note: Callable[[str, Tenso
 def sequential(session: Session, steps: int) -> dict[str, Tensor]:
     """The same steps by replay. ``session`` gives the program, the data and the model; its pipeline is not trained."""
     config, pipeline = session.config, session.pipeline
-    program = pipeline.programs.training()
+    num_microbatches = session.prepare(len(_positions(session, 0)))
+    program = pipeline.programs.training(num_microbatches=num_microbatches)
     modules = dict(enumerate(session.model.build()))
     seen: dict[str, Tensor] = {}
     step = 0
@@ -117,15 +130,14 @@ def sequential(session: Session, steps: int) -> dict[str, Tensor]:
     )
     weights = pipeline.programs.gradient_weights(program)
     for step in range(steps):
-        units = session.feed.read([(0, step)])
+        units = session.feed.read(_positions(session, step))
         shares = units.shares()
-        loss = replay.run(
-            program,
-            [
-                ReplayUnit(batch.inputs, batch.targets, shares[k] if weights is None else weights[k], shares[k])
-                for k, batch in enumerate(units.batches)
-            ],
-        )
+        given = [
+            ReplayUnit(batch.inputs, batch.targets, shares[k] if weights is None else weights[k], shares[k])
+            for k, batch in enumerate(units.batches)
+        ]
+        with autocast(config.training)():
+            loss = replay.run(program, given)
         seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
         seen |= {f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in replay.state_dict().items()}
     return seen

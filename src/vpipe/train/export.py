@@ -1,0 +1,99 @@
+"""From a checkpoint to plain weights: what Hugging Face's library and ``model.directory`` read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vpipe.config import PipelineConfig
+from vpipe.errors import UserError
+from vpipe.train import checkpoint
+from vpipe.train.checkpoint import Checkpoint, DamagedCheckpoint
+from vpipe.train.session import load_model
+from vpipe.train.skeleton import Skeleton
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    source: Path
+    num_tensors: int
+    names: str
+    """Whose names the tensors carry: Hugging Face's, or ``<layer>.<name>``."""
+    notes: tuple[str, ...] = ()
+
+
+def export(where: Path, out: Path) -> Exported:
+    """The weights of the newest whole checkpoint of ``where``, as ``out/model.safetensors`` with a config beside it."""
+    if not where.exists():
+        raise UserError(f"there is nothing at {where}; give a run directory or a checkpoint")
+    notes = []
+    for path in checkpoint.find(where):
+        try:
+            found = Checkpoint.open(path)
+            tensors = _tensors(found)
+        except DamagedCheckpoint as error:
+            notes.append(f"{error}; trying the checkpoint before it")
+            continue
+        return _write(found, tensors, out, tuple(notes))
+    raise UserError(f"no checkpoint of {where} is whole; nothing was written")
+
+
+def _tensors(found: Checkpoint) -> dict[str, Tensor]:
+    """``<layer>.<name>`` → weight or buffer."""
+    return {
+        f"{layer}.{key.split('/', 1)[1]}": tensor
+        for layer in range(len(found.files))
+        for key, tensor in found.read(layer).items()
+        if not key.startswith("optimizer/")
+    }
+
+
+def _write(found: Checkpoint, tensors: dict[str, Tensor], out: Path, notes: tuple[str, ...]) -> Exported:
+    config = PipelineConfig.from_dict(dict(found.config))
+    names = "<layer>.<name>"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if config.model.name == "huggingface":
+            tensors, names = _with_hub_names(config, tensors), "Hugging Face's"
+            (out / "config.json").write_text(json.dumps(_hub_config(config), indent=2) + "\n")
+        else:
+            config.to_yaml(out / "config.yaml")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / WEIGHTS, {"format": "pt"})
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}; choose another place with --out") from None
+    return Exported(found.path, len(tensors), names, notes)
+
+
+def _with_hub_names(config: PipelineConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A tied weight appears once, under the name of its first owner, as the library writes it."""
+    from vpipe.models.huggingface import hub_names
+
+    model = load_model(config, None)
+    later = {f"{layer}.{name}" for tied in model.tied for layer, name in tied.owners[1:]}
+    names = {
+        f"{layer}.{own}": original
+        for layer, part in enumerate(Skeleton.of(config.model.name, model).modules)
+        for own, original in hub_names(part).items()
+    }
+    return {names[name]: tensor for name, tensor in tensors.items() if name in names and name not in later}
+
+
+def _hub_config(config: PipelineConfig) -> dict[str, Any]:
+    from vpipe.models.huggingface.entry import ARCHITECTURES, config_of
+
+    section = config.model
+    given: Any = section.directory if section.config is None else section.config
+    if isinstance(given, dict):
+        given = {"vocab_size": section.vocab_size, **given}
+    made = config_of(given)
+    values: dict[str, Any] = made.to_dict()
+    return values | {"architectures": [ARCHITECTURES[made.model_type].name]}
