@@ -1,4 +1,4 @@
-"""What a message costs: latency and processor time through shared memory and over gloo, in turn, between two ranks."""
+"""What a message costs between two ranks: shared memory, vpipe over gloo, and gloo alone, in turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,39 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 
+SIDES = ("shm", "distributed", "gloo alone")
 SIZES = {"1 KB": 1024, "64 KB": 64 * 1024, "1 MB": 1024 * 1024}
+
+
+class GlooAlone:
+    """The least that gloo can cost: bytes of a known size in buffers that exist, nothing packed, nothing checked."""
+
+    def __init__(self, num_bytes: int, peer: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._dist, self._peer = dist, peer
+        self._outgoing = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._incoming = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._sent: list[Any] = []
+
+    def begin_step(self, step: int) -> None:
+        pass
+
+    def post(self, envelope: Any, source_rank: int) -> None:
+        self._work = self._dist.irecv(self._incoming, source_rank, tag=1 + envelope.backward)
+
+    def send(self, envelope: Any, target_rank: int, value: Any) -> None:
+        self._sent.append(self._dist.isend(self._outgoing, target_rank, tag=1 + envelope.backward))
+        if len(self._sent) > 4:
+            self._sent.pop(0).wait()
+
+    def take(self, envelope: Any) -> None:
+        self._work.wait()
+
+    def end_step(self) -> None:
+        while self._sent:
+            self._sent.pop(0).wait()
 
 
 def rank(task: dict[str, Any]) -> None:
@@ -24,7 +56,7 @@ def rank(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     me, other = dist.get_rank(), 1 - dist.get_rank()
-    sides = {name: choice.between_processes(name, blocking=False, timeout=60) for name in ("shm", "distributed")}
+    ours = {name: choice.between_processes(name, blocking=False, timeout=60) for name in SIDES[:2]}
     step = 0
 
     def ping_pong(transport: Any, payload: Any, count: int) -> None:
@@ -47,6 +79,7 @@ def rank(task: dict[str, Any]) -> None:
 
     found: dict[str, list[list[float]]] = {}
     for size, num_bytes in SIZES.items():
+        sides: dict[str, Any] = {**ours, SIDES[2]: GlooAlone(num_bytes, other)}
         payload = {"h": torch.randn(num_bytes // 4)}
         count = task["count"] if num_bytes < 1 << 20 else task["count"] // 4
         for repeat in range(task["repeats"] + 2):
@@ -68,11 +101,10 @@ def rank(task: dict[str, Any]) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = ["µs per message (median, quartiles)", f"{'':32}{'shared memory':>24}{'gloo':>24}   ratio"]
+    lines = ["µs per message (median, quartiles)", f"{'':36}" + "".join(f"{side:>28}" for side in SIDES)]
     for name, row in result["rows"].items():
-        cells = [f"{row[side]['median']:8.1f} ({row[side]['low']:.1f}–{row[side]['high']:.1f})" for side in row]
-        ratio = row["distributed"]["median"] / row["shm"]["median"]
-        lines.append(f"{name:32}{cells[0]:>24}{cells[1]:>24}   {ratio:5.1f}")
+        cells = [f"{row[side]['median']:.1f} ({row[side]['low']:.1f}–{row[side]['high']:.1f})" for side in SIDES]
+        lines.append(f"{name:36}" + "".join(f"{cell:>28}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -85,7 +117,7 @@ def main() -> None:
     first, second = common.launch(__file__, 2, task)
     rows: dict[str, Any] = {}
     for size in SIZES:
-        for side in ("shm", "distributed"):
+        for side in SIDES:
             pongs = [first[f"{size}/ping_pong/{side}"], second[f"{size}/ping_pong/{side}"]]
             sent, taken = first[f"{size}/one_way/{side}"], second[f"{size}/one_way/{side}"]
             figures = {
