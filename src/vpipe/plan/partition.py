@@ -31,7 +31,7 @@ TOLERANCE = 1e-9
 EFFORT = 500_000
 """About a second."""
 _MAX_CELLS = 3_000_000
-_FIRST_TOP = 1.1
+_FIRST_TOP = 1.05
 _PATH_WORK = 20
 
 
