@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from vpipe.runtime import membership
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow
 from vpipe.runtime.meeting import Place
+from vpipe.runtime.priority import Policy
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.stage import Loss, Stage, StageOptions
+from vpipe.runtime.threaded import ThreadedEngine
 from vpipe.runtime.ties import check_owners, refuse_sharing, share_tied
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.update import LossScale, UpdateOptions, Updater
@@ -98,6 +101,8 @@ class Pieces:
     seed: int
     fused: bool
     autocast: Callable[[], AbstractContextManager[Any]]
+    policy: Policy | None = None
+    """Who goes first among the worker threads of a rank; ``None`` without worker threads."""
 
     def engine(self, transport: Transport, build: BuildModule, lock: threading.Lock | None) -> Engine:
         """The engine of one rank, with the layers of its stages and nobody else's."""
@@ -121,7 +126,8 @@ class Pieces:
         optimizers = {index: self._optimizer(stage) for index, stage in stages.items()} if self.optimizer else {}
         scale = self.loss_scale if lock is None and transport.num_ranks == 1 else copy.copy(self.loss_scale)
         updater = Updater(transport, placement, stages, optimizers, self.tied, self.update, scale)
-        engine = Engine(stages, self.flow, transport, updater, self.seed, self.autocast, lock)
+        make = partial(ThreadedEngine, policy=self.policy) if self.policy is not None else Engine
+        engine = make(stages, self.flow, transport, updater, self.seed, self.autocast, lock)
         if member := membership.current():
             member.watch(engine)
         return engine

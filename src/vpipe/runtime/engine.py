@@ -145,21 +145,12 @@ class Engine:
             stage.train(job.training)
             if job.training:
                 stage.weights.begin(compiled.uses[index])
-        records = self._result.records
-        action: Action | None = None
         try:
             self.transport.begin_step(job.step)
-            for action, call in compiled.calls:
-                self.current = action
-                begin = self._ready = perf_counter_ns()
-                if self.annotates:
-                    with record_function(str(action)):
-                        call()
-                else:
-                    call()
-                records.append(Record(action, begin, self._ready, perf_counter_ns()))
+            self._execute(compiled.calls, self._result.records)
             self.transport.end_step()
         except BaseException as error:
+            action = self.current
             where = f"rank {self.rank}, stage {action.stage}, action {action}" if action else f"rank {self.rank}"
             unit = f", microbatch {action.microbatch}" if action and action.microbatch >= 0 else ""
             error.add_note(f"vpipe: this happened at {where}{unit}, step {job.step}")
@@ -172,6 +163,18 @@ class Engine:
                 if job.training:
                     stage.weights.end()
         return self._result
+
+    def _execute(self, calls: Sequence[tuple[Action, Callable[[], None]]], records: list[Record]) -> None:
+        """The loop."""
+        for action, call in calls:
+            self.current = action
+            begin = self._ready = perf_counter_ns()
+            if self.annotates:
+                with record_function(str(action)):
+                    call()
+            else:
+                call()
+            records.append(Record(action, begin, self._ready, perf_counter_ns()))
 
     def _abandon(self) -> None:
         """Drop what a failed step has left, its gradients too: the next step must not add to half of a batch."""

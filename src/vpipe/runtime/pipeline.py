@@ -24,6 +24,7 @@ from vpipe.runtime.flow import bind_inputs, even_partition, resolve
 from vpipe.runtime.microbatches import Microbatches, check_rows, split
 from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.runtime.randomness import undisturbed
+from vpipe.runtime.threaded import choose_executor
 from vpipe.runtime.ties import check_tied
 from vpipe.runtime.trace import Trace
 from vpipe.runtime.transport import choice
@@ -42,7 +43,9 @@ class Pipeline:
     of units of one ``train_step``. Without a launcher, ``num_ranks`` ranks run as threads of this process.
     ``recompute`` is the part of each stage's layers that is computed again instead of kept (the last ones), one number
     or one a stage, or a set of layer indices. ``transport`` between processes: "shm" (shared memory where ranks are on
-    one machine), "distributed" (gloo for all), or "auto" (shm if all ranks are on one machine).
+    one machine), "distributed" (gloo for all), or "auto" (shm if all ranks are on one machine). ``executor``: "plain" (a
+    rank's actions one after the other), "threaded" (a worker thread per microbatch, which take turns by ``priority``:
+    none, first-hp, fifo or critical-path), or "auto" (threaded for the schedule ``async_threaded``).
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class Pipeline:
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         blocking: bool = False,
         transport: str = "auto",
+        executor: str = "auto",
+        priority: str = "none",
         timeout: float = 1800.0,
         schedule_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -79,7 +84,8 @@ class Pipeline:
             raise UserError(
                 f"the pipeline wants {num_ranks} ranks, but the launcher started {world}; start {num_ranks} processes"
             )
-        choice.check(transport, self._in_process, world)
+        policy = choose_executor(executor, schedule, priority)
+        transport = choice.check(transport, self._in_process, world, threads=policy is not None)
         blocking = blocking or (isinstance(schedule, str) and catalog.get(schedule).blocking)
         if (
             loss_scale is not None
@@ -120,6 +126,7 @@ class Pipeline:
             seed,
             fused_weight_grad,
             autocast,
+            policy,
         )
         if self._in_process:
             self._hub: Hub | None = Hub(world, blocking)

@@ -15,8 +15,8 @@ from vpipe.runtime.transport.shm import RING_BYTES, ShmTransport
 Wanted = Literal["auto", "inprocess", "shm", "distributed"]
 
 
-def check(wanted: str, in_process: bool, num_ranks: int) -> None:
-    """Refuse a transport that these ranks cannot have."""
+def check(wanted: str, in_process: bool, num_ranks: int, threads: bool = False) -> str:
+    """Refuse a transport that these ranks cannot have; of several ``threads``, only gloo serves more than one at a time."""
     if wanted not in get_args(Wanted):
         raise UserError(f"there is no transport {wanted!r}; give one of {', '.join(get_args(Wanted))}")
     if wanted == "inprocess" and not in_process:
@@ -29,6 +29,12 @@ def check(wanted: str, in_process: bool, num_ranks: int) -> None:
             f"transport={wanted!r} needs a process for every rank; start the script with "
             f"'vpipe run --nproc {num_ranks}', or give transport='auto'"
         )
+    if threads and wanted == "shm":
+        raise UserError(
+            "transport='shm' serves one thread of a rank, but the threaded executor has one per microbatch; "
+            "give transport='distributed' or 'auto', or executor='plain'"
+        )
+    return "distributed" if threads and wanted == "auto" and not in_process else wanted
 
 
 def between_processes(

@@ -1,0 +1,223 @@
+"""OurGPipe's ``async_threaded``: one worker thread per microbatch, communication in the background.
+
+    worker 0   F SEND . . . . B SEND         a worker runs the actions of its microbatch, in their order;
+    worker 1   . F SEND . . . . B SEND       while it waits for a message, others compute
+    worker 2   . . F SEND . . . . B SEND
+
+The program still decides what must come before what, and no more than that: a stage takes its forwards and its weight gradients each in
+the order of units, because buffers and sums have one order; one rank is sent to in the order of the program; and all receives are posted
+before the first worker starts, so that no message waits for a thread (a gpipe keeps as much of every unit anyway).
+Everything else is free, and a ``priority`` policy says who goes next among those that are ready. So results are those of the plain
+engine to the bit, whatever order the threads find.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from vpipe.errors import UserError
+from vpipe.runtime.engine import Engine, Record
+from vpipe.runtime.priority import Backend, Policy, Turnstile, none, policy
+from vpipe.schedule.action import OF_A_STAGE, Action, Kind
+from vpipe.schedule.program import Program
+from vpipe.schedule.semantics import INPUT_GRADIENT, SEND_OF, WEIGHT_GRADIENT, peers
+
+PATIENCE = 2.0
+"""Seconds that a failed rank gives its other workers to come to an end before it reports."""
+Call = tuple[Action, Callable[[], None]]
+
+
+def lines(program: Program, action: Action) -> Iterator[Hashable]:
+    """The queues in which an action stands: it waits for the one before it in each."""
+    stage, kind, microbatch = action
+    yield ("unit", microbatch)
+    if kind is Kind.F:
+        yield ("forward", stage)
+    if kind in INPUT_GRADIENT:
+        yield ("backward", stage)
+    if kind in WEIGHT_GRADIENT:
+        yield ("weights", stage)
+    if kind in SEND_OF.values():
+        for peer in peers(program, action):
+            yield ("sends", program.placement.rank(peer, microbatch))
+
+
+def predecessors(program: Program, actions: Sequence[Action]) -> list[set[int]]:
+    """For each action, the places of those that it waits for."""
+    last: dict[Hashable, int] = {}
+    found: list[set[int]] = []
+    for place, action in enumerate(actions):
+        mine = list(lines(program, action))
+        found.append({last[line] for line in mine if line in last})
+        last.update(dict.fromkeys(mine, place))
+    return found
+
+
+def choose_executor(executor: str, schedule: str | Program, priority: str) -> Policy | None:
+    """The policy of worker threads, or ``None`` where a rank runs its actions one after the other."""
+    if executor not in ("auto", "plain", "threaded"):
+        raise UserError(f"there is no executor {executor!r}; give one of auto, plain, threaded")
+    chosen = policy(priority)
+    if executor == "threaded" or (executor == "auto" and schedule == "async_threaded"):
+        return chosen
+    if priority != "none":
+        raise UserError(
+            f"priority {priority!r} orders worker threads, but the executor is plain; give executor='threaded', or "
+            f"priority='none'"
+        )
+    return None
+
+
+class Turns:
+    """The guard of a threaded engine: a thread computes when it is the turn of its action."""
+
+    def __init__(self, engine: ThreadedEngine, backend: Backend, inner: AbstractContextManager[Any]) -> None:
+        self._engine, self._backend, self._inner = engine, backend, inner
+        self._mine = threading.local()
+
+    def __enter__(self) -> None:
+        action = self._engine.current
+        assert action is not None, "an engine computes only actions of its program"
+        with ExitStack() as stack:
+            stack.enter_context(self._backend.turn(action))
+            stack.enter_context(self._inner)
+            self._mine.held = stack.pop_all()
+        self._engine._ready = perf_counter_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mine.held.close()
+
+
+class Failed(Exception):
+    """Another worker of this rank has failed."""
+
+
+class ThreadedEngine(Engine):
+    """One rank with a worker thread for each microbatch."""
+
+    def __init__(self, *arguments: Any, policy: Policy = none, **more: Any) -> None:
+        self._thread = threading.local()
+        self._seen: Action | None = None
+        super().__init__(*arguments, **more)
+        self._guard = Turns(self, Turnstile(policy), self._guard or nullcontext())
+
+    @property
+    def current(self) -> Action | None:
+        """What this thread is doing; seen from outside (a watchdog), what some worker has begun last."""
+        found: Action | None = getattr(self._thread, "action", None)
+        return found or self._seen
+
+    @current.setter
+    def current(self, action: Action | None) -> None:
+        self._thread.action = self._seen = action
+
+    @property
+    def _ready(self) -> int:
+        return getattr(self._thread, "ready", 0)
+
+    @_ready.setter
+    def _ready(self, time: int) -> None:
+        self._thread.ready = time
+
+    def _execute(self, calls: Sequence[Call], records: list[Record]) -> None:
+        """Units in threads; what belongs to a whole stage (REDUCE, STEP) when all before it is done."""
+        waiting: list[Call] = []
+        for call in calls:
+            if call[0].kind not in OF_A_STAGE:
+                waiting.append(call)
+                continue
+            self._run_units(waiting, records)
+            waiting = []
+            super()._execute([call], records)
+        self._run_units(waiting, records)
+
+    def _run_units(self, calls: Sequence[Call], records: list[Record]) -> None:
+        if not calls:
+            return
+        super()._execute([call for call in calls if call[0].kind in SEND_OF], records)
+        crew = _Crew(self, [call for call in calls if call[0].kind not in SEND_OF], records)
+        first = len(records)
+        failed = crew.run()
+        records[first:] = sorted(records[first:], key=_moment)
+        if failed is not None:
+            action, error = failed
+            self.current = action
+            raise error
+
+
+def _moment(record: Record) -> int:
+    """When an action took its place: a send as it began, a computation as its turn came. Causes come before effects."""
+    return record.begin if record.action.kind in SEND_OF.values() else record.ready
+
+
+class _Crew:
+    """The workers of one stretch of a row."""
+
+    def __init__(self, engine: ThreadedEngine, calls: Sequence[Call], records: list[Record]) -> None:
+        self._engine = engine
+        self._calls = calls
+        self._records = records
+        self._needs = predecessors(engine._program, [action for action, _ in calls])
+        self._done = [False] * len(calls)
+        self._changed = threading.Condition()
+        self._failure: tuple[Action, BaseException] | None = None
+        self._num_threads = torch.get_num_threads()
+        self._units: dict[int, list[int]] = defaultdict(list)
+        for place, (action, _) in enumerate(calls):
+            self._units[action.microbatch].append(place)
+        self._working = len(self._units)
+
+    def run(self) -> tuple[Action, BaseException] | None:
+        """Until all workers are done, or one has failed: then the others may wait for messages that never come."""
+        for unit, places in self._units.items():
+            name = f"vpipe-rank{self._engine.rank}-unit{unit}"
+            threading.Thread(target=self._work, args=(places,), name=name, daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._working == 0)
+        if self._failure is not None:
+            self._engine.transport.fail(self._failure[1])
+            with self._changed:
+                self._changed.wait_for(lambda: self._working == 0, PATIENCE)
+        return self._failure
+
+    def _work(self, places: Sequence[int]) -> None:
+        torch.set_num_threads(self._num_threads)  # OpenMP counts per thread
+        try:
+            for place in places:
+                self._perform(place)
+        except Failed:
+            pass
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    def _perform(self, place: int) -> None:
+        engine, (action, call), needs = self._engine, self._calls[place], self._needs[place]
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or all(self._done[need] for need in needs))
+            if self._failure is not None:
+                raise Failed
+        engine.current = action
+        begin = engine._ready = perf_counter_ns()
+        try:
+            call()
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or (action, error)
+            raise Failed from error
+        record = Record(action, begin, engine._ready, perf_counter_ns())
+        with self._changed:
+            self._records.append(record)
+            self._done[place] = True
+            self._changed.notify_all()
