@@ -62,3 +62,5 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What each ``model_type`` stands for. Sizes are those of the models that VPipe shipped."""
 LARGE_GPT = {"name": "cpm-large", "hidden_size": 2560, "num_layers": 32, "num_heads": 32}
+TIED = ("bert", "translation", "cpm-medium", "cpm-large")
+"""Models whose head is their embedding, unless they are told otherwise."""

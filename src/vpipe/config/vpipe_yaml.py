@@ -31,6 +31,7 @@ from vpipe.config.vpipe_keys import (
     MEANINGLESS,
     RENAMED,
     STEP_EPOCHS,
+    TIED,
     UNITS,
     WARMUP,
 )
@@ -195,6 +196,8 @@ class _Translation:
         if mode not in ("asp", "bsp"):
             hint = nearest(str(mode), ("asp", "bsp"))
             self.document.complain(("sync_mode",), f"is {short(mode)} but must be asp or bsp{hint}")
+        if mode == "asp" and self.made["model"]["name"] in TIED:  # VPipe's stages held separate copies too
+            self.put("model.extra", {**self.made["model"].get("extra", {}), "tied": False}, "sync_mode")
         macrobatch = self.flag("macrobatch")
         scheduler = "gpipe" if mode == "bsp" else "pipedream-2bw" if macrobatch else "pipedream"
         self.put("parallel.scheduler", scheduler, "macrobatch" if scheduler == "pipedream-2bw" else "sync_mode")

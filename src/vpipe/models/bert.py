@@ -130,9 +130,11 @@ def bert(
     sequence_length: int = 128,
     intermediate_size: int = 0,
     dropout: float = 0.1,
+    tied: bool = True,
     seed: int = 0,
 ) -> Model:
-    """BERT; the defaults are BERT-large at 128 tokens. ``intermediate_size`` 0 is four times the hidden size.
+    """BERT; the defaults are BERT-large at 128 tokens. ``intermediate_size`` 0 is four times the hidden size. ``tied``:
+    the words' embedding is also the matrix of their logits, which an asynchronous schedule cannot have.
 
     Inputs ``tokens``, ``segments``, ``mask``; output (token logits, sentence logits); targets ``masked_labels`` (−1
     where nothing is masked) and ``next_sentence``."""
@@ -150,12 +152,12 @@ def bert(
         else:
             layers.append(Layer(attention, reads=("x", "mask"), name=name, cost_key="attention"))
     layers.append(Layer(partial(Heads, hidden_size, vocab_size), name="heads"))
-    tied = (TiedWeight(((0, "embeddings.words.weight"), (2 * num_layers, "words.weight"))),)
+    weights = (TiedWeight(((0, "embeddings.words.weight"), (2 * num_layers, "words.weight"))),) if tied else ()
     return Model(
-        layers=tie(seed_layers(layers, seed), tied),
+        layers=tie(seed_layers(layers, seed), weights),
         loss=PretrainingLoss(),
         count=PretrainingCount(),
-        tied=tied,
+        tied=weights,
         sequence_length=sequence_length,
         vocab_size=vocab_size,
         hidden_size=hidden_size,

@@ -15,6 +15,7 @@ def cpm_medium(
     sequence_length: int = 1024,
     dropout: float = 0.1,
     split: bool = False,
+    tied: bool = True,
     seed: int = 0,
 ) -> Model:
     """24 layers of 1024."""
@@ -26,6 +27,7 @@ def cpm_medium(
         sequence_length=sequence_length,
         dropout=dropout,
         split=split,
+        tied=tied,
         seed=seed,
     )
 
@@ -39,6 +41,7 @@ def cpm_large(
     sequence_length: int = 1024,
     dropout: float = 0.1,
     split: bool = False,
+    tied: bool = True,
     seed: int = 0,
 ) -> Model:
     """32 layers of 2560."""
@@ -50,5 +53,6 @@ def cpm_large(
         sequence_length=sequence_length,
         dropout=dropout,
         split=split,
+        tied=tied,
         seed=seed,
     )

@@ -53,24 +53,24 @@ class Metrics:
         self._iterations.append((seconds, tokens, samples, counts))
 
     def summary(self) -> dict[str, Any]:
-        """OurGPipe's summary."""
+        """OurGPipe's summary; rates are null where every iteration was left out."""
         effective = [(s, t, n) for s, t, n, counts in self._iterations if counts]
         seconds = sum(s for s, _, _ in effective)
         tokens, samples = sum(t for _, t, _ in effective), sum(n for _, _, n in effective)
-        rate = tokens / seconds if seconds else 0.0
+        rate = tokens / seconds if seconds else None
         peak = peak_flops(self.device, self.precision)
         return {
             "total_time_seconds": sum(s for s, *_ in self._iterations),
             "effective_time_seconds": seconds,
-            "time_per_iteration_seconds": seconds / len(effective) if effective else 0.0,
+            "time_per_iteration_seconds": seconds / len(effective) if effective else None,
             "total_iterations": len(self._iterations),
             "effective_iterations": len(effective),
             "warmup_iterations": min(self.warmup_iterations, len(self._iterations)),
             "total_tokens": round(sum(t for _, t, *_ in self._iterations)),
             "effective_tokens": round(tokens),
             "throughput_tokens_per_second": rate,
-            "samples_per_second": samples / seconds if seconds else 0.0,
-            "mfu": rate * self.flops_per_token / (peak * self.num_devices) if peak and seconds else "n/a",
+            "samples_per_second": samples / seconds if seconds else None,
+            "mfu": rate * self.flops_per_token / (peak * self.num_devices) if peak and rate is not None else "n/a",
             "model_params": self.parameters,
             "flops_per_token": self.flops_per_token,
             "num_gpus": self.num_devices if torch.cuda.is_available() else 0,
