@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -152,11 +152,12 @@ def train_rank(case: Case) -> tuple[list[float], dict[str, Tensor], list[list[st
 
 
 def check_processes(run: Callable[..., list[Any]], case: Case) -> None:
-    """The same as ``check`` with a process for every rank."""
+    """The same as ``check`` with a process for every rank; ``more["transport"]`` says what carries the messages."""
     answers = run(case.num_ranks, train_rank, case)
     model = build(case.model, case.num_layers, case.dropout)
     modules = modules_of(model)
-    pipe = pipeline(case, model, case.num_ranks)
+    here = replace(case, more={name: value for name, value in case.more.items() if name != "transport"})
+    pipe = pipeline(here, model, case.num_ranks)
     replay = replay_of(pipe, modules, case, model)
     for step in range(case.num_steps):
         inputs, targets = model.data(case.rows * pipe.programs.num_units, step)
@@ -174,4 +175,4 @@ def check_processes(run: Callable[..., list[Any]], case: Case) -> None:
         wrong = differing(mine, {name: expected_state[name] for name in mine})
         assert not wrong, f"{len(wrong)} tensors differ, the first is {wrong[0]}"
     assert seen == expected_state.keys()
-    COUNTS["processes over gloo"] += 1
+    COUNTS[f"processes ({case.more.get('transport', 'auto')})"] += 1

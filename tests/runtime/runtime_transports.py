@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.choice import between_processes
 from vpipe.runtime.transport.inprocess import Hub
 from vpipe.runtime.wire import Envelope
 
@@ -201,7 +201,12 @@ def in_threads(scenario: Callable[..., Any], *arguments: Any, blocking: bool = F
     return [found[rank] for rank in sorted(found)]
 
 
-def in_process_group(scenario: Callable[..., Any], *arguments: Any) -> Any:
+def in_process_group(kind: str, scenario: Callable[..., Any], *arguments: Any) -> Any:
     """The scenario on one rank of a process group."""
-    with forbidden_pickle():
-        return scenario(DistributedTransport(timeout=60), *arguments)
+    transport = between_processes(kind, blocking=False, timeout=60)
+    try:
+        with forbidden_pickle():
+            return scenario(transport, *arguments)
+    finally:
+        transport.barrier()
+        transport.close()

@@ -1,4 +1,4 @@
-"""The matrix over real processes: gloo changes no bit."""
+"""The matrix over real processes: gloo and shared memory change no bit."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ SCHEDULES = [entry.name for entry in catalog.entries()]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_processes(schedule: str, worlds: Worlds) -> None:
+@pytest.mark.parametrize("transport", ["distributed", "shm"])
+def test_two_processes(schedule: str, transport: str, worlds: Worlds) -> None:
     asynchronous = catalog.get(schedule).mode == "asp"
     models = [name for name in MODELS if not (asynchronous and name == "tied")]
     model = models[SCHEDULES.index(schedule) % len(models)]
-    check_processes(worlds.run, Case(schedule, model, 2, 4, recompute=0.5, clip_norm=0.5))
+    check_processes(
+        worlds.run, Case(schedule, model, 2, 4, recompute=0.5, clip_norm=0.5, more={"transport": transport})
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_four_processes(model: str, worlds: Worlds) -> None:
-    check_processes(worlds.run, Case("zb-v", model, 4, 5, recompute=0.5, num_layers=12))
+    transport = "shm" if list(MODELS).index(model) % 2 else "distributed"
+    case = Case("zb-v", model, 4, 5, recompute=0.5, num_layers=12, more={"transport": transport})
+    check_processes(worlds.run, case)
 
 
 @pytest.mark.slow
@@ -30,8 +35,10 @@ def test_four_processes(model: str, worlds: Worlds) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_model_over_gloo(schedule: str, worlds: Worlds) -> None:
     for model in MODELS:
-        if model != "tied" or catalog.get(schedule).mode == "bsp":
-            check_processes(worlds.run, Case(schedule, model, 4, 6, "sgd", recompute=0.5, clip_norm=0.5, num_layers=12))
+        for transport in ("distributed", "shm"):
+            if model != "tied" or catalog.get(schedule).mode == "bsp":
+                more = {"transport": transport}
+                check_processes(worlds.run, Case(schedule, model, 4, 6, "sgd", recompute=0.5, num_layers=12, more=more))
 
 
 def test_replicas_over_gloo(worlds: Worlds) -> None:

@@ -55,7 +55,9 @@ def test_a_worker_for_each_microbatch() -> None:
             seen.setdefault(threading.current_thread().name, set()).add(int(x[0, 0]))
             return x
 
-    pipe = Pipeline([Noting(), nn.Linear(WIDTH, WIDTH)], nn.functional.mse_loss, schedule="async_threaded", num_microbatches=4)
+    pipe = Pipeline(
+        [Noting(), nn.Linear(WIDTH, WIDTH)], nn.functional.mse_loss, schedule="async_threaded", num_microbatches=4
+    )
     x = torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, WIDTH)
     pipe.train_step(x, torch.zeros(8, WIDTH), update=False)
     assert seen == {f"vpipe-rank0-unit{unit}": {unit} for unit in range(4)}

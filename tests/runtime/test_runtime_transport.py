@@ -16,12 +16,12 @@ from vpipe.runtime.wire import Envelope
 Run = Callable[..., list[Any]]
 
 
-@pytest.fixture(params=["threads", "blocking threads", "processes"])
+@pytest.fixture(params=["threads", "blocking threads", "distributed", "shm"])
 def run(request: pytest.FixtureRequest) -> Run:
     """Both ranks' answers to a scenario."""
-    if request.param == "processes":
+    if request.param in ("distributed", "shm"):
         worlds: Worlds = request.getfixturevalue("worlds")
-        return lambda *arguments: worlds.run(2, scenarios.in_process_group, *arguments)
+        return lambda *arguments: worlds.run(2, scenarios.in_process_group, request.param, *arguments)
     return lambda *arguments: scenarios.in_threads(*arguments, blocking=request.param != "threads")
 
 

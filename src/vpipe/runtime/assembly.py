@@ -41,7 +41,7 @@ BuildModule = Callable[[int, Layer, int], nn.Module]
 
 
 def under_launcher() -> bool:
-    """Whether this process is one of several: a process group exists, or torchrun, srun or ``vpipe run`` has described one."""
+    """Whether this process is one of several: a process group exists, or a launcher has described one."""
     return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -163,13 +163,21 @@ def thread_safe(layers: Sequence[Layer]) -> bool:
     return all(getattr(layer.module, "vpipe_thread_safe", False) for layer in layers)
 
 
-def recomputed_layers(recompute: float | Sequence[float] | Collection[int], bounds: Sequence[tuple[int, int]]) -> frozenset[int]:
+def recomputed_layers(
+    recompute: float | Sequence[float] | Collection[int], bounds: Sequence[tuple[int, int]]
+) -> frozenset[int]:
     """The layers that are computed again: a set of indices, or the last ``int(ratio * n)`` of each stage's n layers."""
     if isinstance(recompute, set | frozenset):
         return frozenset(int(layer) for layer in recompute)
-    ratios = [float(recompute)] * len(bounds) if isinstance(recompute, int | float) else [float(ratio) for ratio in recompute]
+    ratios = (
+        [float(recompute)] * len(bounds)
+        if isinstance(recompute, int | float)
+        else [float(ratio) for ratio in recompute]
+    )
     if len(ratios) != len(bounds):
-        raise UserError(f"recompute has {len(ratios)} ratios, but there are {len(bounds)} stages; give one number, or one a stage")
+        raise UserError(
+            f"recompute has {len(ratios)} ratios, but there are {len(bounds)} stages; give one number, or one a stage"
+        )
     for stage, ratio in enumerate(ratios):
         if not 0 <= ratio <= 1:
             raise UserError(f"the recompute ratio of stage {stage} is {ratio}; it must lie between 0 and 1")
@@ -187,7 +195,7 @@ def groups(placement: Placement, tied: Sequence[TiedWeight], flow: Flow) -> list
 
 
 def share_initial_weights(engine: Engine, placement: Placement, tied: Sequence[TiedWeight]) -> None:
-    """Replica 0 of every stage gives its weights to the others; the first owner of a tied weight gives it to the others."""
+    """Replica 0 of a stage, and the first owner of a tied weight, give what they have to the others."""
     engine.transport.begin_step(SETUP_STEP)
     for index, stage in engine.stages.items():
         ranks = placement.ranks_of[index]
@@ -223,6 +231,8 @@ def joined(outputs: Sequence[Any]) -> Any:
         tensors: list[Tensor] = []
         structure = flatten(output, tensors)
         lists.append(tensors)
-    columns = iter([torch.cat(column) if column[0].dim() else torch.stack(column) for column in zip(*lists, strict=True)])
+    columns = iter(
+        [torch.cat(column) if column[0].dim() else torch.stack(column) for column in zip(*lists, strict=True)]
+    )
     assert structure is not None
     return unflatten(structure, lambda: next(columns))

@@ -43,9 +43,9 @@ class Pipeline:
     of units of one ``train_step``. Without a launcher, ``num_ranks`` ranks run as threads of this process.
     ``recompute`` is the part of each stage's layers that is computed again instead of kept (the last ones), one number
     or one a stage, or a set of layer indices. ``transport`` between processes: "shm" (shared memory where ranks are on
-    one machine), "distributed" (gloo for all), or "auto" (shm if all ranks are on one machine). ``executor``: "plain" (a
-    rank's actions one after the other), "threaded" (a worker thread per microbatch, which take turns by ``priority``:
-    none, first-hp, fifo or critical-path), or "auto" (threaded for the schedule ``async_threaded``).
+    one machine), "distributed" (gloo for all), or "auto" (shm if all ranks are on one machine). ``executor``: "plain"
+    (a rank's actions one after the other), "threaded" (a worker thread per microbatch, which take turns by
+    ``priority``: none, first-hp, fifo or critical-path), or "auto" (threaded for the schedule ``async_threaded``).
     """
 
     def __init__(

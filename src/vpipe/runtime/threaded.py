@@ -4,11 +4,11 @@
     worker 1   . F SEND . . . . B SEND       while it waits for a message, others compute
     worker 2   . . F SEND . . . . B SEND
 
-The program still decides what must come before what, and no more than that: a stage takes its forwards and its weight gradients each in
-the order of units, because buffers and sums have one order; one rank is sent to in the order of the program; and all receives are posted
-before the first worker starts, so that no message waits for a thread (a gpipe keeps as much of every unit anyway).
-Everything else is free, and a ``priority`` policy says who goes next among those that are ready. So results are those of the plain
-engine to the bit, whatever order the threads find.
+The program still decides what must come before what, and no more than that: a stage takes its forwards and its weight
+gradients each in the order of units, because buffers and sums have one order; one rank is sent to in the order of the
+program; and all receives are posted before the first worker starts, so that no message waits for a thread (a gpipe
+keeps as much of every unit anyway). Everything else is free, and a ``priority`` policy says who goes next among those
+that are ready. So results are those of the plain engine to the bit, whatever order the threads find.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Wanted = Literal["auto", "inprocess", "shm", "distributed"]
 
 
 def check(wanted: str, in_process: bool, num_ranks: int, threads: bool = False) -> str:
-    """Refuse a transport that these ranks cannot have; of several ``threads``, only gloo serves more than one at a time."""
+    """Refuse a transport that these ranks cannot have. Of several ``threads``, only gloo serves more than one."""
     if wanted not in get_args(Wanted):
         raise UserError(f"there is no transport {wanted!r}; give one of {', '.join(get_args(Wanted))}")
     if wanted == "inprocess" and not in_process:
