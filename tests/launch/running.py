@@ -23,6 +23,7 @@ class Running:
     def __init__(self, folder: Path, *command: str) -> None:
         self._mark = uuid.uuid4().hex
         self._folder = folder
+        self._command = command
         self.started = time.time()
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("VPIPE_", "OMP_"))}
         environment |= {"MARK": self._mark, "FAILED_AT": str(folder / "failed_at")}
@@ -55,6 +56,7 @@ class Running:
         code = self.process.wait(timeout)
         failed_at = self._folder / "failed_at"
         self.took = time.time() - (float(failed_at.read_text()) if failed_at.exists() else self.started)
+        print(f"{' '.join(map(str, self._command[3:]))}: ended after {self.took:.1f} s")
         return code
 
     def processes(self) -> list[psutil.Process]:

@@ -168,7 +168,7 @@ class Launch:
             self._kill_at = float("inf")
             self._signal(signal.SIGKILL)
         if self._verdict.failed and not self._stop_signal and not self._verdict.ended_by_us:
-            if self._verdict.cause() is not None or now >= self._judge_at:
+            if self._verdict.settled or now >= self._judge_at:
                 self._end(signal.SIGTERM, FAILURE_GRACE)
             elif self._judge_at == float("inf"):
                 self._judge_at = now + CAUSE_PATIENCE

@@ -48,6 +48,9 @@ class Verdict:
     statuses: dict[int, int] = field(default_factory=dict)
     ended_by_us: bool = False
     _order: list[int] = field(default_factory=list)
+    """The ranks of which something went wrong that we did not do."""
+    _ours: set[int] = field(default_factory=set)
+    """The ranks that our signal has ended."""
 
     def report(self, report: Report) -> None:
         self.reports.setdefault(report.rank, report)
@@ -55,9 +58,9 @@ class Verdict:
 
     def ended(self, rank: int, status: int) -> None:
         self.statuses[rank] = status
-        if status not in (0, INTERRUPTED) and not (
-            self.ended_by_us and status in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)
-        ):
+        if self.ended_by_us and status in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT):
+            self._ours.add(rank)
+        elif status not in (0, INTERRUPTED):
             self._note(rank)
 
     def _note(self, rank: int) -> None:
@@ -85,8 +88,16 @@ class Verdict:
                 return int(named["rank"])
         return None
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing better can be learnt: a rank that others miss may still be about to say why it ends."""
+        rank = self.cause()
+        if rank is None or rank in self._order or rank in self.statuses:
+            return rank is not None
+        return any(report.cause["kind"] in ("silent", "missing") for report in self.reports.values() if report.cause)
+
     def exit_code(self) -> int:
-        """0: all ended well; 75: interrupted in good order; 2: a user's mistake; else the failing rank's own code or 1."""
+        """0: all well; 75: interrupted in good order; 2: a user's mistake; else the failing rank's own code or 1."""
         if not self.failed:
             return INTERRUPTED if INTERRUPTED in self.statuses.values() else 0
         rank = self.cause()
@@ -108,7 +119,8 @@ class Verdict:
             yield f"rank {first} failed:"
             yield report.traceback.rstrip("\n")
         else:
-            yield f"rank {first} failed: {self._why(first)}"
+            why = self._why(first)
+            yield why if why.startswith((f"rank {first} ", f"rank {first},")) else f"rank {first} failed: {why}"
         yield from self._others(first)
 
     def _why(self, rank: int) -> str:
@@ -118,7 +130,7 @@ class Verdict:
         if rank in self.reports:
             return self.reports[rank].sentence
         status = self.statuses.get(rank)
-        if status is None or status == 0:
+        if status is None or status == 0 or rank in self._ours:
             named = (
                 report.cause for report in self.reports.values() if report.cause and report.cause.get("rank") == rank
             )

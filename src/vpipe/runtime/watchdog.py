@@ -7,6 +7,7 @@ second that this rank lives and what it is doing, reads the board for a cause, a
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ from vpipe.runtime.failure import DONE, Board, Cause, PeerLost
 INTERVAL = 0.5
 MOMENT = 1.0
 """Seconds between reading another rank's cause and leaving: the failing rank speaks first."""
-PATIENCE = 3.0
+PATIENCE = 2.0
 """Seconds to wait for the real cause after losing a rank; a living rank beats several times meanwhile."""
 OWN_GRACE = 5.0
 """Seconds that a failing rank gets to end by itself."""
@@ -47,6 +48,7 @@ class Watchdog:
         self._process = os.getpid()
         self._stopped = threading.Event()
         self._said = threading.Event()
+        self._parted = False
         self._cause: Cause | None = None
         self._leave_at = float("inf")
         self._round = monotonic()
@@ -61,7 +63,6 @@ class Watchdog:
     def failed(self, error: BaseException) -> Cause:
         """An exception ends this rank: tell the others, or find out what it is the consequence of."""
         if self._cause is None or not isinstance(error, PeerLost):
-            self._leave_at = min(self._leave_at, monotonic() + OWN_GRACE + PATIENCE)
             try:
                 if isinstance(error, PeerLost):
                     self._cause = self._find(error)
@@ -69,7 +70,7 @@ class Watchdog:
                     self._cause = self._board.post(Cause.of(self._rank, error))
             except RuntimeError:
                 self._cause = self._store_lost() if isinstance(error, PeerLost) else Cause.of(self._rank, error)
-            self._leave_at = monotonic() + (FOLLOWER_GRACE if isinstance(error, PeerLost) else OWN_GRACE)
+            self._leave_within(FOLLOWER_GRACE if isinstance(error, PeerLost) else OWN_GRACE)
         if isinstance(error, PeerLost):
             error.cause = self._cause.fields()
         return self._cause
@@ -105,16 +106,33 @@ class Watchdog:
         try:
             if self._cause is None:
                 self._board.beat(DONE)
-            if self._keeper != self._rank:
-                self._board.acknowledge()
-                return
-            if self._cause is None:
-                self._board.post(Cause(self._rank, DONE, "", self._rank))
-            until = monotonic() + 4 * INTERVAL
-            while self._board.num_acknowledged() < self._num_ranks - 1 and monotonic() < until:
-                sleep(0.02)
+                if self._keeper == self._rank:
+                    self._board.post(Cause(self._rank, DONE, "", self._rank))
+            self._part()
         except RuntimeError:
             pass  # the store has gone before us
+
+    def _part(self) -> None:
+        """Say that this rank needs the store no more; whoever keeps it waits until all others have said so."""
+        if self._keeper != self._rank:
+            if not self._parted:
+                self._parted = True
+                self._board.acknowledge()
+            return
+        until = monotonic() + 4 * INTERVAL
+        while self._board.num_acknowledged() < self._num_ranks - 1 and monotonic() < until:
+            sleep(0.02)
+
+    def _leave_within(self, seconds: float) -> None:
+        """Let the main thread end by itself for a while.
+
+        An interpreter that shuts down runs no thread of ours any more, so a timer in C stands behind the guard.
+        """
+        self._leave_at = monotonic() + seconds
+        with suppress(OSError, RuntimeError):
+            nowhere = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+            faulthandler.dump_traceback_later(seconds + 1.0, exit=True, file=nowhere)
+            self._nowhere = nowhere
 
     def _heart(self) -> None:
         number = 0
@@ -136,8 +154,9 @@ class Watchdog:
                 return
 
     def _heard(self, cause: Cause) -> None:
-        with suppress(RuntimeError):
-            self._board.acknowledge()
+        if self._keeper != self._rank:
+            with suppress(RuntimeError):
+                self._part()
         if cause.kind == DONE:
             self._stopped.set()  # the keeper of the store ended well: from now on nobody watches
         elif cause.by != self._rank or cause.kind not in ("error", "user", "interrupt"):
@@ -156,7 +175,8 @@ class Watchdog:
             self._seen = (rank, beat, now)
         elif now - since > self._silence:
             doing = beat.partition(" ")[2]
-            what = f"rank {rank} has been silent for {self._silence:g} s" + (f"; it was at {doing}" if doing else "")
+            seen_at = f"; it was last seen at {doing}" if doing else ""
+            what = f"rank {rank} has been silent for {self._silence:g} s{seen_at}"
             cause = self._board.post(Cause(rank, "silent", what, self._rank))
             self.end_silent(rank)
             return cause
@@ -164,7 +184,7 @@ class Watchdog:
 
     def _guard(self) -> None:
         last = monotonic()
-        while not self._stopped.wait(1.0) or self._cause is not None:
+        while not self._stopped.wait(1.0):
             now = monotonic()
             if now - last > NAP:
                 self._round = now
@@ -185,6 +205,9 @@ class Watchdog:
     def leave(self, cause: Cause) -> NoReturn:
         """Say why in one line and end the process, wherever its main thread is."""
         self.say(cause)
+        if self._keeper == self._rank:
+            with suppress(RuntimeError):
+                self._part()
         flushing = threading.Thread(target=_flush, daemon=True)
         flushing.start()
         flushing.join(0.5)  # the main thread may hold the stream
