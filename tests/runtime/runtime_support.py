@@ -148,7 +148,9 @@ def train_rank(case: Case) -> tuple[list[float], dict[str, Tensor], list[list[st
         losses.append(pipe.train_step(*model.data(case.rows * pipe.programs.num_units, step)))
         (records,) = pipe.trace().records.values()
         rows.append([str(record.action) for record in records])
-    return losses, {name: tensor.detach().clone() for name, tensor in pipe.state_dict().items()}, rows
+    state = {name: tensor.detach().clone() for name, tensor in pipe.state_dict().items()}
+    pipe.close()
+    return losses, state, rows
 
 
 def check_processes(run: Callable[..., list[Any]], case: Case) -> None:

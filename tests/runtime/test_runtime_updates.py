@@ -55,7 +55,9 @@ def weights_of_a_rank() -> dict[str, Tensor]:
     """Factories under gloo: every process draws other numbers."""
     torch.manual_seed(torch.distributed.get_rank())
     pipe = Pipeline(_different_everywhere(), mse, schedule="1f1b", num_microbatches=2, replicas=2)
-    return {name: tensor.detach().clone() for name, tensor in pipe.state_dict().items()}
+    state = {name: tensor.detach().clone() for name, tensor in pipe.state_dict().items()}
+    pipe.close()
+    return state
 
 
 def test_initial_weights_are_broadcast_over_gloo(worlds: Worlds) -> None:
