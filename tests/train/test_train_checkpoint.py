@@ -47,7 +47,10 @@ def stopped(config: dict[str, Any], directory: Path, at: int) -> None:
         broken.train()
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = ("bsp", "asp", "fp16", "accumulation")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES])
 def test_resume_is_exact(name: str, tmp_path: Path) -> None:
     config = tiny(ADAM | CASES[name] | {"checkpoint.interval": 3})
     whole = run(config, tmp_path / "whole")
@@ -78,13 +81,12 @@ def test_a_run_without_its_optimizer_state_is_another(tmp_path: Path) -> None:
     "changes",
     [
         {"parallel.model_parallel_size": 1},
-        {"parallel.model_parallel_size": 3},
-        {"parallel.model_parallel_size": 4},
-        {"parallel.scheduler": "gpipe"},
-        {"parallel.scheduler": "zb-h1"},
-        {"parallel.scheduler": "zb-v"},
-        {"parallel.partition": [1, 3]},
-        {"parallel.recompute": 1.0},
+        {"parallel.model_parallel_size": 3, "parallel.scheduler": "gpipe"},
+        pytest.param({"parallel.model_parallel_size": 4}, marks=pytest.mark.slow),
+        pytest.param({"parallel.scheduler": "zb-h1"}, marks=pytest.mark.slow),
+        pytest.param({"parallel.scheduler": "zb-v"}, marks=pytest.mark.slow),
+        pytest.param({"parallel.partition": [1, 3]}, marks=pytest.mark.slow),
+        pytest.param({"parallel.recompute": 1.0}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -193,7 +195,7 @@ def test_another_optimizer_or_seed_is_said(trained: Path, tmp_path: Path) -> Non
     assert "the checkpoint has seed 0, the config 7" in resumed.said
 
 
-@pytest.mark.parametrize("function", ["save_file", "_sync", "_commit", "_fresh"])
+@pytest.mark.parametrize("function", ["save_file", "_commit"])
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

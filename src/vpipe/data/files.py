@@ -46,7 +46,7 @@ def require(module: str) -> Any:
 def existing(path: Path | None, builder: str | None = None) -> Path:
     """``path``, if it is there; else how to make it."""
     if path is None:
-        place, problem = Path("data") / (builder or "set"), "no data directory is set; name one in dataset.extra.path"
+        place, problem = Path("data") / (builder or "set"), "no data directory is set; name one in dataset.path"
     else:
         place, problem = path, f"there is no data at {path}"
         try:

@@ -1,0 +1,413 @@
+"""No option lies: every field of a config changes something that can be seen, or is refused in one sentence.
+
+The fields come from the model itself. A new field without a case here fails the first test.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from pydantic import BaseModel
+from train_runs import Run, run, tiny
+
+from vpipe.cli import train as cli
+from vpipe.config import PipelineConfig
+from vpipe.config.problems import section_of
+from vpipe.data.synthetic import Synthetic
+from vpipe.errors import UserError
+from vpipe.launch import local, ssh
+from vpipe.launch.job import plan_job
+from vpipe.launch.slurm import script
+from vpipe.runtime.priority import Turnstile
+from vpipe.runtime.transport.inprocess import InProcessTransport
+from vpipe.train import rundir, session, worker
+
+
+def leaves(model: type[BaseModel], path: str = "") -> list[str]:
+    """Every field that is not a section."""
+    found: list[str] = []
+    for name, info in model.model_fields.items():
+        inner = section_of(info)
+        found += leaves(inner, f"{path}{name}.") if inner is not None else [f"{path}{name}"]
+    return found
+
+
+class Bench:
+    """Looks at what a config does."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tmp_path, self.patch, self.count = tmp_path, monkeypatch, 0
+        folder = tmp_path / "text"
+        folder.mkdir()
+        for number in range(40):
+            (folder / f"{number}.txt").write_text(f"a text of {number} words and {number * 7} letters. " * 8)
+        other = tmp_path / "other"
+        other.mkdir()
+        for number in range(40):
+            (other / f"{number}.txt").write_text(f"quite another text {number}, longer than the first one. " * 8)
+
+    def place(self) -> Path:
+        self.count += 1
+        return self.tmp_path / f"run{self.count}"
+
+    def run(self, config: dict[str, Any]) -> Run:
+        return run(config, self.place())
+
+
+See = Callable[[Bench, dict[str, Any]], Any]
+
+
+def learned(bench: Bench, config: dict[str, Any]) -> Any:
+    """Losses and weights."""
+    found = bench.run(config)
+    return found.losses, {name: weight.sum().item() for name, weight in found.weights.items()}
+
+
+def rates(bench: Bench, config: dict[str, Any]) -> Any:
+    return [line["learning_rate"] for line in bench.run(config).lines]
+
+
+def iterations(bench: Bench, config: dict[str, Any]) -> Any:
+    found = bench.run(config)
+    return found.trainer.iteration, [line["update"] for line in found.lines]
+
+
+def evaluations(bench: Bench, config: dict[str, Any]) -> Any:
+    return [(line["iteration"], line["loss"]) for line in bench.run(config).metrics if line["kind"] == "evaluation"]
+
+
+def scales(bench: Bench, config: dict[str, Any]) -> Any:
+    return [line["loss_scale"] for line in bench.run(config).lines]
+
+
+def program(bench: Bench, config: dict[str, Any]) -> Any:
+    facts = json.loads((bench.run(config).directory / "run.json").read_text())
+    return [facts[key] for key in ("program", "placement", "partition", "versions", "num_ranks")]
+
+
+def files(bench: Bench, config: dict[str, Any]) -> Any:
+    """Names without the numbers of processes and times."""
+    directory = bench.run(config).directory
+    return sorted({re.sub(r"\d{4,}.*", "", str(p.relative_to(directory))) for p in directory.rglob("*") if p.is_file()})
+
+
+def said(bench: Bench, config: dict[str, Any]) -> Any:
+    """What was printed, numbers left out."""
+    return re.sub(r"[\d.]+|/\S+", "#", bench.run(config).said)
+
+
+def summary(bench: Bench, config: dict[str, Any]) -> Any:
+    return bench.run(config).summary["effective_iterations"]
+
+
+def checkpoints(bench: Bench, config: dict[str, Any]) -> Any:
+    found = bench.run(config)
+    where = found.trainer.keeper.directory
+    names = sorted(path.name for path in where.glob("iteration-*"))
+    return names, where.relative_to(bench.tmp_path / found.directory.name) if names and where.name != "kept" else where
+
+
+def readers(bench: Bench, config: dict[str, Any]) -> Any:
+    """Which threads read batches."""
+    threads: set[str] = set()
+    batch = Synthetic.batch
+
+    def watched(self: Synthetic, indices: Any) -> Any:
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return batch(self, indices)
+
+    bench.patch.setattr(Synthetic, "batch", watched)
+    bench.run(config)
+    bench.patch.setattr(Synthetic, "batch", batch)
+    return threads
+
+
+def held_out(bench: Bench, config: dict[str, Any]) -> Any:
+    valid = session.load_data(PipelineConfig.from_dict(config)).valid
+    return 0 if valid is None else len(valid)
+
+
+def reductions(bench: Bench, config: dict[str, Any]) -> Any:
+    """How replicas add up."""
+    calls: set[str] = set()
+    original = InProcessTransport.all_reduce
+
+    def watched(self: Any, *args: Any) -> Any:
+        calls.add("all_reduce")
+        return original(self, *args)
+
+    bench.patch.setattr(InProcessTransport, "all_reduce", watched)
+    bench.run(config)
+    bench.patch.setattr(InProcessTransport, "all_reduce", original)
+    return calls
+
+
+def turns(bench: Bench, config: dict[str, Any]) -> Any:
+    """How often somebody waited for a turn, and by which policy."""
+    seen: set[Any] = set()
+    original = Turnstile.turn
+
+    def watched(self: Turnstile, action: Any) -> Any:
+        seen.add(self._policy)
+        return original(self, action)
+
+    bench.patch.setattr(Turnstile, "turn", watched)
+    bench.run(config)
+    bench.patch.setattr(Turnstile, "turn", original)
+    return seen
+
+
+def patience(bench: Bench, config: dict[str, Any]) -> Any:
+    """What the pipeline, and with it the transport and the watchdog, is told."""
+    told: list[Any] = []
+    original = session.Pipeline
+
+    def watched(*args: Any, **options: Any) -> Any:
+        told.append(options["timeout"])
+        return original(*args, **options)
+
+    bench.patch.setattr(session, "Pipeline", watched)
+    session.open_session(PipelineConfig.from_dict(config))
+    bench.patch.setattr(session, "Pipeline", original)
+    return told
+
+
+def launched(bench: Bench, config: dict[str, Any]) -> Any:
+    """What ``vpipe train`` starts: threads here, local processes, ssh or a container."""
+    started: list[Any] = []
+
+    class Became(Exception):
+        """The process would be another now."""
+
+    def note(what: str) -> Callable[..., int]:
+        def call(*args: Any, **options: Any) -> int:
+            options.pop("arguments", None)
+            options.pop("log_dir", None)
+            started.append((what, repr(args), sorted(options.items(), key=str) if what != "worker" else None))
+            if what == "container":
+                raise Became
+            return 0
+
+        return call
+
+    for place, name, what in (
+        (local, "run", "local"),
+        (ssh, "run", "ssh"),
+        (worker, "train", "worker"),
+        (cli.os, "execvpe", "container"),
+    ):
+        bench.patch.setattr(place, name, note(what))
+    with suppress(Became):
+        cli.run(PipelineConfig.from_dict(config), (), bench.place(), None)
+    bench.patch.undo()
+    return re.sub(
+        r"run\d+", "run", str([(what, args if what != "worker" else "", options) for what, args, options in started])
+    )
+
+
+def threads(bench: Bench, config: dict[str, Any]) -> Any:
+    torch.set_num_threads(1)
+    worker.train(config, str(bench.place()))
+    return torch.get_num_threads()
+
+
+def run_directory(bench: Bench, config: dict[str, Any]) -> Any:
+    bench.patch.chdir(bench.tmp_path)
+    return rundir.create(PipelineConfig.from_dict(config), None).parent
+
+
+def resumed(bench: Bench, config: dict[str, Any]) -> Any:
+    """Where ``vpipe train`` begins."""
+    before = bench.tmp_path / "before"
+    if not before.exists():
+        run(tiny({"checkpoint.interval": 2, "training.max_iterations": 2}), before)
+    file = bench.tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config).replace("BEFORE", str(before)))
+    given: list[Any] = []
+    bench.patch.setattr(worker, "train", lambda **arguments: given.append(arguments["resume"]) or 0)
+    cli.command.main([str(file), "--output-dir", str(bench.place())], standalone_mode=False)
+    return given
+
+
+def submitted(bench: Bench, config: dict[str, Any]) -> Any:
+    file = bench.tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return script(plan_job(str(file), (), (), None, {})[0])
+
+
+def answer(see: See, bench: Bench, config: dict[str, Any]) -> Any:
+    """What is seen, or the one sentence in which it is refused."""
+    try:
+        return see(bench, config)
+    except UserError as error:
+        sentence = str(error)
+    assert len(sentence.splitlines()) == 1
+    return f"refused: {sentence}"
+
+
+PLAIN: dict[str, Any] = {}
+"""What was seen without the change, for the fields that share it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A value that differs from the default, where it can be seen, and in what company."""
+
+    see: See
+    value: Any
+    company: Mapping[str, Any] = field(default_factory=dict)
+    contains: str = ""
+    """What the answer to the changed value must hold."""
+    slow: bool = False
+
+
+SHORT = {"training.max_iterations": 2}
+TEXT = {
+    "dataset": {"name": "text", "path": "TMP/text", "batch_size": 8, "extra": {"tokenizer": "char"}},
+    "training.max_iterations": 2,
+}
+SGD = {"training.optimizer": "sgd"}
+POLY = {"training.learning_rate_policy": "polynomial"}
+STEP = {"training.learning_rate_policy": "step", "training.learning_rate_steps": [2.0]}
+PIPEDREAM = {"parallel.scheduler": "pipedream"}
+HANAYO = {"parallel.scheduler": "hanayo", "model.num_layers": 6}
+PROCESSES = {"parallel.transport": "auto"}
+DOCKER = {"launch.container.kind": "docker", "launch.container.image": "vpipe"}
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 32}
+HUGGING = {"model": {"name": "huggingface", "sequence_length": 8, "config": GPT2}, "training.max_iterations": 1}
+TRANSLATION = {
+    "model.name": "translation",
+    "dataset.extra": {"kind": "translation", "vocab_size": 32, "num_examples": 64},
+    "training.max_iterations": 1,
+}
+
+CASES: dict[str, Case] = {
+    "model.name": Case(learned, "llama", SHORT),
+    "model.hidden_size": Case(learned, 32, SHORT),
+    "model.num_layers": Case(learned, 3, SHORT),
+    "model.num_heads": Case(learned, 4, SHORT),
+    "model.sequence_length": Case(learned, 4, SHORT),
+    "model.vocab_size": Case(learned, 64, SHORT),
+    "model.config": Case(learned, GPT2 | {"n_layer": 2}, HUGGING, slow=True),
+    "model.directory": Case(learned, "TMP/hub", HUGGING, slow=True),
+    "model.extra": Case(learned, {"dropout": 0.5}, SHORT),
+    "dataset.name": Case(learned, "synthetic", TEXT | {"dataset.extra": {}}),
+    "dataset.path": Case(learned, "TMP/other", TEXT),
+    "dataset.batch_size": Case(learned, 4, SHORT),
+    "dataset.max_tokens": Case(learned, 16, TRANSLATION),
+    "dataset.num_workers": Case(readers, 2, SHORT),
+    "dataset.test_size": Case(held_out, 0.4, TEXT),
+    "dataset.extra": Case(learned, {"vocab_size": 40}, SHORT),
+    "training.learning_rate": Case(learned, 0.1, SHORT),
+    "training.epochs": Case(iterations, 1),
+    "training.num_microbatches": Case(program, 2, SHORT),
+    "training.gradient_accumulation": Case(iterations, 2, SHORT),
+    "training.max_iterations": Case(iterations, 3),
+    "training.profile_iteration": Case(files, 1, SHORT, "profiler_1f1b/rank0"),
+    "training.exit_after_profile": Case(
+        iterations, True, {"training.profile_iteration": 0, "training.max_iterations": 2}
+    ),
+    "training.seed": Case(learned, 1, SHORT),
+    "training.optimizer": Case(learned, "lamb", SHORT),
+    "training.momentum": Case(learned, 0.9, SGD | SHORT),
+    "training.betas": Case(learned, [0.5, 0.9], SHORT),
+    "training.eps": Case(learned, 0.1, SHORT),
+    "training.weight_decay": Case(learned, 0.5, SHORT),
+    "training.learning_rate_policy": Case(rates, "linear"),
+    "training.warmup": Case(rates, 4.0),
+    "training.learning_rate_degree": Case(rates, 2.0, POLY),
+    "training.learning_rate_steps": Case(rates, [4.0], STEP),
+    "training.learning_rate_factor": Case(rates, 0.5, STEP),
+    "training.minimum_learning_rate": Case(rates, 0.005, {"training.learning_rate_policy": "linear"}),
+    "training.gradient_clipping": Case(learned, 0.01, SGD | SHORT),
+    "training.precision": Case(learned, "bf16", SHORT),
+    "training.loss_scale": Case(scales, 64.0, SHORT | {"training.precision": "fp16"}),
+    "training.update_interval": Case(iterations, 2, PIPEDREAM | SHORT),
+    "training.evaluation_interval": Case(evaluations, 3, {"training.evaluation_interval": 0, "training.epochs": 1}),
+    "training.evaluation_batches": Case(evaluations, 1, {"training.evaluation_interval": 0, "training.epochs": 1}),
+    "parallel.scheduler": Case(program, "zb-h1", SHORT),
+    "parallel.model_parallel_size": Case(program, 3, SHORT),
+    "parallel.data_parallel_size": Case(program, 2, SHORT),
+    "parallel.replicas": Case(program, [1, 2], PIPEDREAM | SHORT),
+    "parallel.stages_per_rank": Case(program, 1, SHORT | {"parallel.scheduler": "looped-bfs"}),
+    "parallel.waves": Case(program, 2, SHORT | HANAYO),
+    "parallel.partition": Case(program, [3, 1], SHORT),
+    "parallel.recompute": Case(program, 1.0, SHORT, "0R0"),
+    "parallel.swap": Case(learned, 0.5, SHORT, "refused: parallel.swap"),
+    "parallel.depths": Case(program, [2, 0], PIPEDREAM | SHORT),
+    "parallel.vertical_sync": Case(program, True, PIPEDREAM | SHORT),
+    "parallel.transport": Case(launched, "auto", {}, "local"),
+    "parallel.backend": Case(launched, "nccl", PROCESSES, "refused: parallel.backend is nccl"),
+    "parallel.timeout": Case(patience, 7.0, {}, "7.0"),
+    "parallel.exact_reduction": Case(reductions, False, SHORT | {"parallel.data_parallel_size": 2}, "all_reduce"),
+    "parallel.priority": Case(turns, "fifo", SHORT, "fifo"),
+    "parallel.use_orion_scheduler": Case(learned, True, SHORT, "refused: Orion is asked for, but its library"),
+    "checkpoint.directory": Case(checkpoints, "TMP/kept", SHORT | {"checkpoint.interval": 2}, "kept"),
+    "checkpoint.interval": Case(checkpoints, 2, SHORT, "iteration-000002"),
+    "checkpoint.keep": Case(checkpoints, 1, SHORT | {"checkpoint.interval": 1}, "iteration-000002"),
+    "checkpoint.resume": Case(resumed, "BEFORE", {}, "before"),
+    "observe.directory": Case(run_directory, "elsewhere", {}, "elsewhere"),
+    "observe.log_interval": Case(said, 2, SHORT),
+    "observe.verbose_interval": Case(said, 2, SHORT, "waiting"),
+    "observe.line_format": Case(said, "vpipe-line", SHORT, "Epoch: [#]"),
+    "observe.warmup_iterations": Case(summary, 1, SHORT),
+    "observe.trace": Case(files, True, SHORT, "events/rank1.jsonl"),
+    "observe.tensorboard": Case(files, True, SHORT, "tensorboard/"),
+    "observe.dashboard": Case(said, True, SHORT, "live page: http:"),
+    "launch.machines": Case(launched, ["node1:0", "node2:0"], PROCESSES, "ssh"),
+    "launch.container.kind": Case(launched, "apptainer", PROCESSES | DOCKER, "apptainer"),
+    "launch.container.image": Case(launched, "another", PROCESSES | DOCKER, "another"),
+    "launch.container.binds": Case(launched, ["/data"], PROCESSES | DOCKER, "/data"),
+    "launch.slurm.nodes": Case(submitted, 2, {}, "--nodes=2"),
+    "launch.slurm.ntasks_per_node": Case(submitted, 1, {}, "refused: --nodes 1 x --ntasks-per-node 1"),
+    "launch.slurm.partition": Case(submitted, "gpu", {}, "--partition=gpu"),
+    "launch.slurm.account": Case(submitted, "me", {}, "--account=me"),
+    "launch.slurm.qos": Case(submitted, "high", {}, "--qos=high"),
+    "launch.slurm.gres": Case(submitted, "gpu:2", {}, "--gres=gpu:2"),
+    "launch.slurm.cpus_per_task": Case(submitted, 3, {}, "--cpus-per-task=3"),
+    "launch.slurm.memory": Case(submitted, "8G", {}, "--mem=8G"),
+    "launch.slurm.time": Case(submitted, "01:30:00", {}, "--time=01:30:00"),
+    "launch.slurm.requeue": Case(submitted, False, {}, "--no-requeue"),
+    "launch.threads": Case(threads, 2, SHORT, "2"),
+    "launch.interface": Case(launched, "eth7", PROCESSES, "eth7"),
+    "launch.master_port": Case(launched, 23456, PROCESSES, "23456"),
+}
+
+
+def test_every_field_has_a_case() -> None:
+    assert sorted(CASES) == sorted(leaves(PipelineConfig))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if case.slow else ()) for name, case in CASES.items()]
+)
+def test_the_field_does_something(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    bench = Bench(tmp_path, monkeypatch)
+
+    def located(values: Any) -> Any:
+        return json.loads(json.dumps(values).replace("TMP", str(tmp_path)))
+
+    if name == "model.directory":
+        from transformers import AutoConfig, GPT2LMHeadModel
+
+        GPT2LMHeadModel(AutoConfig.for_model(**GPT2)).save_pretrained(tmp_path / "hub")
+    company = tiny(located(dict(case.company)))
+    key = f"{case.see.__name__} {company}"
+    if key not in PLAIN:
+        PLAIN[key] = answer(case.see, bench, company)
+    plain = PLAIN[key]
+    changed = answer(case.see, bench, tiny(located({**case.company, name: case.value})))
+    assert not str(plain).startswith("refused"), plain
+    assert changed != plain
+    assert case.contains in str(changed)
