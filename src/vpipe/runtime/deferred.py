@@ -54,10 +54,12 @@ class WeightQueue:
     def close(self) -> None:
         self._open = None
 
+    @torch.no_grad()
     def run(self, microbatch: int) -> None:
         """Compute what the microbatch has deferred, in the order of the backward.
 
-        A parameter that the unit used several times gets their sum at once, as autograd gives it.
+        A parameter that the unit used several times gets their sum at once, as autograd gives it. Outside of a backward
+        autograd would record these products, and keep x and dy alive with the gradient.
         """
         works = self._waiting.pop(microbatch)
         seen: set[int] = set()
