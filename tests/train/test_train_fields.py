@@ -357,7 +357,7 @@ CASES: dict[str, Case] = {
     "checkpoint.keep": Case(checkpoints, 1, SHORT | {"checkpoint.interval": 1}, "iteration-000002"),
     "checkpoint.resume": Case(resumed, "BEFORE", {}, "before"),
     "observe.directory": Case(run_directory, "elsewhere", {}, "elsewhere"),
-    "observe.log_interval": Case(said, 2, SHORT),
+    "observe.log_interval": Case(said, 3, SHORT),
     "observe.verbose_interval": Case(said, 2, SHORT, "waiting"),
     "observe.line_format": Case(said, "vpipe-line", SHORT, "Epoch: [#]"),
     "observe.warmup_iterations": Case(summary, 1, SHORT),
