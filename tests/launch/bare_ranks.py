@@ -10,6 +10,8 @@ import runpy
 import sys
 import time
 
+import torch._dynamo  # an optimizer would import it in its first step
+
 import vpipe.runtime.pipeline  # noqa: F401
 
 num_ranks, port, folder, *target = sys.argv[1:]

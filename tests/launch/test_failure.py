@@ -101,17 +101,14 @@ def test_an_exit_code_of_a_script_is_kept(ran: Callable[..., Running]) -> None:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Iterator[Callable[..., tuple[Running, list[int], str]]]:
-    """Run ``failing.py`` on three ranks that nobody looks after: the run, the exit codes, and what all have said."""
+    """Run a script on three ranks that nobody looks after: the run, the exit codes, and what all have said."""
     runs: list[Running] = []
 
-    def run(*args: str) -> tuple[Running, list[int], str]:
+    def run(*args: str, script: str = FAILING) -> tuple[Running, list[int], str]:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        runs.append(
-            Running(
-                tmp_path, sys.executable, str(HERE / "bare_ranks.py"), "3", str(port), str(tmp_path), FAILING, *args
-            )
-        )
+        words = ("3", str(port), str(tmp_path), script, *args)
+        runs.append(Running(tmp_path, sys.executable, str(HERE / "bare_ranks.py"), *words))
         assert runs[-1].wait() == 0, runs[-1].err
         said = (tmp_path / "all.txt").read_text()
         return runs[-1], json.loads(runs[-1].out)["codes"], said
@@ -119,6 +116,14 @@ def bare(tmp_path: Path) -> Iterator[Callable[..., tuple[Running, list[int], str
     yield run
     for left in runs:
         left.kill_all()
+
+
+NO_DATA = """
+model: {name: gpt, hidden_size: 16, num_layers: 2, num_heads: 2, sequence_length: 8}
+dataset: {name: text, path: /nowhere, batch_size: 8}
+parallel: {model_parallel_size: 3}
+training: {num_microbatches: 4}
+"""
 
 
 def test_without_a_launcher_too_the_failing_rank_speaks(bare: Callable[..., tuple[Running, list[int], str]]) -> None:
@@ -139,6 +144,30 @@ def test_ranks_with_different_programs_are_refused(bare: Callable[..., tuple[Run
     assert codes == [2, 2, 2]
     assert said.count("vpipe: ") == 1
     assert "rank 1 has schedule gpipe, but rank 0 has schedule 1f1b" in said
+    run.assert_clean()
+
+
+@slow
+def test_a_mistake_in_a_config_is_said_once_by_ranks_that_have_met(
+    bare: Callable[..., tuple[Running, list[int], str]], tmp_path: Path
+) -> None:
+    """``srun python -m vpipe train``: only while they open the data do the ranks find that there is none."""
+    (tmp_path / "job.yaml").write_text(NO_DATA)
+    (tmp_path / "script.py").write_text("import sys; from vpipe.cli.main import main; main(sys.argv[1:])")
+    run, codes, said = bare("train", str(tmp_path / "job.yaml"), script=str(tmp_path / "script.py"))
+    assert codes == [2, 2, 2]
+    assert said == "vpipe: there is no data at /nowhere; build it with: vpipe data build text --out /nowhere\n"
+    run.assert_clean()
+
+
+@slow
+def test_a_mistake_in_a_config_is_said_once_under_torchrun(tmp_path: Path) -> None:
+    """Found before the ranks meet: rank 0 speaks, and torchrun ends the others."""
+    (tmp_path / "job.yaml").write_text(NO_DATA.replace("name: gpt", "nam: gpt"))
+    options = ["--standalone", "--nproc-per-node=3", "-m", "vpipe", "train", str(tmp_path / "job.yaml")]
+    run = Running(tmp_path, sys.executable, "-m", "torch.distributed.run", *options)
+    assert run.wait() == 1
+    assert run.err.count("model.nam is an unknown key") == 1
     run.assert_clean()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "vpipe.runtime.pipeline", "runtime_support"])
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "vpipe.runtime.pipeline", "runtime_support"])
 
 
 class RankFailed(Exception):

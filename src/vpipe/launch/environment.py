@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from vpipe.launch.hosts import interface_towards
 
 Ask = Callable[[Sequence[str]], str]
 """Command → what it prints."""
+
+POLITENESS = 2.0
+"""Seconds after which rank 0 has spoken, if it makes the same mistake, and the launcher has ended the others."""
 
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 """Below the range from which Linux takes the ports of outgoing connections."""
@@ -45,6 +49,14 @@ def rank(environ: Mapping[str, str] | None = None) -> int | None:
     """Which of several processes this is, or ``None`` where nobody has started several."""
     environ = os.environ if environ is None else environ
     return int(environ.get("RANK", "0")) if int(environ.get("WORLD_SIZE", "1")) > 1 else None
+
+
+def let_rank_0_speak(environ: Mapping[str, str] | None = None) -> None:
+    """Before the ranks have met: a mistake in a config is one for all, and torchrun or srun end the others with the
+    first that ends. A rank whose mistake is its own, such as a file that only this machine lacks, speaks after that."""
+    environ = os.environ if environ is None else environ
+    if environ.get("RANK", environ.get("SLURM_PROCID", "0")) != "0":
+        time.sleep(POLITENESS)
 
 
 def from_slurm(environ: Mapping[str, str], ask: Ask) -> dict[str, str]:
