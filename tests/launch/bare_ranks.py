@@ -10,7 +10,7 @@ import runpy
 import sys
 import time
 
-import torch._dynamo  # an optimizer would import it in its first step
+import torch._dynamo  # noqa: F401 - an optimizer would import it in its first step
 
 import vpipe.runtime.pipeline  # noqa: F401
 
