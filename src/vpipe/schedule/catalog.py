@@ -23,8 +23,9 @@ from vpipe.schedule.program import Program
 
 __all__ = ["Entry", "build", "entries", "get"]
 
+_taken = SCHEDULE_REGISTRY.list_registered()  # once: to look for entry points is to look at every package
 for _each in CATALOG:
-    if _each.name not in SCHEDULE_REGISTRY:
+    if _each.name not in _taken:
         SCHEDULE_REGISTRY.register(_each.name)(_each)
 
 _NAMES = {name.lower(): each.name for each in CATALOG for name in (each.name, *each.aliases)}
