@@ -31,7 +31,7 @@ ROOMS = {
 """Room → the other rooms it may import. The modules of the hall (errors, registry, layer, …) are open to all."""
 
 WITHOUT_TORCH = {"schedule", "config", "launch", "observe"}
-TORCH_IN_PLAN = {"profile"}
+TORCH_IN_PLAN = {"profile", "transfer"}
 """Modules of ``plan`` that may import torch, and runtime and models with it: they measure."""
 
 NUMPY_IN_SCHEDULE = {"flat", "lanes", "timeline", "simulate"}

@@ -2,5 +2,5 @@
 
     costs ──▶ (knapsack inside partition, both counting bytes by memory) ──▶ planner ──▶ plan.json
 
-Nothing here imports torch except ``profile``, which measures.
+Nothing here imports torch except ``profile`` and ``transfer``, which measure.
 """

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +41,8 @@ class LayerCost:
     """What crosses a boundary placed after this layer."""
     parameter_bytes: int = 0
     optimizer_bytes: int = 0
+    update: float = 0.0
+    """Seconds of the optimizer's update of the layer's weights: once for all units of a synchronous batch."""
     spread: float = 0.0
     """Spread of the measured times, as a share of their median. Information only."""
 
@@ -73,7 +75,7 @@ class Profile:
 
     @cached_property
     def cut_bytes(self) -> tuple[int, ...]:
-        """``cut_bytes[i]`` crosses a boundary before layer ``i``; index 0 is the model's input, the last its output."""
+        """``cut_bytes[i]`` crosses a boundary before layer ``i``; index 0 is the model's input."""
         return (self.input_bytes, *(layer.boundary_bytes for layer in self.layers))
 
     def link_time(self, cut: int) -> float:
@@ -106,22 +108,25 @@ class Profile:
         return {"format": FORMAT, "version": 1, **head, "device": dict(self.device), "layers": layers}
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     def table(self) -> str:
-        """The layers as a person reads them, and one line on the machine."""
-        head = ("layer", "name", "forward", "input-grad", "weight-grad", "saved", "boundary", "parameters", "optimizer")
+        """The layers as a person reads them, those that cost the same in one row, and one line on the machine."""
+        alike: dict[LayerCost, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            alike.setdefault(replace(layer, name=""), []).append(index)
+        head = ("layers", "name", "forward", "input-grad", "weight-grad", "update", "saved", "boundary")
         rows = [
             (
-                str(index),
-                layer.name,
-                *(format_seconds(t) for t in (layer.forward, layer.input_grad, layer.weight_grad)),
-                *(format_bytes(b) for b in (layer.saved_bytes, layer.boundary_bytes)),
-                *(format_bytes(b) for b in (layer.parameter_bytes, layer.optimizer_bytes)),
+                _listed(indices),
+                self.layers[indices[0]].name + (f" (and {len(indices) - 1} like it)" if len(indices) > 1 else ""),
+                *map(format_seconds, (layer.forward, layer.input_grad, layer.weight_grad, layer.update)),
+                *map(format_bytes, (layer.saved_bytes, layer.boundary_bytes)),
+                *map(format_bytes, (layer.parameter_bytes, layer.optimizer_bytes)),
             )
-            for index, layer in enumerate(self.layers)
+            for layer, indices in alike.items()
         ]
-        return align([head, *rows], left={1}) + "\n" + self._machine()
+        return align([(*head, "parameters", "optimizer"), *rows], left={0, 1}) + "\n" + self._machine()
 
     def _machine(self) -> str:
         link = "unlimited" if self.link_bandwidth is None else f"{format_bytes(self.link_bandwidth)}/s"
@@ -130,6 +135,26 @@ class Profile:
             f"microbatch of {self.microbatch_rows} rows; link {link} after {format_seconds(self.link_latency)}; "
             f"swap {swap}; {format_seconds(self.action_overhead)} per action"
         )
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file that the user has named."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _listed(indices: Sequence[int]) -> str:
+    """``[1, 2, 3, 7]`` → ``1-3, 7``; of many parts only the ends."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(parts if len(parts) < 4 else [*parts[:2], "…", parts[-1]])
 
 
 def align(rows: list[tuple[str, ...]], left: set[int]) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from vpipe.errors import UserError
 from vpipe.plan.advice import Misfit, explain_limit
 from vpipe.plan.bounds import Options
-from vpipe.plan.costs import Profile, align
+from vpipe.plan.costs import Profile, align, write_text
 from vpipe.plan.cuts import Cutter
 from vpipe.plan.layout import Layout
 from vpipe.plan.memory import Choice
@@ -97,7 +97,7 @@ class Plan:
         }
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     def table(self) -> str:
         """The plan as a person reads it."""
@@ -178,6 +178,7 @@ def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, effo
             f"{pipe.entry.name} on {pipe.num_ranks} ranks has {pipe.num_stages} stages, but the model has only "
             f"{profile.num_layers} layers; use fewer ranks"
         )
+    profile = pipe.charged(profile)
     rounds = pipe.num_microbatches * pipe.stages_per_rank
     objective = Objective(0.0, rounds) if pipe.asynchronous else Objective(1.0, rounds - 1)
     several = pipe.stages_per_rank > 1

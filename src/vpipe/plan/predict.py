@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from vpipe.errors import UserError
@@ -65,6 +65,14 @@ class Pipe:
     @property
     def asynchronous(self) -> bool:
         return self.entry.mode != "bsp"
+
+    def charged(self, profile: Profile) -> Profile:
+        """The profile as this schedule pays for it: one that updates after every unit has the update in each unit's
+        work, where the search for a partition sees it."""
+        if not self.asynchronous or "num_batches" in self.entry.options:
+            return profile
+        layers = (replace(x, weight_grad=x.weight_grad + x.update, update=0.0) for x in profile.layers)
+        return replace(profile, layers=tuple(layers))
 
     def batches(self, count: int) -> Program:
         """The program of ``count`` batches without a drain; a synchronous schedule drains after each, so has one."""
@@ -126,6 +134,7 @@ def predict(profile: Profile, layout: Layout, pipe: Pipe, machine: Machine) -> P
         raise UserError(f"the partition has {layout.num_stages} stages, but {pipe.entry.name} has {pipe.num_stages}")
     if layout.num_layers != profile.num_layers:
         raise UserError(f"the partition has {layout.num_layers} layers, but the profile has {profile.num_layers}")
+    profile = pipe.charged(profile)
     facts = stage_facts(pipe.program, machine)
     last = layout.num_stages - 1
     times, terms = [], []
@@ -170,6 +179,7 @@ def _costs(profile: Profile, layout: Layout, facts: Sequence[StageFacts]) -> Cos
                 weight_grad=sum(x.weight_grad for x in layers) / fact.speed,
                 recompute=again / fact.speed,
                 swap=swapped / profile.swap_bandwidth if swapped and profile.swap_bandwidth else 0.0,
+                step=sum(x.update for x in layers) / fact.speed,
                 transfer=sum(sides) / len(sides) if sides else 0.0,
             )
         )

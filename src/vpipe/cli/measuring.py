@@ -1,0 +1,79 @@
+"""Measuring a config's model, for ``vpipe profile`` and ``vpipe plan``: ranks that measure, and a bar that shows it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from vpipe import config as configs
+from vpipe.plan.costs import Profile, load_profile
+
+UNQUIET = 0.25
+"""Spread of a layer's times above which a profile is not to be trusted."""
+
+
+def measure(config: configs.PipelineConfig, repeat: int, quiet: bool = False) -> Profile | int:
+    """The profile of a config's model, measured here and now; or the exit code of what went wrong, which was said."""
+    from vpipe.launch import local
+    from vpipe.launch.process import num_cores
+
+    num_ranks = max(2, min(config.num_ranks, num_cores()))
+    with tempfile.TemporaryDirectory(prefix="vpipe-profile-") as directory:
+        with _bar(Path(directory), quiet):
+            code = local.run(
+                "vpipe.train.measuring:profile",
+                num_ranks,
+                arguments={"config": config.to_dict(), "directory": directory, "repeat": repeat},
+                threads=config.launch.threads or 1,
+                preload=(*local.PRELOAD, "vpipe.train.measuring"),
+            )
+        if code:
+            return code
+        found = load_profile(Path(directory) / "profile.json")
+    noisy = [f"{index} ({layer.spread:.0%})" for index, layer in enumerate(found.layers) if layer.spread > UNQUIET]
+    if noisy:
+        shown = ", ".join(noisy[:4]) + (", …" if len(noisy) > 4 else "")
+        click.echo(
+            f"vpipe: warning: the times of layers {shown} differ by more than {UNQUIET:.0%} from one repeat to the "
+            "next; measure again when the machine is quiet, or with a larger --repeat",
+            err=True,
+        )
+    return found
+
+
+@contextmanager
+def _bar(directory: Path, quiet: bool) -> Iterator[None]:
+    """A bar on a terminal, moved by what rank 0 writes about its progress."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    done = threading.Event()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def follow() -> None:
+            while not done.wait(0.2):
+                try:
+                    seen = json.loads((directory / "progress.json").read_text())
+                except (OSError, ValueError):
+                    continue
+                progress.update(task, total=seen["total"], completed=seen["done"], description=seen["name"])
+
+        follower = threading.Thread(target=follow, name="vpipe-progress", daemon=True)
+        follower.start()
+        try:
+            yield
+        finally:
+            done.set()
+            follower.join()

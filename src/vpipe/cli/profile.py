@@ -1,0 +1,61 @@
+"""``vpipe profile``: what each layer of a model costs on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from vpipe import config as configs
+
+
+@click.command("profile")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the profile as JSON.")
+@click.option("--repeat", type=click.IntRange(1, 1000), default=10, show_default=True, help="Rounds of each layer.")
+@click.option(
+    "--graph-text", type=click.Path(path_type=Path, dir_okay=False), help="Write PipeDream's graph text as well."
+)
+@click.option(
+    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config; may be repeated."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
+def command(
+    config: Path,
+    output: Path | None,
+    repeat: int,
+    graph_text: Path | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Measure the layers of a model, the links between ranks, the swap lane and the runtime itself.
+
+    The model, the data, the size of a microbatch, the optimizer and the number format are the config's. Layers that are
+    alike are measured once.
+
+    \b
+    Example:
+      vpipe profile configs/default.yaml -o profile.json
+      vpipe plan profile.json -p 4 -m 8 --memory 512MiB
+    """
+    from vpipe.cli.measuring import measure
+    from vpipe.plan.costs import write_text
+    from vpipe.plan.graph_text import export_graph
+
+    loaded = configs.load(config, overrides)
+    found = measure(loaded.config, repeat, quiet=as_json)
+    if isinstance(found, int):
+        return found
+    if output is not None:
+        found.save(output)
+    if graph_text is not None:
+        write_text(graph_text, str(export_graph(found)))
+    if as_json:
+        click.echo(json.dumps(found.to_json()))
+        return 0
+    click.echo(found.table())
+    for path in (output, graph_text):
+        if path is not None:
+            click.echo(f"written to {path}")
+    return 0

@@ -1,0 +1,276 @@
+"""Measures what each layer costs, through the runtime's own stages: what is timed is what the engine will execute.
+
+Every layer is made a stage of its own. The stage runs a real microbatch forward and backward as a whole (``F``, ``B``),
+and once more with the weight gradient apart (``I``, ``W``); the optimizer updates it. From the whole backward and its
+part ``W`` follows ``I``, so that forward and backward add up to what an undivided schedule takes. A stage that does
+nothing is timed too and taken off: what the runtime costs is counted per action, not per layer (``plan.transfer``).
+
+Layers that are alike are measured once: same ``cost_key``, or else same class and settings; same shapes of parameters
+and of what they read.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+
+from vpipe.layer import Layer
+from vpipe.plan.costs import LayerCost
+from vpipe.plan.transfer import Nothing
+from vpipe.runtime.flow import Flow, Value, bind_inputs, resolve
+from vpipe.runtime.region import Pending, Run, detached
+from vpipe.runtime.stage import Loss, Stage, StageOptions, Unit
+from vpipe.runtime.wire import flatten
+
+WARM_UP = 2
+"""Rounds that are not counted: first touches of memory, and what libraries set up."""
+
+Values = Mapping[Value, Any]
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+Told = Callable[[int, int, str], None]
+"""(layers done, layers in all, name of the one that comes)."""
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """How to measure."""
+
+    loss: Loss
+    optimizer: OptimizerFactory
+    repeat: int = 10
+    seed: int = 0
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds of one round."""
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What the rounds of one stage took."""
+
+    all: Sequence[Round]
+
+    def median(self, part: str) -> float:
+        return median(getattr(each, part) for each in self.all)
+
+    @property
+    def spread(self) -> float:
+        """Between the quartiles, as a share of the median."""
+        totals = [each.forward + each.backward + each.weight for each in self.all]
+        if len(totals) < 2 or not median(totals):
+            return 0.0
+        low, _, high = quantiles(totals, n=4)
+        return (high - low) / median(totals)
+
+
+def measure_layers(
+    layers: Sequence[Layer], inputs: Any, targets: Any, measuring: Measuring, tell: Told | None = None
+) -> tuple[list[LayerCost], int]:
+    """The cost of every layer for one microbatch, and the bytes of the microbatch itself."""
+    flow = resolve(layers, [1] * len(layers))
+    values = {value: given for value, given in bind_inputs(flow, inputs).items() if _readers(flow, value)}
+    input_bytes = sum(num_bytes(given) for given in values.values())
+    nothing = _time_of_nothing(measuring)
+    known: dict[object, tuple[LayerCost, dict[str, Any]]] = {}
+    costs: list[LayerCost] = []
+    for index, layer in enumerate(layers):
+        name = layer.name or "layer"
+        if tell is not None:
+            tell(index, len(layers), name)
+        key = _signature(flow, index, values)
+        if key not in known:
+            known[key] = _measure(flow, index, values, targets, measuring, nothing)
+        cost, given = known[key]
+        values |= {(name, index): value for name, value in given.items()}
+        costs.append(replace(cost, name=layer.name or cost.name, boundary_bytes=_crossing(flow, index, values)))
+    if tell is not None:
+        tell(len(layers), len(layers), "")
+    return costs, input_bytes
+
+
+def _signature(flow: Flow, index: int, values: Values) -> object:
+    """Layers with equal signatures cost the same. The last one has the loss, so it is like no other."""
+    layer = flow.layers[index]
+    with torch.device("meta"):
+        module = layer.build()
+    settings = layer.cost_key or tuple(
+        (type(part).__qualname__, tuple(sorted((k, repr(v)) for k, v in vars(part).items() if _is_plain(v))))
+        for part in module.modules()
+    )
+    shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
+    read = tuple(
+        (tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+        for value in flow.reads[index]
+        for tensor in _tensors(values[value])
+    )
+    return settings, shapes, read, layer.writes, index == len(flow.layers) - 1
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | float | str | tuple)
+
+
+def _measure(
+    flow: Flow, index: int, values: Values, targets: Any, measuring: Measuring, nothing: Round
+) -> tuple[LayerCost, dict[str, Any]]:
+    """One layer's cost (what crosses the cut behind it is not known here), and what it writes."""
+    layer = flow.layers[index]
+    module = copy.deepcopy(layer.module) if isinstance(layer.module, nn.Module) else layer.build()
+    stage = _stage(flow, index, module, measuring, splits=False)
+    saved = _SavedBytes(module)
+    with saved.watching():
+        given = _forward(stage, values, targets, measuring)
+    stage.abandon()
+    whole = _rounds(stage, values, targets, measuring)
+    split = _rounds(_stage(flow, index, module, measuring, splits=True), values, targets, measuring)
+    optimizer_bytes, update = _update(stage, measuring)
+    forward = max(0.0, whole.median("forward") - nothing.forward)
+    backward = max(0.0, whole.median("backward") - nothing.backward)
+    weight_grad = min(backward, max(0.0, split.median("weight") - nothing.weight))
+    cost = LayerCost(
+        name=type(module).__name__,
+        forward=forward,
+        input_grad=backward - weight_grad,
+        weight_grad=weight_grad,
+        saved_bytes=saved.total,
+        boundary_bytes=0,
+        parameter_bytes=sum(num_bytes(p) for p in module.parameters()),
+        optimizer_bytes=optimizer_bytes,
+        update=update,
+        spread=whole.spread,
+    )
+    written = {value[0]: detached(found) for value, found in given.items()}
+    del stage, given
+    gc.collect()
+    return cost, written
+
+
+def _stage(flow: Flow, index: int, module: nn.Module, measuring: Measuring, splits: bool) -> Stage:
+    options = StageOptions(splits=splits, autocast=measuring.autocast)
+    stage = Stage(index, flow, {index: module}, measuring.loss, options)
+    stage.train(True)
+    return stage
+
+
+def _forward(stage: Stage, values: Values, targets: Any, measuring: Measuring) -> dict[Value, Any]:
+    unit = Unit(0, Run(measuring.seed, 0, True, measuring.autocast), targets)
+    return stage.forward(0, unit, dict(values))
+
+
+def _rounds(stage: Stage, values: Values, targets: Any, measuring: Measuring) -> Rounds:
+    """Time forward and backward; gradients add up from round to round, as they do over the units of a batch."""
+    splits = stage.options.splits
+    found = []
+    for number in range(WARM_UP + measuring.repeat):
+        begin = perf_counter()
+        given = _forward(stage, values, targets, measuring)
+        middle = perf_counter()
+        pending = _gradients(given)
+        del given
+        back = perf_counter()
+        stage.backward(0, pending, splits)
+        end = perf_counter()
+        if splits:
+            stage.weight_gradient(0)
+        if number >= WARM_UP:
+            found.append(Round(middle - begin, end - back, perf_counter() - end if splits else 0.0))
+    return Rounds(found)
+
+
+def _gradients(given: Values) -> Pending:
+    """What later stages would send back: a gradient for everything that needs one."""
+    return {
+        value: [(value[1] + 1, [torch.randn_like(each) for each in _tensors(found) if each.requires_grad])]
+        for value, found in given.items()
+    }
+
+
+def _update(stage: Stage, measuring: Measuring) -> tuple[int, float]:
+    """Bytes that the optimizer keeps for the stage's weights, and the seconds of one update."""
+    parameters = [p for p in stage.weights.parameters.values() if p.requires_grad and p.grad is not None]
+    if not parameters:
+        return 0, 0.0
+    optimizer = measuring.optimizer(parameters)
+    optimizer.step()
+    times = []
+    for _ in range(max(3, measuring.repeat // 2)):
+        begin = perf_counter()
+        optimizer.step()
+        times.append(perf_counter() - begin)
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(num_bytes(tensor) for tensor in tensors), median(times)
+
+
+def _time_of_nothing(measuring: Measuring) -> Round:
+    """What a stage takes whose layer does nothing: the runtime's share in every measurement."""
+    flow = resolve([Layer(Nothing()), Layer(Nothing())], [1, 1])
+    values = {("x", -1): torch.ones(1).requires_grad_()}
+    quick = replace(measuring, repeat=50, loss=lambda output, target: output.sum())
+    whole, split = (
+        _rounds(_stage(flow, 0, Nothing(), quick, splits=splits), values, None, quick) for splits in (False, True)
+    )
+    return Round(whole.median("forward"), whole.median("backward"), split.median("weight"))
+
+
+class _SavedBytes:
+    """What autograd keeps of a forward: whole storages, each once, without the layer's own weights and buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        owned = [*module.parameters(), *module.buffers()]
+        self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}
+        self._sizes: dict[int, int] = {}
+        self._kept: list[Tensor] = []
+
+    def watching(self) -> saved_tensors_hooks:
+        """While this is open. The graph that is built has no backward: it saves nothing for one."""
+        return saved_tensors_hooks(self._pack, lambda nothing: nothing)
+
+    def _pack(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._owned:
+            self._sizes[storage.data_ptr()] = storage.nbytes()
+            self._kept.append(tensor.detach())  # while it lives, no other storage gets its address
+
+    @property
+    def total(self) -> int:
+        self._kept.clear()
+        return sum(self._sizes.values())
+
+
+def _readers(flow: Flow, value: Value) -> list[int]:
+    return [layer for layer, reads in enumerate(flow.reads) if value in reads]
+
+
+def _crossing(flow: Flow, index: int, values: Values) -> int:
+    """Bytes of everything that a layer behind this one still reads."""
+    later = {value for reads in flow.reads[index + 1 :] for value in reads if value[1] <= index}
+    return sum(num_bytes(values[value]) for value in later)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    flatten(value, found)
+    return found
+
+
+def num_bytes(value: Any) -> int:
+    """Bytes of all tensors of a value."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))

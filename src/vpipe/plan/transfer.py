@@ -1,0 +1,136 @@
+"""Measures the machine between the layers: a message, an action, a swap.
+
+The ranks that measure are processes, joined by the transport that a run would choose. All of them call the functions
+here at the same time, in the same order.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.plan.memory import num_actions
+from vpipe.runtime.pipeline import Pipeline
+from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.wire import Envelope
+
+SMALL, LARGE = 64, 4 << 20
+"""Bytes of the messages that tell latency and bandwidth."""
+SWAP = 64 << 20
+FEW, MANY = 16, 80
+"""Units of the two pipelines without work whose difference is the cost of a unit."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two ranks."""
+
+    latency: float
+    """Seconds that an empty message takes."""
+    bandwidth: float
+    """Bytes per second beyond that."""
+
+
+def measure_link(transport: Transport, repeat: int) -> Link:
+    """Ranks 0 and 1 send messages to and fro; the others wait."""
+    small, large = (_one_way(transport, size, repeat) for size in (SMALL, LARGE))
+    return Link(small, (LARGE - SMALL) / max(large - small, 1e-9))
+
+
+def _one_way(transport: Transport, size: int, repeat: int) -> float:
+    """Seconds of a message of ``size`` bytes: half of the way there and back."""
+    payload = torch.zeros(size // 4)
+    me, other = transport.rank, 1 - transport.rank
+    times = []
+    step = 1_000_000 + size  # of no training step
+    transport.begin_step(step)
+    for k in range(10 * repeat if me < 2 else 0):
+        out, back = Envelope(step, 0, 1, k, 0), Envelope(step, 1, 0, k, 1)
+        begin = perf_counter()
+        if me == 0:
+            transport.post(back, other)
+            transport.send(out, other, payload)
+            transport.take(back)
+        else:
+            transport.post(out, other)
+            transport.send(back, other, transport.take(out))
+        times.append((perf_counter() - begin) / 2)
+    transport.end_step()
+    transport.barrier()
+    return median(times[len(times) // 10 :]) if times else 0.0
+
+
+class Nothing(nn.Module):
+    """The cheapest layer that has a backward and a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def empty_pipeline(num_ranks: int, transport: str, timeout: float) -> Pipeline:
+    """A pipeline over all ranks whose layers do nothing: what is left is the runtime."""
+    return Pipeline(
+        [Nothing() for _ in range(num_ranks)],
+        lambda output, target: output.sum(),
+        schedule="gpipe",
+        num_microbatches=MANY,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        transport=transport,
+        timeout=timeout,
+    )
+
+
+def measure_overhead(pipeline: Pipeline, repeat: int) -> float:
+    """Seconds that the runtime takes for one action.
+
+    A pipeline that computes nothing runs few units and many: in gpipe's order messages are never waited for on the way,
+    so what a unit more takes is what its actions cost on the busiest rank.
+    """
+    few, many = (_step(pipeline, count, repeat) for count in (FEW, MANY))
+    num_ranks = pipeline.placement.num_ranks
+    busiest = num_actions(first=num_ranks < 3, last=num_ranks < 2)
+    return max(0.0, (many - few) / (MANY - FEW) / busiest)
+
+
+def _step(pipeline: Pipeline, num_units: int, repeat: int) -> float:
+    batch = torch.zeros(num_units, 1)
+    times = []
+    for _ in range(repeat + 2):
+        begin = perf_counter()
+        pipeline.train_step(batch, batch, num_microbatches=num_units)
+        times.append(perf_counter() - begin)
+    return median(times[2:])
+
+
+def measure_swap(repeat: int) -> float:
+    """Bytes per second of the swap lane: a tensor copied into a memory-mapped file, and back."""
+    source = torch.ones(SWAP // 4)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(SWAP)
+        with mmap.mmap(file.fileno(), SWAP) as mapped:
+            out, back = _there_and_back(source, torch.frombuffer(mapped, dtype=torch.float32), repeat)
+    return 2 * SWAP / (out + back)
+
+
+def _there_and_back(source: Tensor, mapped: Tensor, repeat: int) -> tuple[float, float]:
+    return _seconds(lambda: mapped.copy_(source), repeat), _seconds(lambda: source.copy_(mapped), repeat)
+
+
+def _seconds(call: Callable[[], object], repeat: int) -> float:
+    times = []
+    for _ in range(repeat + 1):
+        begin = perf_counter()
+        call()
+        times.append(perf_counter() - begin)
+    return median(times[1:])

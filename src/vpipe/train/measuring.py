@@ -1,0 +1,113 @@
+"""``vpipe profile``: what every measuring rank runs.
+
+Several ranks measure the same layers at the same time, each on its own processor, as they will train: what they share,
+memory above all, slows them down as it will then. Rank 0 writes the profile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vpipe.config import PipelineConfig
+from vpipe.data.dataset import DataSet
+from vpipe.models.model import Model
+from vpipe.plan.costs import Profile
+from vpipe.plan.profile import Measuring, measure_layers
+from vpipe.plan.transfer import empty_pipeline, measure_link, measure_overhead, measure_swap
+from vpipe.runtime import assembly
+from vpipe.train.feed import Feed, Units
+from vpipe.train.optimizers import optimizer
+from vpipe.train.precision import autocast
+from vpipe.train.session import load_data, load_model
+from vpipe.train.skeleton import Skeleton
+
+PROGRESS, RESULT = "progress.json", "profile.json"
+"""What rank 0 writes into its directory."""
+
+
+def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
+    """Measure as one of several ranks."""
+    checked = PipelineConfig.from_dict(config)
+    torch.set_num_threads(checked.launch.threads or 1)
+    num_ranks = assembly.join(checked.parallel.timeout)
+    where = Path(directory)
+    data = load_data(checked)
+    model = load_model(checked, data.vocab_size)
+    unit = first_unit(checked, data).batches[0]
+    transport = "auto" if checked.parallel.transport == "inprocess" else checked.parallel.transport
+    pipeline = empty_pipeline(num_ranks, transport, checked.parallel.timeout)
+    leads = pipeline.engines[0].rank == 0
+
+    def tell(done: int, total: int, name: str) -> None:
+        if leads:
+            _write(where / PROGRESS, {"done": done, "total": total, "name": name})
+
+    tell(0, len(model.layers), "messages and actions")
+    link = measure_link(pipeline.engines[0].transport, repeat)
+    overhead = measure_overhead(pipeline, repeat)
+    swap = measure_swap(3)
+    training = checked.training
+    measuring = Measuring(model.loss, optimizer(training), repeat, training.seed, autocast(training))
+    layers, input_bytes = measure_layers(model.layers, unit.inputs, unit.targets, measuring, tell)
+    if leads:
+        found = Profile(
+            layers=tuple(layers),
+            input_bytes=input_bytes,
+            microbatch_rows=Units([unit]).num_samples,
+            link_latency=link.latency,
+            link_bandwidth=link.bandwidth,
+            swap_bandwidth=swap,
+            action_overhead=overhead,
+            model=identity(checked, model),
+            device=_device(num_ranks, pipeline.engines[0].transport),
+        )
+        _write(where / RESULT, found.to_json())
+    pipeline.close()
+    return 0
+
+
+def first_unit(config: PipelineConfig, data: DataSet) -> Units:
+    """The first unit that a training run would read."""
+    feed = Feed(
+        data,
+        num_microbatches=config.training.num_microbatches,
+        batch_size=config.dataset.batch_size,
+        max_tokens=config.dataset.max_tokens,
+        seed=config.training.seed,
+    )
+    return Units(feed.read([(0, 0)]).batches[:1], data.pad_id)
+
+
+def identity(config: PipelineConfig, model: Model) -> str:
+    """What tells one model's profile from another's: its layers and shapes, the length of its sequences, its number
+    format."""
+    skeleton = Skeleton.of(config.model.name, model)
+    return f"{skeleton.fingerprint}; sequences of {model.sequence_length}, {config.training.precision}"
+
+
+def identity_of(config: PipelineConfig) -> str:
+    """The same, from the config alone."""
+    return identity(config, load_model(config, load_data(config).vocab_size))
+
+
+def _device(num_ranks: int, transport: object) -> dict[str, str | float]:
+    return {
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "measuring_ranks": num_ranks,
+        "transport": type(transport).__name__,
+    }
+
+
+def _write(path: Path, value: object) -> None:
+    """Whoever reads while this writes sees the file before or after, never half of it."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(value))
+    os.replace(fresh, path)
