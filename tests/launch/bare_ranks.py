@@ -4,6 +4,7 @@ torch is imported once and the ranks are forked, to spare time. Writes one JSON 
 seconds after the first end the last one came. What the ranks say goes to FOLDER/all.txt, in the order of its arrival.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -17,6 +18,7 @@ import vpipe.runtime.pipeline  # noqa: F401
 num_ranks, port, folder, *target = sys.argv[1:]
 streams = os.open(os.path.join(folder, "all.txt"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 ranks = {}
+gc.freeze()
 for rank in range(int(num_ranks)):
     pid = os.fork()
     if pid == 0:

@@ -11,6 +11,8 @@ click command called ``command`` and enter it here. A command returns None or it
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -93,6 +95,7 @@ def cli() -> None:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
+    atexit.register(gc.freeze)  # else an interpreter that has loaded torch looks for garbage for a second while it ends
     try:
         code = cli.main(args=list(args) if args is not None else None, prog_name="vpipe", standalone_mode=False)
         sys.stdout.flush()

@@ -8,6 +8,7 @@ rank when another one fails. There is one membership a process, as there is one 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import socket
@@ -121,7 +122,9 @@ class Membership:
             pass
 
     def start(self) -> None:
-        """From now on this rank ends with the others."""
+        """From now on this rank ends with the others, and soon: an interpreter that has loaded torch spends a second on
+        looking for garbage while it ends."""
+        atexit.register(gc.freeze)
         atexit.register(self.watchdog.finish)
         self.watchdog.start()
 
