@@ -44,7 +44,13 @@ def explain_limit(profile: Profile, layout: Layout, prediction: Prediction) -> s
     return f"compute: stage {stage} takes {format_seconds(time)} for each microbatch"
 
 
-class Misfit(UserError):
+class Infeasible(UserError):
+    """The question was right; the answer is that nothing fits."""
+
+    exit_code = 1
+
+
+class Misfit(Infeasible):
     """A model that fits under no plan of a schedule. ``explained`` looks for remedies, which takes a moment."""
 
     def __init__(self, profile: Profile, pipe: Pipe, machine: Machine, options: Options) -> None:
@@ -53,10 +59,11 @@ class Misfit(UserError):
         self._short = _short(*self._problem)
 
     @property
-    def missing(self) -> float:
-        return self._short.missing
+    def missing(self) -> tuple[int, float]:
+        """Stages per rank, then bytes: misfits are compared by this, since several stages share their rank's memory."""
+        return self._problem[1].stages_per_rank, self._short.missing
 
-    def explained(self) -> UserError:
+    def explained(self) -> Infeasible:
         """The error with the numbers: how many bytes, which stage, and what would fit."""
         profile, pipe, machine, options = self._problem
         short = self._short
@@ -70,7 +77,7 @@ class Misfit(UserError):
         if (rows := _fitting_rows(*self._problem)) is not None:
             remedies.append(f"microbatches of {rows} instead of {profile.microbatch_rows} rows")
         remedy = f"it would fit with {' or with '.join(remedies)}" if remedies else "it needs ranks with more memory"
-        return UserError(
+        return Infeasible(
             f"no plan of {pipe.entry.name} on {pipe.num_ranks} ranks fits: stage {short.stage} (layers {start} to "
             f"{stop}) is short by {format_bytes(short.missing)} ({short.missing:.0f} bytes) of {format_bytes(cap)}"
             f"{f' with {used} wherever it helps' if used else ''}; {remedy}"

@@ -157,7 +157,7 @@ def _listed(indices: Sequence[int]) -> str:
     return ", ".join(parts if len(parts) < 4 else [*parts[:2], "…", parts[-1]])
 
 
-def align(rows: list[tuple[str, ...]], left: set[int]) -> str:
+def align(rows: Sequence[tuple[str, ...]], left: set[int]) -> str:
     """Columns, right-aligned except those in ``left``."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = (

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError
+from vpipe.plan import show
 from vpipe.plan.advice import Misfit, explain_limit
 from vpipe.plan.bounds import Options
-from vpipe.plan.costs import Profile, align, write_text
+from vpipe.plan.costs import Profile, write_text
 from vpipe.plan.cuts import Cutter
 from vpipe.plan.layout import Layout
-from vpipe.plan.memory import Choice
 from vpipe.plan.partition import EFFORT, Objective, Partition, best_partition
 from vpipe.plan.predict import Machine, Pipe, Prediction, predict, stage_facts
 from vpipe.plan.several import balance_ranks
-from vpipe.plan.units import format_bytes, format_seconds, parse_bytes
+from vpipe.plan.units import parse_bytes
 from vpipe.schedule.catalog import entries
 
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
@@ -57,7 +57,7 @@ class Plan:
     limit: str
     """What keeps it from being faster, in words."""
     ranking: tuple[tuple[str, float], ...] = ()
-    """``auto``: every schedule that fits with its step time, best first."""
+    """Where several schedules or numbers of microbatches were tried: each that fits with its step time, best first."""
 
     @property
     def step_time(self) -> float:
@@ -101,25 +101,7 @@ class Plan:
 
     def table(self) -> str:
         """The plan as a person reads it."""
-        head = ("stage", "layers", "recompute", "swap", "time", "memory")
-        rows = []
-        for s, choices in enumerate(self.layout.choices):
-            counts = [choices.count(choice) for choice in (Choice.RECOMPUTE, Choice.SWAP)]
-            span = f"{self.layout.cuts[s]}-{self.layout.cuts[s + 1] - 1}"
-            time, size = self.prediction.stage_times[s], self.prediction.stage_memory[s].total
-            rows.append(
-                (str(s), span, *(str(n) if n else "-" for n in counts), format_seconds(time), format_bytes(size))
-            )
-        proof = "exact" if self.exact else f"within {self.gap:.2%} of the best"
-        return "\n".join(
-            [
-                f"{self.schedule}: {self.num_ranks} ranks, "
-                f"{self.num_microbatches} microbatches of {self.microbatch_rows} rows",
-                align([head, *rows], left=set()),
-                f"step {format_seconds(self.step_time)}, bubble {self.prediction.bubble:.1%}; {proof}",
-                f"limited by {self.limit}",
-            ]
-        )
+        return show.table(self)
 
 
 def plan(

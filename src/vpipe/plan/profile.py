@@ -69,7 +69,7 @@ class Rounds:
     all: Sequence[Round]
 
     def median(self, part: str) -> float:
-        return median(getattr(each, part) for each in self.all)
+        return float(median(getattr(each, part) for each in self.all))
 
     @property
     def spread(self) -> float:

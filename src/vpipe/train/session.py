@@ -6,16 +6,14 @@ Every rank builds the same session; what a rank does not hold it does not build.
 from __future__ import annotations
 
 import inspect
-import json
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from vpipe.config import PipelineConfig
 from vpipe.data import catalog as data_catalog
 from vpipe.data.dataset import DataSet
 from vpipe.errors import UserError
-from vpipe.interfaces import ModelInterface, registered_dataset, registered_model, stage_sizes
+from vpipe.interfaces import registered_dataset, registered_model
 from vpipe.models import catalog as model_catalog
 from vpipe.models.model import Model
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
@@ -25,7 +23,7 @@ from vpipe.runtime.priority import Backend
 from vpipe.runtime.programs import Programs
 from vpipe.schedule import catalog as schedule_catalog
 from vpipe.schedule.action import Kind
-from vpipe.train.balance import balanced
+from vpipe.train.cutting import cut
 from vpipe.train.feed import Feed
 from vpipe.train.limits import refuse
 from vpipe.train.optimizers import optimizer
@@ -132,47 +130,6 @@ def schedule_options(config: PipelineConfig) -> dict[str, Any]:
     return chosen
 
 
-def cut(
-    config: PipelineConfig, skeleton: Skeleton, num_stages: int
-) -> tuple[list[int], float | list[float] | set[int]]:
-    """How many layers each stage holds, and what is recomputed."""
-    parallel = config.parallel
-    recompute: float | list[float] | set[int]
-    recompute = parallel.recompute if isinstance(parallel.recompute, float | int) else list(parallel.recompute)
-    if parallel.partition == "auto":
-        if config.model.name in MODEL_REGISTRY:
-            return _registered_cut(config, num_stages) or balanced(skeleton.work, num_stages), recompute
-        return balanced(skeleton.work, num_stages), recompute
-    if isinstance(parallel.partition, str):
-        sizes, planned = _read_plan(Path(parallel.partition))
-        return sizes, planned
-    return list(parallel.partition), recompute
-
-
-def _registered_cut(config: PipelineConfig, num_stages: int) -> list[int] | None:
-    """What ``get_stage_partition`` of a registered model says, where its author wrote one."""
-    found = MODEL_REGISTRY.get(config.model.name)
-    if not (isinstance(found, type) and issubclass(found, ModelInterface)):
-        return None
-    if found.get_stage_partition is ModelInterface.get_stage_partition:
-        return None
-    return stage_sizes(found(config.model), num_stages)
-
-
-def _read_plan(path: Path) -> tuple[list[int], set[int]]:
-    """A plan of ``vpipe plan``: its partition, and which layers it recomputes."""
-    try:
-        stages = [list(stage["choices"]) for stage in json.loads(path.read_text())["stages"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no plan of 'vpipe plan' ({type(error).__name__}: {error}); make it again") from None
-    choices = [choice for stage in stages for choice in stage]
-    if "swap" in choices:
-        raise UserError(
-            f"{path} swaps {choices.count('swap')} layers, which the runtime cannot do yet; plan without swap"
-        )
-    return [len(stage) for stage in stages], {layer for layer, choice in enumerate(choices) if choice == "recompute"}
-
-
 def open_session(config: PipelineConfig) -> Session:
     """Build everything that this rank needs."""
     refuse(config)
@@ -182,12 +139,7 @@ def open_session(config: PipelineConfig) -> Session:
     skeleton = Skeleton.of(config.model.name, model)
     parallel, training = config.parallel, config.training
     entry = schedule_catalog.get(parallel.scheduler)
-    partition, recompute = cut(config, skeleton, _num_stages(config))
-    if sum(partition) != len(model.layers):
-        raise UserError(
-            f"parallel.partition {partition} holds {sum(partition)} layers, but the model {config.model.name} has "
-            f"{len(model.layers)}; change one of them, or use partition: auto"
-        )
+    chosen = cut(config, skeleton, _num_stages(config))
     replicas = num_replicas(config)
     feed = Feed(
         data,
@@ -205,10 +157,10 @@ def open_session(config: PipelineConfig) -> Session:
         num_microbatches=training.num_microbatches * (replicas if entry.mode == "asp" else 1),
         optimizer=optimizer(training),
         num_ranks=config.num_ranks,
-        partition=partition,
+        partition=chosen.partition,
         stages_per_rank=parallel.stages_per_rank,
         replicas=parallel.replicas or parallel.data_parallel_size,
-        recompute=recompute,
+        recompute=chosen.recompute,
         tied=model.tied,
         seed=training.seed,
         clip_norm=training.gradient_clipping or None,

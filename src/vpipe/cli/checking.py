@@ -1,0 +1,89 @@
+"""``vpipe plan --check``: the plan's prediction beside a few real steps on this machine."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from vpipe import config as configs
+
+if TYPE_CHECKING:
+    from vpipe.plan.planner import Plan
+
+STEPS = 8
+
+
+def compare(plan: Plan, config: configs.PipelineConfig) -> dict[str, Any] | int:
+    """Step, stages and ranks, predicted and measured; or the exit code of a run that failed, which was said."""
+    from vpipe.launch import local
+
+    with tempfile.TemporaryDirectory(prefix="vpipe-check-") as directory:
+        path = Path(directory) / "plan.json"
+        plan.save(path)
+        arguments = {"config": _obedient(config, plan, path), "directory": directory, "num_steps": STEPS}
+        code = local.run(
+            "vpipe.train.checking:steps",
+            plan.num_ranks,
+            arguments=arguments,
+            threads=config.launch.threads or 1,
+            preload=(*local.PRELOAD, "vpipe.train.checking"),
+        )
+        if code:
+            return code
+        seen = [json.loads((Path(directory) / f"check{rank}.json").read_text()) for rank in range(plan.num_ranks)]
+    times = {int(stage): time for rank in seen for stage, time in rank["stages"].items()}
+    found = plan.prediction
+    return {
+        "steps": STEPS,
+        "step": _pair(found.step_time, median(seen[0]["steps"])),
+        "stages": [_pair(time, times[stage]) for stage, time in enumerate(found.stage_times)],
+        "rank_memory": [_pair(size, rank["peak"]) for size, rank in zip(found.rank_memory, seen, strict=True)],
+    }
+
+
+def _obedient(config: configs.PipelineConfig, plan: Plan, path: Path) -> dict[str, Any]:
+    """The config as a run of the plan, one pipeline of local processes."""
+    from vpipe.schedule.catalog import get
+
+    values = config.to_dict()
+    default = get(plan.schedule).stages_per_rank
+    values["parallel"] |= {
+        "scheduler": plan.schedule,
+        "model_parallel_size": plan.num_ranks,
+        "data_parallel_size": 1,
+        "replicas": None,
+        "stages_per_rank": None if plan.stages_per_rank == default else plan.stages_per_rank,
+        "partition": str(path),
+        "recompute": 0.0,
+        "swap": 0.0,
+        "transport": "auto" if config.parallel.transport == "inprocess" else config.parallel.transport,
+        "priority": "none",
+        "use_orion_scheduler": False,
+    }
+    values["training"]["num_microbatches"] = plan.num_microbatches
+    if config.dataset.max_tokens is None:
+        values["dataset"]["batch_size"] = plan.num_microbatches * plan.microbatch_rows
+    return values
+
+
+def _pair(predicted: float, measured: float) -> dict[str, float]:
+    return {"predicted": predicted, "measured": measured, "error": predicted / measured - 1 if measured else 0.0}
+
+
+def table(check: dict[str, Any]) -> str:
+    """The comparison as a person reads it."""
+    from vpipe.plan.costs import align
+    from vpipe.plan.units import format_bytes, format_seconds
+
+    def row(name: str, pair: dict[str, float], write: Callable[[float], str]) -> tuple[str, ...]:
+        return name, write(pair["predicted"]), write(pair["measured"]), f"{pair['error']:+.1%}"
+
+    cells = [row("step", check["step"], format_seconds)]
+    cells += [row(f"stage {stage}", pair, format_seconds) for stage, pair in enumerate(check["stages"])]
+    cells += [row(f"memory of rank {rank}", pair, format_bytes) for rank, pair in enumerate(check["rank_memory"])]
+    head = f"checked by {check['steps']} steps on this machine"
+    return align([(head, "predicted", "measured", "error"), *cells], left={0})

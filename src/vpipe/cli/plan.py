@@ -1,0 +1,214 @@
+"""``vpipe plan``: which layers where, what to keep, recompute or swap, under which schedule, and how long it takes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vpipe import config as configs
+from vpipe.cli.choice import COUNT
+from vpipe.cli.timing import Numbers
+from vpipe.errors import UserError
+
+if TYPE_CHECKING:
+    from vpipe.plan.costs import Profile
+    from vpipe.plan.planner import Plan
+
+FREE = "free"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks for; ``None`` leaves it to the config."""
+
+    target: Path
+    ranks: int | None
+    microbatches: str | None
+    batch: int | None
+    memory: str | None
+    speeds: list[float] | None
+    scheduler: str
+    stages_per_rank: int | None
+    recompute: bool
+    swap: bool
+    profile: Path | None
+    repeat: int
+    overrides: tuple[str, ...]
+
+
+@click.command("plan")
+@click.argument("target", type=click.Path(path_type=Path), metavar="CONFIG|PROFILE.json|GRAPH.txt")
+@click.option("-p", "--ranks", type=COUNT, help="Number of ranks. [the config's]")
+@click.option("-m", "--microbatches", metavar="N|free", help="Units of a batch; free finds the best. [the config's]")
+@click.option("--batch", type=COUNT, help="Rows of a batch, cut into -m units. [the config's]")
+@click.option("--memory", metavar="SIZE[,SIZE…]", help="What a rank has, such as 4GiB; one for all or one for each.")
+@click.option("--speeds", type=Numbers(), help="Relative speed of each rank, such as 1,1,0.5,1. [all alike]")
+@click.option("--scheduler", default="auto", show_default=True, help="A schedule, or auto: try all synchronous ones.")
+@click.option("-v", "--stages-per-rank", type=COUNT, help="Where the schedule lets you choose.")
+@click.option("--recompute/--no-recompute", default=True, help="May activations be computed again? [yes]")
+@click.option("--swap/--no-swap", default=True, help="May activations leave the device? [yes]")
+@click.option("--profile", type=click.Path(path_type=Path), help="The profile of the config's model. [measured now]")
+@click.option("--repeat", type=click.IntRange(1, 1000), default=10, show_default=True, help="Rounds of each layer.")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config.")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan as JSON.")
+@click.option("--vpipe", "old_form", type=click.Path(path_type=Path, dir_okay=False), help="Write it in VPipe's form.")
+@click.option("--check", is_flag=True, help="Run a few steps and lay what was measured beside what was predicted.")
+@click.option("--json", "as_json", is_flag=True, help="JSON and nothing else.")
+def command(output: Path | None, old_form: Path | None, check: bool, as_json: bool, **given: Any) -> int:
+    """The best partition, recompute and swap choices and schedule for a model, with a proof of how good they are.
+
+    A CONFIG is profiled first, unless --profile names what 'vpipe profile' has written. Exit code 1: nothing fits.
+
+    \b
+    Examples:
+      vpipe plan configs/default.yaml --memory 512MiB -o plan.json
+      vpipe plan profile.json -p 4 -m 8 --memory 4GiB --scheduler 1f1b
+      vpipe plan graph.txt -p 8 -m 16 --speeds 1,1,1,1,0.5,0.5,1,1
+    """
+    wanted = Wanted(**given)
+    config = _config(wanted)
+    if check and config is None:
+        raise UserError(f"--check trains a few steps, for which {wanted.target} is not enough; plan a config")
+    profile = _profile(wanted, config, quiet=as_json)
+    if isinstance(profile, int):
+        return profile
+    found = make(profile, wanted, config)
+    if output is not None:
+        found.save(output)
+    notes = _write_old(found, profile, wanted, old_form) if old_form is not None else []
+    checked: dict[str, Any] | None = None
+    if check and config is not None:
+        from vpipe.cli.checking import compare
+
+        result = compare(found, config)
+        if isinstance(result, int):
+            return result
+        checked = result
+    if as_json:
+        click.echo(json.dumps(found.to_json() | ({"check": checked} if checked else {})))
+        return 0
+    click.echo(f"{profile.model or wanted.target}\n{found.table()}")
+    for note in notes:
+        click.echo(f"{old_form}: {note}")
+    if checked is not None:
+        from vpipe.cli.checking import table
+
+        click.echo("\n" + table(checked))
+    click.echo(f"\nrun it: {_command(found, wanted, config, output)}")
+    return 0
+
+
+def _config(wanted: Wanted) -> configs.PipelineConfig | None:
+    """The config, where the target is one."""
+    if wanted.target.suffix in (".json", ".txt"):
+        for flag, value in (("--profile", wanted.profile), ("--set", wanted.overrides)):
+            if value:
+                raise UserError(f"{flag} goes with a config; {wanted.target} is a profile already, so leave it out")
+        return None
+    return configs.load(wanted.target, wanted.overrides).config
+
+
+def _profile(wanted: Wanted, config: configs.PipelineConfig | None, quiet: bool) -> Profile | int:
+    from vpipe.plan.costs import load_profile
+    from vpipe.plan.graph_text import load_graph
+
+    if config is None:
+        return load_graph(wanted.target).to_profile() if wanted.target.suffix == ".txt" else load_profile(wanted.target)
+    if wanted.profile is None:
+        from vpipe.cli.measuring import measure
+
+        return measure(config, wanted.repeat, quiet)
+    found = load_profile(wanted.profile)
+    from vpipe.train.measuring import identity_of
+
+    model = identity_of(config)
+    if found.model != model:
+        raise UserError(
+            f"{wanted.profile} is a profile of {found.model or 'an unnamed model'!r}, but {wanted.target} trains "
+            f"{model!r}; measure it with 'vpipe profile {wanted.target} -o {wanted.profile}'"
+        )
+    return found
+
+
+def make(profile: Profile, wanted: Wanted, config: configs.PipelineConfig | None) -> Plan:
+    """The plan that the command line and the config ask for."""
+    from vpipe.plan.planner import plan
+
+    ranks = wanted.ranks or (config.parallel.model_parallel_size if config else None)
+    if ranks is None:
+        raise UserError(f"a plan of {wanted.target} needs the number of ranks: add -p N")
+    if wanted.scheduler == "auto" and wanted.stages_per_rank is not None:
+        raise UserError("-v goes with a named schedule; add --scheduler NAME, or leave -v out")
+    batch = wanted.batch or (config.dataset.batch_size if config and config.dataset.max_tokens is None else None)
+    memory = wanted.memory.split(",") if wanted.memory else None
+    return plan(
+        profile,
+        ranks,
+        num_microbatches=_counts(wanted, config, batch),
+        memory=memory[0] if memory and len(memory) == 1 else memory,
+        schedule=wanted.scheduler,
+        stages_per_rank=wanted.stages_per_rank,
+        speed=wanted.speeds or 1.0,
+        recompute=wanted.recompute,
+        swap=wanted.swap,
+        batch_rows=batch,
+    )
+
+
+def _counts(wanted: Wanted, config: configs.PipelineConfig | None, batch: int | None) -> int | list[int]:
+    """How many units a batch may be cut into."""
+    text = wanted.microbatches
+    if text is None:
+        if config is None:
+            raise UserError(f"a plan of {wanted.target} needs the number of microbatches: add -m N, or -m free")
+        return config.training.num_microbatches
+    if text != FREE:
+        if not text.isascii() or not text.isdigit() or int(text) < 1:
+            raise UserError(f"-m is {text!r}; give a whole number of at least 1, or 'free'")
+        return int(text)
+    if batch is None:
+        raise UserError("-m free asks how to cut a batch, so it needs the rows of one: add --batch N")
+    return [count for count in range(1, batch + 1) if batch % count == 0]
+
+
+def _write_old(found: Plan, profile: Profile, wanted: Wanted, path: Path) -> list[str]:
+    from vpipe.plan.costs import write_text
+    from vpipe.plan.predict import Machine, Pipe, stage_facts
+    from vpipe.plan.vpipe_form import to_vpipe
+
+    pipe = Pipe.of(found.schedule, found.num_ranks, found.num_microbatches, found.stages_per_rank)
+    machine = Machine.of(found.num_ranks, found.memory, wanted.speeds or 1.0)
+    facts = stage_facts(pipe.program, machine, 1.0 / found.stages_per_rank)
+    content, notes = to_vpipe(found.layout, profile.scaled(found.microbatch_rows), facts)
+    write_text(path, json.dumps(content) + "\n")
+    return notes
+
+
+def _command(found: Plan, wanted: Wanted, config: configs.PipelineConfig | None, output: Path | None) -> str:
+    """What to type next."""
+    if output is None:
+        return "add -o plan.json, then train with it"
+    name = str(wanted.target) if config is not None else "CONFIG"
+    words = ["vpipe", "train", name, "--scheduler", found.schedule, "--nproc", str(found.num_ranks)]
+    settings = [*wanted.overrides, *run_settings(found, output, config)]
+    return shlex.join([*words, *(word for setting in settings for word in ("--set", setting))])
+
+
+def run_settings(found: Plan, path: Path, config: configs.PipelineConfig | None) -> list[str]:
+    """The fields of a config by which a run obeys the plan in a file, beside its schedule and its ranks."""
+    from vpipe.schedule.catalog import get
+
+    settings = [f"parallel.partition={path}"]
+    rows = found.num_microbatches * found.microbatch_rows
+    if config is None or config.training.num_microbatches != found.num_microbatches:
+        settings.append(f"training.num_microbatches={found.num_microbatches}")
+    if config is None or (config.dataset.max_tokens is None and config.dataset.batch_size != rows):
+        settings.append(f"dataset.batch_size={rows}")
+    if found.stages_per_rank != get(found.schedule).stages_per_rank:
+        settings.append(f"parallel.stages_per_rank={found.stages_per_rank}")
+    return settings

@@ -1,0 +1,94 @@
+"""A plan as a person reads it: what runs where, what it takes, how good it provably is, and why it is not better."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from vpipe.plan.costs import align
+from vpipe.plan.memory import Choice
+from vpipe.plan.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from vpipe.plan.planner import Plan
+
+SHOWN = 12
+"""Lines of a ranking."""
+
+
+def table(plan: Plan) -> str:
+    """The whole plan."""
+    lines = [
+        f"{plan.schedule}: {plan.num_ranks} ranks, {plan.num_microbatches} microbatches of {plan.microbatch_rows} rows",
+        _stages(plan),
+    ]
+    if plan.stages_per_rank > 1:
+        lines.append(_ranks(plan))
+    lines += [_step(plan), _proof(plan), f"limited by {plan.limit}"]
+    if plan.ranking:
+        lines += ["", ranking(plan)]
+    return "\n".join(lines)
+
+
+def _stages(plan: Plan) -> str:
+    """One row a stage. The memory of a stage stands against its rank's cap where it has the rank for itself."""
+    slowest = max(plan.prediction.stage_times) or 1.0
+    caps = plan.memory if plan.stages_per_rank == 1 else (float("inf"),) * plan.layout.num_stages
+    head = ("stage", "layers", "keep", "recompute", "swap", "time", "of slowest", "memory")
+    rows = []
+    for stage, choices in enumerate(plan.layout.choices):
+        time, size = plan.prediction.stage_times[stage], plan.prediction.stage_memory[stage].total
+        rows.append(
+            (
+                str(stage),
+                f"{plan.layout.cuts[stage]}-{plan.layout.cuts[stage + 1] - 1}",
+                *(str(choices.count(choice) or "-") for choice in Choice),
+                format_seconds(time),
+                f"{time / slowest:.0%}",
+                _of_cap(size, caps[stage]),
+            )
+        )
+    return align([head, *rows], left={7})
+
+
+def _ranks(plan: Plan) -> str:
+    """Several stages share a rank: what they need together."""
+    parts = (
+        f"rank {rank} {_of_cap(size, cap)}"
+        for rank, (size, cap) in enumerate(zip(plan.prediction.rank_memory, plan.memory, strict=True))
+    )
+    return f"memory of ranks: {'; '.join(parts)}"
+
+
+def _of_cap(size: float, cap: float) -> str:
+    if not isfinite(cap):
+        return format_bytes(size)
+    return f"{format_bytes(size)} of {format_bytes(cap)} ({size / cap:.0%})"
+
+
+def _step(plan: Plan) -> str:
+    rows = plan.num_microbatches * plan.microbatch_rows
+    speed = f", {rows / plan.step_time:,.0f} rows/s" if plan.step_time else ""
+    return f"predicted step {format_seconds(plan.step_time)}{speed}, bubble {plan.prediction.bubble:.1%}"
+
+
+def _proof(plan: Plan) -> str:
+    """The proof is about the closed form, or, with several stages per rank, about the work alone."""
+    bound = format_seconds(plan.lower_bound)
+    if plan.exact:
+        return f"lower bound {bound}, reached: no other partition or choice of what to keep is better (exact)"
+    if plan.stages_per_rank > 1:
+        return f"lower bound {bound}, the work alone; gap {plan.gap:.1%} (several stages per rank: a heuristic)"
+    return f"lower bound {bound}; gap {plan.gap:.2%}"
+
+
+def ranking(plan: Plan) -> str:
+    """Every way that fits, best first, by the time of a row."""
+    best = plan.ranking[0][1]
+    rows = [
+        (name, format_seconds(time), "" if not number else f"{time / best - 1:+.1%}")
+        for number, (name, time) in enumerate(plan.ranking[:SHOWN])
+    ]
+    if len(plan.ranking) > SHOWN:
+        rows.append((f"and {len(plan.ranking) - SHOWN} more", "", ""))
+    return "what fits, best first:\n" + "\n".join(f"  {line}" for line in align(rows, left={0}).splitlines())

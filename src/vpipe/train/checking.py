@@ -1,0 +1,108 @@
+"""``vpipe plan --check``: what every rank runs to see whether a plan does what it predicts.
+
+A few steps of the real thing, by the plan's schedule and partition. A stage's time is the sum of what its actions of
+one microbatch take, once they have what they need; a rank's memory is the peak of what it holds beyond an empty
+process. An asynchronous schedule is measured in its steady state: what one batch more takes between two drains.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import psutil
+import torch
+
+from vpipe.config import PipelineConfig
+from vpipe.runtime import assembly
+from vpipe.schedule.action import Kind
+from vpipe.train.session import Session, open_session
+
+WARM_UP = 2
+OFTEN_ENOUGH = 3
+"""Batches more, from which the time of one follows."""
+NOT_OF_A_UNIT = (Kind.STEP, Kind.REDUCE)
+
+
+@dataclass
+class Seen:
+    """What a rank has measured."""
+
+    steps: list[float] = field(default_factory=list)
+    actions: dict[tuple[int, Kind], list[int]] = field(default_factory=lambda: defaultdict(list))
+    peak: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        stages: dict[int, float] = defaultdict(float)
+        for (stage, _), times in self.actions.items():
+            stages[stage] += median(times) / 1e9
+        return {"steps": self.steps, "stages": {str(stage): time for stage, time in stages.items()}, "peak": self.peak}
+
+
+def steps(config: dict[str, Any], directory: str, num_steps: int) -> int:
+    """Train a few steps as one of the ranks, and write down what they took."""
+    checked = PipelineConfig.from_dict(config)
+    torch.set_num_threads(checked.launch.threads or 1)
+    if assembly.under_launcher():
+        assembly.join(checked.parallel.timeout)
+    empty = psutil.Process().memory_info().rss
+    session = open_session(checked)
+    seen = Seen()
+    counts = _chains(session)
+    for number in range(WARM_UP + num_steps):
+        if number == WARM_UP:
+            _forget_peak()
+        taken = [_train(session, count, seen if number >= WARM_UP else Seen()) for count in counts]
+        if number >= WARM_UP:
+            between = counts[-1] - counts[0]
+            seen.steps.append((taken[-1] - taken[0]) / between if between else taken[0])
+    seen.peak = _peak() - empty
+    rank = session.pipeline.engines[0].rank
+    (Path(directory) / f"check{rank}.json").write_text(json.dumps(seen.to_json()))
+    session.close()
+    return 0
+
+
+def _chains(session: Session) -> list[int]:
+    """How many batches to run at once, one after the other."""
+    if session.pipeline.programs.synchronous:
+        return [1]
+    full = 1 + 2 * session.config.num_ranks // session.config.training.num_microbatches
+    return [full, full + OFTEN_ENOUGH]
+
+
+def _train(session: Session, num_batches: int, seen: Seen) -> float:
+    positions = [(0, 0)] * num_batches
+    units = session.feed.read(positions)
+    num_microbatches = session.prepare(num_batches)
+    begin = perf_counter()
+    session.pipeline.train_step(units.inputs(), units.targets(), num_microbatches=num_microbatches)
+    seconds = perf_counter() - begin
+    for engine in session.pipeline.engines:
+        for record in session.pipeline.trace().records[engine.rank]:
+            if record.action.kind not in NOT_OF_A_UNIT:
+                seen.actions[record.action.stage, record.action.kind].append(record.end - record.ready)
+    return seconds
+
+
+def _forget_peak() -> None:
+    """Let the peak count from here: building a model may need more for a moment than training it."""
+    try:
+        Path(f"/proc/{os.getpid()}/clear_refs").write_text("5")
+    except OSError:
+        return  # then it counts from the start
+
+
+def _peak() -> int:
+    """The most that this process has had in memory."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return int(psutil.Process().memory_info().rss)

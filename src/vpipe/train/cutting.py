@@ -1,0 +1,116 @@
+"""Which layers each stage holds, and what it recomputes or swaps: from the config, or from the plan that it names.
+
+A plan is for one schedule, one number of ranks and one number of microbatches: its memory was counted and its time
+predicted for them. A config that names a plan and says something else is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vpipe.config import PipelineConfig
+from vpipe.errors import UserError
+from vpipe.interfaces import ModelInterface, stage_sizes
+from vpipe.plan.layout import layout_from_json
+from vpipe.plan.memory import Choice
+from vpipe.registry import MODEL_REGISTRY
+from vpipe.schedule import catalog
+from vpipe.train.balance import balanced
+from vpipe.train.skeleton import Skeleton
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model is cut; ``recompute`` is a share of each stage's layers, or a set of layers."""
+
+    partition: list[int]
+    recompute: float | Sequence[float] | Collection[int]
+
+
+def cut(config: PipelineConfig, skeleton: Skeleton, num_stages: int) -> Cut:
+    """``auto`` balances the work that the layers' weights suggest; a list and a plan are taken as they are."""
+    parallel = config.parallel
+    recompute = parallel.recompute if isinstance(parallel.recompute, float | int) else list(parallel.recompute)
+    if parallel.partition == "auto":
+        return Cut(_registered_cut(config, num_stages) or balanced(skeleton.work, num_stages), recompute)
+    if isinstance(parallel.partition, str):
+        return _planned(config, Path(parallel.partition), len(skeleton.modules))
+    found = list(parallel.partition)
+    if sum(found) != len(skeleton.modules):
+        raise UserError(
+            f"parallel.partition {found} holds {sum(found)} layers, but the model {config.model.name} has "
+            f"{len(skeleton.modules)}; change one of them, or use partition: auto"
+        )
+    return Cut(found, recompute)
+
+
+def _registered_cut(config: PipelineConfig, num_stages: int) -> list[int] | None:
+    """What ``get_stage_partition`` of a registered model says, where its author wrote one."""
+    if config.model.name not in MODEL_REGISTRY:
+        return None
+    found = MODEL_REGISTRY.get(config.model.name)
+    if not (isinstance(found, type) and issubclass(found, ModelInterface)):
+        return None
+    if found.get_stage_partition is ModelInterface.get_stage_partition:
+        return None
+    return stage_sizes(found(config.model), num_stages)
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """The JSON of a plan."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"the plan {path} cannot be read: {error.strerror}; make it with 'vpipe plan'") from None
+    except ValueError as error:
+        raise UserError(f"{path} is no plan, since it is not JSON ({error}); make it with 'vpipe plan'") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no plan, since it holds no object; make it with 'vpipe plan'")
+    return found
+
+
+def _planned(config: PipelineConfig, path: Path, num_layers: int) -> Cut:
+    plan = read_plan(path)
+    layout = layout_from_json(plan, str(path), num_layers)
+    _agree(config, path, plan)
+    for name in ("recompute", "swap"):
+        own = getattr(config.parallel, name)
+        if own and any(own if isinstance(own, tuple) else (own,)):
+            raise UserError(
+                f"parallel.{name} is {own}, but the plan {path} says what is done with each layer; "
+                f"remove parallel.{name}"
+            )
+    chosen = {
+        choice: {layer for stage in range(layout.num_stages) for layer in layout.layers(stage, choice)}
+        for choice in (Choice.RECOMPUTE, Choice.SWAP)
+    }
+    if chosen[Choice.SWAP]:
+        raise UserError(
+            f"{path} swaps {len(chosen[Choice.SWAP])} layers, which the runtime cannot do yet; plan with --no-swap"
+        )
+    return Cut(list(layout.counts), chosen[Choice.RECOMPUTE])
+
+
+def _agree(config: PipelineConfig, path: Path, plan: dict[str, Any]) -> None:
+    """What the plan was made for must be what the config runs."""
+    schedule = plan.get("schedule")
+    own = {
+        "parallel.scheduler": catalog.get(config.parallel.scheduler).name,
+        "parallel.model_parallel_size": config.parallel.model_parallel_size,
+        "training.num_microbatches": config.training.num_microbatches,
+    }
+    planned = {
+        "parallel.scheduler": catalog.get(schedule).name if isinstance(schedule, str) else None,
+        "parallel.model_parallel_size": plan.get("num_ranks"),
+        "training.num_microbatches": plan.get("num_microbatches"),
+    }
+    for key, value in planned.items():
+        if value is not None and value != own[key]:
+            raise UserError(
+                f"the plan {path} is for {key} {value}, but the config says {own[key]}; set {key}={value}, plan anew, "
+                f"or give its partition as a list: parallel.partition={plan['partition']}"
+            )
