@@ -6,7 +6,8 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,38 @@ import common
 WIDTH, ROWS = 512, 64
 
 
-class LiveBytes:
-    """Samples the bytes of all living CPU tensor storages while it is open, at every forward and backward of a
-    layer."""
+def live_bytes(step: Callable[[], Any], *but: Any) -> int:
+    """The most bytes of living storages that operations of ``step`` have made, ``but`` for those of some tensors."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    def __init__(self) -> None:
-        self.peak = 0
-        self._lock = threading.Lock()
+    class Live(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in but}
+            self.now = self.peak = 0
 
-    def sample(self, *_: Any) -> None:
-        import torch
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(tensor, torch.Tensor):
+                    self.add(tensor.untyped_storage())
+            return result
 
-        seen: dict[int, int] = {}
-        for thing in gc.get_objects():
-            try:
-                if isinstance(thing, torch.Tensor):
-                    storage = thing.untyped_storage()
-                    seen[storage.data_ptr()] = storage.nbytes()
-            except (ReferenceError, RuntimeError, NotImplementedError):
-                continue
-        with self._lock:
-            self.peak = max(self.peak, sum(seen.values()))
+        def add(self, storage: Any) -> None:
+            key = storage._cdata
+            if key not in self.sizes:
+                self.sizes[key] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.drop, key)
+
+        def drop(self, key: int) -> None:
+            self.now -= self.sizes.pop(key, 0)
+
+    with Live() as live:
+        step()
+    return live.peak
 
 
 def rank(task: dict[str, Any]) -> None:
@@ -60,20 +72,12 @@ def rank(task: dict[str, Any]) -> None:
     pipe: Any
     if side == "vpipe":
         pipe = Pipeline(layers, loss, schedule=schedule, num_microbatches=m, optimizer=sgd)
-        held = list(pipe.modules().values())
     else:
         pipe = TorchPipeline(layers, loss, schedule, m, [2] * dist.get_world_size(), sgd)
-        held = layers
     x, y = torch.randn(ROWS * m, WIDTH), torch.randn(ROWS * m, WIDTH)
-    batch = 2 * x.untyped_storage().nbytes()
     pipe.train_step(x, y)
-    live = LiveBytes()
-    for module in held:
-        module.register_forward_hook(live.sample)
-        module.register_full_backward_hook(live.sample)
     gc.collect()
-    pipe.train_step(x, y)
-    common.answer(task, live.peak - batch)
+    common.answer(task, live_bytes(lambda: pipe.train_step(x, y), x, y))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -11,7 +11,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 
-SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zb-v")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb-v",
+    "pipedream, an update a batch",
+    "pipedream, an update a microbatch",
+)
 MICROBATCHES, ROWS, LENGTH, VOCABULARY = 8, 2, 64, 512
 
 
@@ -25,8 +32,8 @@ def rank(task: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    schedule, repeats = task["schedule"], task["repeats"]
-    against = "1f1b" if schedule == "pipedream" else schedule
+    schedule, _, updates = task["schedule"].partition(", ")
+    repeats, against = task["repeats"], task["against"]
     num_stages = 2 if against in ("gpipe", "1f1b") else 4
     section = {"hidden_size": 128, "num_layers": 6, "num_heads": 4, "sequence_length": LENGTH, "vocab_size": VOCABULARY}
     model = build("gpt", section)
@@ -37,7 +44,14 @@ def rank(task: dict[str, Any]) -> None:
 
     units = MICROBATCHES * (task["chain"] if schedule == "pipedream" else 1)
     ours = Pipeline(
-        model.layers, model.loss, schedule=schedule, num_microbatches=units, optimizer=adam, partition=partition
+        model.layers,
+        model.loss,
+        schedule=schedule,
+        num_microbatches=units,
+        optimizer=adam,
+        partition=partition,
+        skip_nonfinite=False,
+        schedule_options={"update_interval": MICROBATCHES} if updates == "an update a batch" else None,
     )
     peer = TorchPipeline(model.build(), model.loss, against, MICROBATCHES, partition, adam)
     torch.manual_seed(0)
@@ -66,7 +80,7 @@ def table(result: dict[str, Any]) -> str:
     for name, row in result["rows"].items():
         ours, peer = row["vpipe"], row["torch"]
         lines.append(
-            f"{name:12} vpipe {ours['median']:7.1f} ({ours['low']:.1f}–{ours['high']:.1f})   torch {row['against']:12} "
+            f"{name:34} vpipe {ours['median']:7.1f} ({ours['low']:.1f}–{ours['high']:.1f})   torch {row['against']:12} "
             f"{peer['median']:7.1f} ({peer['low']:.1f}–{peer['high']:.1f})   speed {row['ratio']:.2f}"
         )
     return "\n".join(lines)
@@ -78,12 +92,13 @@ def main() -> None:
         rank(json.loads(arguments.rank_task))
         return
     rows = {}
-    for schedule in (*SYNCHRONOUS, "pipedream"):
-        task = {"schedule": schedule, "repeats": 4 if arguments.quick else 20, "chain": 8}
+    for schedule in SCHEDULES:
+        against = "1f1b" if schedule in PIPEDREAM else schedule
+        task = {"schedule": schedule, "against": against, "repeats": 4 if arguments.quick else 20, "chain": 8}
         first = common.launch(__file__, 2, task)[0]
         sides = {side: common.summary(first[side]) for side in ("vpipe", "torch")}
         ratio = sides["torch"]["median"] / sides["vpipe"]["median"]
-        rows[schedule] = {**sides, "ratio": ratio, "against": "1f1b" if schedule == "pipedream" else schedule}
+        rows[schedule] = {**sides, "ratio": ratio, "against": against}
     common.finish(arguments, {"question": "throughput", "rows": rows}, table)
 
 

@@ -1,11 +1,13 @@
 """Input gradients now, weight gradients later.
 
 A zero-bubble schedule runs ``I`` as soon as a gradient arrives and fills idle time with ``W``. Autograd computes both
-at once, so modules that hold almost all weights (Linear, Embedding, convolutions, LayerNorm) get a backward that yields
-the input gradient and leaves the weight gradient in a queue:
+at once, so modules that hold almost all weights (Linear, Embedding, convolutions, LayerNorm) run with weights that
+autograd takes for constants. A hook on their output leaves the weight gradient in a queue:
 
-    I   dx = dy @ weight            queue: (x, dy)
+    I   dx = dy @ weight            by autograd; the hook queues (x, dy)
     W   weight.grad += dy.T @ x     queue: empty
+
+A hook costs a tenth of an ``autograd.Function`` written in Python, which is what matters for small microbatches.
 
 Everything else keeps its ordinary backward: its weight gradients are complete after ``I``, which is correct on every
 stage, only not deferred. A module of the user's may take part by defining ``deferred_forward(*args, defer)``: it calls
@@ -18,7 +20,7 @@ product (``addmm``), which is faster and may differ in the last bit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -26,7 +28,6 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 Work = Callable[[], None]
 
@@ -54,7 +55,6 @@ class WeightQueue:
     def close(self) -> None:
         self._open = None
 
-    @torch.no_grad()
     def run(self, microbatch: int) -> None:
         """Compute what the microbatch has deferred, in the order of the backward.
 
@@ -68,11 +68,12 @@ class WeightQueue:
                 if id(parameter) in seen:
                     self._sums[id(parameter)] = (parameter, None)
                 seen.add(id(parameter))
-        for work, _ in works:
-            work()
-        for parameter, total in self._sums.values():
-            if total is not None:
-                accumulate(parameter, total)
+        with torch.no_grad():
+            for work, _ in works:
+                work()
+            for parameter, total in self._sums.values():
+                if total is not None:
+                    accumulate(parameter, total)
         self._sums.clear()
 
     def may_fuse(self, parameter: Tensor, dtype: torch.dtype) -> bool:
@@ -101,7 +102,8 @@ class WeightQueue:
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
     """What autograd does with a gradient of a leaf."""
-    gradient = gradient.to(parameter.dtype)
+    if gradient.dtype is not parameter.dtype:
+        gradient = gradient.to(parameter.dtype)
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
@@ -140,7 +142,7 @@ def _plain(module: nn.Module) -> bool:
 def _may_wait(module: Any) -> bool:
     """Whether gradients end at the module's weights: those of a weight norm, for example, go on to what it is made of,
     and a hook wants to see a gradient when autograd has it."""
-    return _ends(module.weight) and (getattr(module, "bias", None) is None or _ends(module.bias))
+    return torch.is_grad_enabled() and _ends(module.weight) and (module.bias is None or _ends(module.bias))
 
 
 def _ends(weight: Tensor) -> bool:
@@ -152,99 +154,100 @@ def _autocast(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue, dtype: torch.dtype | None
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.queue, ctx.dtype = bias, queue, dtype
-        if dtype is not None:
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        return functional.linear(x, weight, bias)
+def _constant(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.detach()
+
+
+class Held:
+    """A tensor that a weight gradient needs later. Autograd does not know of it, so its version is checked here."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+
+    def get(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "a tensor that a weight gradient needs has been modified by an inplace operation: its version is "
+                f"{self._tensor._version}, but the forward saw version {self._version}"
+            )
+        return self._tensor
+
+
+Product = Callable[[Tensor], None]
+"""Adds to the gradients of a module's weights, given the gradient of its output."""
+
+
+def _tapped(y: Tensor, queue: WeightQueue, product: Product, *parameters: Tensor | None) -> Tensor:
+    """``y``, whose gradient goes into the queue as soon as a backward has it."""
+    held = [parameter for parameter in parameters if parameter is not None]
+
+    def tap(gradients: Sequence[Tensor | None]) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("weight gradients that wait for W cannot be differentiated again")
+        if gradients[0] is not None:
+            queue.defer(partial(product, gradients[0]), *held)
+
+    if y.grad_fn is None:
+        y = _Source.apply(y, torch.empty(0, requires_grad=True), tap)  # type: ignore[no-untyped-call]
+    else:
+        y.grad_fn.register_prehook(tap)
+    return y
+
+
+class _Source(torch.autograd.Function):
+    """An output that depends on no input that needs a gradient; ``anchor`` makes it need one."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        bias, queue = ctx.bias, ctx.queue
+    def forward(ctx: Any, y: Tensor, anchor: Tensor, tap: Callable[[Sequence[Tensor | None]], None]) -> Tensor:
+        ctx.tap = tap
+        return y.view_as(y)
 
-        def work() -> None:
-            if weight.requires_grad:
-                if queue.may_fuse(weight, dy_rows.dtype):
-                    weight.grad.addmm_(dy_rows.t(), rows)
-                else:
-                    queue.add(weight, dy_rows.t().mm(rows))
-            if bias is not None and bias.requires_grad:
-                queue.add(bias, dy_rows.sum(0))
-
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = dy_rows.mm(weight if ctx.dtype is None else weight.to(ctx.dtype)).view_as(x)
-        queue.defer(work, weight, *([] if bias is None else [bias]))
-        return dx, None, None, None, None
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
+        ctx.tap((dy,))
+        return None, None, None
 
 
 def _linear(queue: WeightQueue, module: nn.Linear, x: Tensor) -> Tensor:
-    if not _may_wait(module) or not x.is_contiguous():  # for other strides autograd picks other products
+    if not x.is_contiguous() or not _may_wait(module):  # for other strides autograd picks other products
         return nn.Linear.forward(module, x)
-    dtype = _autocast(x)
-    return _Linear.apply(x if dtype is None else x.to(dtype), module.weight, module.bias, queue, dtype)  # type: ignore[no-any-return, no-untyped-call]
+    weight, bias = module.weight, module.bias
+    if (dtype := _autocast(x)) is not None:
+        x = x.to(dtype)
+    y = functional.linear(x, weight.detach(), _constant(bias))
+    held = Held(x)
 
+    def product(dy: Tensor) -> None:
+        dy = dy.reshape(-1, dy.shape[-1])
+        if weight.requires_grad:
+            rows = held.get()
+            rows = rows.reshape(-1, rows.shape[-1])
+            if queue.may_fuse(weight, dy.dtype):
+                assert weight.grad is not None, "only an existing gradient is added to"
+                weight.grad.addmm_(dy.t(), rows)
+            else:
+                queue.add(weight, dy.t().mm(rows))
+        if bias is not None and bias.requires_grad:
+            queue.add(bias, dy.sum(0))
 
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, index: Tensor, weight: Tensor, padding: int, queue: WeightQueue) -> Tensor:
-        ctx.save_for_backward(index, weight)
-        ctx.padding, ctx.queue = padding, queue
-        return functional.embedding(index, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
-        index, weight = ctx.saved_tensors
-        backward = torch.ops.aten.embedding_dense_backward
-        queue, padding = ctx.queue, ctx.padding
-        queue.defer(lambda: queue.add(weight, backward(dy, index, weight.shape[0], padding, False)), weight)
-        return None, None, None, None
+    return _tapped(y, queue, product, weight, bias)
 
 
 def _embedding(queue: WeightQueue, module: nn.Embedding, index: Tensor) -> Tensor:
-    if not _may_wait(module):
+    weight = module.weight
+    if not torch.is_grad_enabled() or not _ends(weight):
         return nn.Embedding.forward(module, index)
     padding = -1 if module.padding_idx is None else module.padding_idx
-    return _Embedding.apply(index, module.weight, padding, queue)  # type: ignore[no-any-return, no-untyped-call]
+    held = Held(index)
 
+    def product(dy: Tensor) -> None:
+        backward = torch.ops.aten.embedding_dense_backward
+        queue.add(weight, backward(dy, held.get(), weight.shape[0], padding, False))
 
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.LayerNorm, queue: WeightQueue
-    ) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, list(module.normalized_shape), weight, bias, module.eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.bias, ctx.shape, ctx.queue = bias, list(module.normalized_shape), queue
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, rstd = ctx.saved_tensors
-        bias, queue = ctx.bias, ctx.queue
-        backward = partial(torch.ops.aten.native_layer_norm_backward, dy, x, ctx.shape, mean, rstd, weight, bias)
-
-        def work() -> None:
-            wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
-            _, dw, db = backward(wanted)
-            if wanted[1]:
-                queue.add(weight, dw)
-            if wanted[2]:
-                queue.add(bias, db)
-
-        dx = backward([True, False, False])[0] if ctx.needs_input_grad[0] else None
-        queue.defer(work, weight, *([] if bias is None else [bias]))
-        return dx, None, None, None, None
+    return _tapped(functional.embedding(index, weight.detach()), queue, product, weight)
 
 
 def _layer_norm(queue: WeightQueue, module: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -252,54 +255,39 @@ def _layer_norm(queue: WeightQueue, module: nn.LayerNorm, x: Tensor) -> Tensor:
         return nn.LayerNorm.forward(module, x)
     if _autocast(x) is not None:
         x = x.float()
-    return _LayerNorm.apply(x, module.weight, module.bias, module, queue)  # type: ignore[no-any-return, no-untyped-call]
+    weight, bias, shape = module.weight, module.bias, list(module.normalized_shape)
+    y, *moments = torch.native_layer_norm(x, shape, weight.detach(), _constant(bias), module.eps)
+    held, (mean, rstd) = Held(x), [moment.detach() for moment in moments]
 
+    def product(dy: Tensor) -> None:
+        wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
+        backward = torch.ops.aten.native_layer_norm_backward
+        _, dw, db = backward(dy, held.get(), shape, mean, rstd, weight, bias, wanted)
+        _add(queue, [(weight, dw), (bias, db)], wanted[1:])
 
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: Any, queue: WeightQueue) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.module, ctx.queue = bias, module, queue
-        return torch.convolution(
-            x,
-            weight,
-            bias,
-            module.stride,
-            module.padding,
-            module.dilation,
-            False,
-            [0] * len(module.stride),
-            module.groups,
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        bias, module, queue = ctx.bias, ctx.module, ctx.queue
-        sizes = None if bias is None else list(bias.shape)
-        backward = partial(
-            torch.ops.aten.convolution_backward, dy, x, weight, sizes, module.stride, module.padding, module.dilation,
-            False, [0] * len(module.stride), module.groups,
-        )  # fmt: skip
-
-        def work() -> None:
-            wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
-            _, dw, db = backward(wanted)
-            if wanted[1]:
-                queue.add(weight, dw)
-            if wanted[2]:
-                queue.add(bias, db)
-
-        dx = backward([True, False, False])[0] if ctx.needs_input_grad[0] else None
-        queue.defer(work, weight, *([] if bias is None else [bias]))
-        return dx, None, None, None, None
+    return _tapped(y, queue, product, weight, bias)
 
 
 def _convolution(queue: WeightQueue, module: Any, x: Tensor) -> Tensor:
     if not _may_wait(module) or _autocast(x) is not None or x.dim() != len(module.stride) + 2:
         return type(module).forward(module, x)  # type: ignore[no-any-return]
-    return _Convolution.apply(x, module.weight, module.bias, module, queue)  # type: ignore[no-any-return, no-untyped-call]
+    weight, bias = module.weight, module.bias
+    form = (module.stride, module.padding, module.dilation, False, [0] * len(module.stride), module.groups)
+    y = torch.convolution(x, weight.detach(), _constant(bias), *form)
+    held, sizes = Held(x), None if bias is None else list(bias.shape)
+
+    def product(dy: Tensor) -> None:
+        wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
+        _, dw, db = torch.ops.aten.convolution_backward(dy, held.get(), weight, sizes, *form, wanted)
+        _add(queue, [(weight, dw), (bias, db)], wanted[1:])
+
+    return _tapped(y, queue, product, weight, bias)
+
+
+def _add(queue: WeightQueue, found: Iterable[tuple[Tensor, Tensor]], wanted: Iterable[bool]) -> None:
+    for (parameter, gradient), is_wanted in zip(found, wanted, strict=True):
+        if is_wanted:
+            queue.add(parameter, gradient)
 
 
 _SPLIT: dict[type[nn.Module], Callable[..., Tensor]] = {
