@@ -51,7 +51,7 @@ def steps(config: dict[str, Any], directory: str, num_steps: int) -> int:
     torch.set_num_threads(checked.launch.threads or 1)
     if assembly.under_launcher():
         assembly.join(checked.parallel.timeout)
-    empty = psutil.Process().memory_info().rss
+    empty = _empty()
     session = open_session(checked)
     seen = Seen()
     counts = _chains(session)
@@ -89,6 +89,15 @@ def _train(session: Session, num_batches: int, seen: Seen) -> float:
             if record.action.kind not in NOT_OF_A_UNIT:
                 seen.actions[record.action.stage, record.action.kind].append(record.end - record.ready)
     return seconds
+
+
+def _empty() -> int:
+    """What this process has in memory once it has trained something of no size: libraries load on their first use."""
+    layer = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(8, 8)).sum().backward()
+    optimizer.step()
+    return int(psutil.Process().memory_info().rss)
 
 
 def _forget_peak() -> None:

@@ -1,7 +1,7 @@
 """The directory of a run: made once, by one rank, before anything is computed.
 
 <observe.directory>/<ISO time>/
-  config.yaml  run.json  metrics.jsonl  summary.json  events/  checkpoints/  logs/
+  config.yaml  plan.json  run.json  metrics.jsonl  summary.json  events/  checkpoints/  logs/
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vpipe.errors import UserError
 
 
 def create(config: PipelineConfig, output_dir: Path | None) -> Path:
-    """A new run directory with the resolved config in it."""
+    """A new run directory with the resolved config in it, and the plan that it names."""
     started = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S")
     path = output_dir or Path(config.observe.directory) / started
     number = 1
@@ -28,6 +28,9 @@ def create(config: PipelineConfig, output_dir: Path | None) -> Path:
             path = path.with_name(f"{started}-{number}")
         path.mkdir(parents=True, exist_ok=True)
         config.to_yaml(path / "config.yaml")
+        plan = config.parallel.partition
+        if isinstance(plan, str) and plan != "auto":
+            (path / "plan.json").write_bytes(Path(plan).read_bytes())
     except OSError as error:
         raise UserError(
             f"the run directory {path} cannot be written: {error.strerror}; choose another with --output-dir"
