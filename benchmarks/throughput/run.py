@@ -11,14 +11,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zb-v",
-    "pipedream, an update a batch",
-    "pipedream, an update a microbatch",
-)
+PIPEDREAM = ("pipedream, an update a batch", "pipedream, an update a microbatch")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v", *PIPEDREAM)
 MICROBATCHES, ROWS, LENGTH, VOCABULARY = 8, 2, 64, 512
 
 
