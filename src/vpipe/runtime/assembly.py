@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime import membership
 from vpipe.runtime.engine import Engine
@@ -28,6 +27,7 @@ from vpipe.runtime.meeting import Place
 from vpipe.runtime.priority import Policy
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.stage import Loss, Stage, StageOptions
+from vpipe.runtime.swap_store import return_freed_memory
 from vpipe.runtime.threaded import ThreadedEngine
 from vpipe.runtime.ties import check_owners, refuse_sharing, share_tied
 from vpipe.runtime.transport.base import Transport
@@ -94,6 +94,7 @@ class Pieces:
     flow: Flow
     programs: Programs
     recompute: Collection[int]
+    swap: Collection[int]
     tied: Sequence[TiedWeight]
     optimizer: Callable[[Any], Any] | None
     update: UpdateOptions
@@ -107,6 +108,8 @@ class Pieces:
     def engine(self, transport: Transport, build: BuildModule, lock: threading.Lock | None) -> Engine:
         """The engine of one rank, with the layers of its stages and nobody else's."""
         placement = self.programs.spec.placement
+        if self.swap:
+            return_freed_memory()
         stages = {}
         for index in placement.stages_of[transport.rank]:
             replica = placement.ranks_of[index].index(transport.rank)
@@ -117,6 +120,7 @@ class Pieces:
                 stashes=index in self.programs.stashes,
                 fused=self.fused,
                 recompute=self.recompute,
+                swap=self.swap,
                 autocast=self.autocast,
             )
             stages[index] = Stage(index, self.flow, modules, self.loss, options)
@@ -161,28 +165,6 @@ class _NoOptimizer:
 def thread_safe(layers: Sequence[Layer]) -> bool:
     """Whether the layers say that ranks of one process may run them at the same time (they draw no random numbers)."""
     return all(getattr(layer.module, "vpipe_thread_safe", False) for layer in layers)
-
-
-def recomputed_layers(
-    recompute: float | Sequence[float] | Collection[int], bounds: Sequence[tuple[int, int]]
-) -> frozenset[int]:
-    """The layers that are computed again: a set of indices, or the last ``int(ratio * n)`` of each stage's n layers."""
-    if isinstance(recompute, set | frozenset):
-        return frozenset(int(layer) for layer in recompute)
-    ratios = (
-        [float(recompute)] * len(bounds)
-        if isinstance(recompute, int | float)
-        else [float(ratio) for ratio in recompute]
-    )
-    if len(ratios) != len(bounds):
-        raise UserError(
-            f"recompute has {len(ratios)} ratios, but there are {len(bounds)} stages; give one number, or one a stage"
-        )
-    for stage, ratio in enumerate(ratios):
-        if not 0 <= ratio <= 1:
-            raise UserError(f"the recompute ratio of stage {stage} is {ratio}; it must lie between 0 and 1")
-    chosen = (range(end - int(ratio * (end - begin)), end) for ratio, (begin, end) in zip(ratios, bounds, strict=True))
-    return frozenset(layer for layers in chosen for layer in layers)
 
 
 def groups(placement: Placement, tied: Sequence[TiedWeight], flow: Flow) -> list[list[int]]:

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.region import Pending, Run, detached
 from vpipe.runtime.stage import Stage, Unit
+from vpipe.runtime.swap import Move, Swapper
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.update import Updater
 from vpipe.runtime.wire import Envelope
@@ -48,12 +49,16 @@ class Job:
 
 @dataclass
 class Record:
-    """When an action began, had what it needed, and ended, in nanoseconds of this rank's clock."""
+    """When an action began, had what it needed, and ended, in nanoseconds of this rank's clock.
+
+    A swap begins where the rank hands it over, is ready when the swap lane takes it up, and ends there.
+    """
 
     action: Action
     begin: int
     ready: int
     end: int
+    bytes: int = 0
 
 
 @dataclass
@@ -100,6 +105,8 @@ class Engine:
         self._guard: AbstractContextManager[Any] = lock or nullcontext()
         self._local: dict[Envelope, Any] = {}
         self._outbox: dict[tuple[Kind, int, int], list[tuple[int, Any]]] = {}
+        self._swapper = Swapper()
+        self._moves: dict[Action, Move] = {}
         self._ready = 0
         self.annotates = False
         """Whether actions appear under their names in a torch.profiler trace."""
@@ -114,6 +121,8 @@ class Engine:
             Kind.I: partial(self._backward, defer_weights=True),
             Kind.W: self._weight_gradient,
             Kind.R: self._recompute,
+            Kind.OUT: self._swap_out,
+            Kind.IN: self._swap_in,
             Kind.SEND_F: partial(self._send, Kind.SEND_F),
             Kind.SEND_B: partial(self._send, Kind.SEND_B),
             Kind.RECV_F: partial(self._post, False),
@@ -148,6 +157,7 @@ class Engine:
         try:
             self.transport.begin_step(job.step)
             self._execute(compiled.calls, self._result.records)
+            self._settle(self._result.records)
             self.transport.end_step()
         except BaseException as error:
             action = self.current
@@ -176,10 +186,21 @@ class Engine:
                 call()
             records.append(Record(action, begin, self._ready, perf_counter_ns()))
 
+    def _settle(self, records: Sequence[Record]) -> None:
+        """The swap lane is done: write down when it did what."""
+        self._swapper.settle()
+        for record in records if self._moves else ():
+            if record.action in self._moves:
+                move = self._moves[record.action]
+                record.ready, record.end, record.bytes = move.begin, move.end, move.bytes
+        self._moves.clear()
+
     def _abandon(self) -> None:
         """Drop what a failed step has left, its gradients too: the next step must not add to half of a batch."""
         self._local.clear()
         self._outbox.clear()
+        self._moves.clear()
+        self._swapper.abandon()
         if self._job.training:
             for stage in self.stages.values():
                 stage.abandon()
@@ -248,6 +269,7 @@ class Engine:
             payload = self._arrive(source, index, microbatch, backward=True)
             for value in self.flow.sent(index, source):
                 pending.setdefault(value, []).extend((layer, gradients) for layer, gradients in payload[value[0]])
+        self._await_swap(stage, microbatch)
         self._ready = perf_counter_ns()
         with self._guard:
             stage.backward(microbatch, pending, defer_weights)
@@ -265,8 +287,28 @@ class Engine:
 
     def _recompute(self, stage: Stage, microbatch: int) -> None:
         """Roughly: ``y = stage(x)`` once more, keeping the graph."""
+        self._await_swap(stage, microbatch)
+        self._ready = perf_counter_ns()
         with self._guard:
             stage.recompute(microbatch)
+
+    def _swap_out(self, stage: Stage, microbatch: int) -> None:
+        """Roughly: ``host = saved.to(host)``, beside what follows."""
+        parcels = stage.leave(microbatch)
+        move = self._swapper.out(parcels, f"rank {self.rank}, stage {stage.index}, microbatch {microbatch} going out")
+        self._moves[Action(stage.index, Kind.OUT, microbatch)] = move
+
+    def _swap_in(self, stage: Stage, microbatch: int) -> None:
+        """Roughly: ``saved = host.to(device)``, awaited where it is used."""
+        parcels = stage.come_back(microbatch)
+        move = self._swapper.fetch(parcels, f"rank {self.rank}, stage {stage.index}, microbatch {microbatch} coming in")
+        self._moves[Action(stage.index, Kind.IN, microbatch)] = move
+
+    def _await_swap(self, stage: Stage, microbatch: int) -> None:
+        """What has been swapped must be back."""
+        move = self._moves.get(Action(stage.index, Kind.IN, microbatch))
+        if move is not None:
+            move.done.result()
 
     def _send(self, kind: Kind, stage: Stage, microbatch: int) -> None:
         """Roughly: ``isend(y)``."""
@@ -289,3 +331,8 @@ class Engine:
     def _step(self, stage: Stage, microbatch: int) -> None:
         """Roughly: ``optimizer.step()``."""
         self.updater.step(stage)
+
+    def close(self) -> None:
+        """Release what the rank holds beside its stages."""
+        self._swapper.close()
+        self.transport.close()

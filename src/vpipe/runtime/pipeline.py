@@ -7,7 +7,7 @@ every process is a rank and builds only the layers it owns.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -29,6 +29,7 @@ from vpipe.runtime.ties import check_tied
 from vpipe.runtime.trace import Trace
 from vpipe.runtime.transport import choice
 from vpipe.runtime.transport.inprocess import Hub, PeerFailed
+from vpipe.runtime.treatment import Chosen, stages_with, treated_layers
 from vpipe.runtime.update import LossScale, UpdateOptions
 from vpipe.schedule import catalog
 from vpipe.schedule.program import Program
@@ -42,10 +43,12 @@ class Pipeline:
     ``schedule`` is a name of the catalogue (``vpipe schedules``) or a ``Program``. ``num_microbatches`` is the number
     of units of one ``train_step``. Without a launcher, ``num_ranks`` ranks run as threads of this process.
     ``recompute`` is the part of each stage's layers that is computed again instead of kept (the last ones), one number
-    or one a stage, or a set of layer indices. ``transport`` between processes: "shm" (shared memory where ranks are on
-    one machine), "distributed" (gloo for all), or "auto" (shm if all ranks are on one machine). ``executor``: "plain"
-    (a rank's actions one after the other), "threaded" (a worker thread per microbatch, which take turns by
-    ``priority``: none, first-hp, fifo or critical-path), or "auto" (threaded for the schedule ``async_threaded``).
+    or one a stage, or a set of layer indices; ``swap`` is the part (those before) whose saved tensors wait in a file
+    instead of memory, in a temporary directory (``TMPDIR``). ``transport`` between processes: "shm" (shared memory
+    where ranks are on one machine), "distributed" (gloo for all), or "auto" (shm if all ranks are on one machine).
+    ``executor``: "plain" (a rank's actions one after the other), "threaded" (a worker thread per microbatch, which take
+    turns by ``priority``: none, first-hp, fifo or critical-path), or "auto" (threaded for the schedule
+    ``async_threaded``).
     """
 
     def __init__(
@@ -60,7 +63,8 @@ class Pipeline:
         partition: Sequence[int] | None = None,
         stages_per_rank: int | None = None,
         replicas: int | Sequence[int] = 1,
-        recompute: float | Sequence[float] | Collection[int] = 0.0,
+        recompute: Chosen = 0.0,
+        swap: Chosen = 0.0,
         tied: Sequence[TiedWeight] = (),
         seed: int = 0,
         clip_norm: float | None = None,
@@ -108,8 +112,10 @@ class Pipeline:
         self.partition = partition
         self.placement = spec.placement
         check_tied(tied, plain, spec)
-        recomputed = assembly.recomputed_layers(recompute, self.flow.bounds)
-        self.programs = Programs(spec, self.flow, {stage for stage, _ in _stages_with(recomputed, self.flow.bounds)})
+        recomputed, swapped = treated_layers(recompute, swap, self.flow.bounds)
+        self.programs = Programs(
+            spec, self.flow, stages_with(recomputed, self.flow.bounds), stages_with(swapped, self.flow.bounds)
+        )
         assembly.agree(self.programs, self.flow, seed)
         options = UpdateOptions(spec.synchronous, clip_norm, skip_nonfinite, exact_reduction)
         loss_scale = loss_scale or LossScale()
@@ -119,6 +125,7 @@ class Pipeline:
             self.flow,
             self.programs,
             recomputed,
+            swapped,
             tied,
             optimizer,
             options,
@@ -340,7 +347,7 @@ class Pipeline:
 
     def close(self) -> None:
         for engine in self.engines:
-            engine.transport.close()
+            engine.close()
 
 
 def mean_loss(contributions: Mapping[tuple[int, int], float]) -> float:
@@ -358,10 +365,3 @@ def _units(value: Any, num_units: int, needed: bool, what: str) -> tuple[Callabl
         return lambda unit: None, None
     parts, weights = split(value, num_units)
     return parts.__getitem__, weights
-
-
-def _stages_with(layers: Collection[int], bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(stage, layer) of the given layers."""
-    return [
-        (stage, layer) for stage, (begin, end) in enumerate(bounds) for layer in range(begin, end) if layer in layers
-    ]

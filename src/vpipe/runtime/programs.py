@@ -95,10 +95,17 @@ class ScheduleSpec:
 class Programs:
     """The executable programs of a pipeline."""
 
-    def __init__(self, spec: ScheduleSpec, flow: Flow, recompute_stages: Collection[int]) -> None:
+    def __init__(
+        self,
+        spec: ScheduleSpec,
+        flow: Flow,
+        recompute_stages: Collection[int] = (),
+        swap_stages: Collection[int] = (),
+    ) -> None:
         self.spec = spec
         self._flow = flow
         self._recompute = frozenset(recompute_stages)
+        self._swap = frozenset(swap_stages)
         self._made: dict[tuple[str, int], Program] = {}
 
     @property
@@ -139,7 +146,7 @@ class Programs:
                 program = program.with_rows(
                     [action for action in row if action.kind not in (Kind.STEP, Kind.REDUCE)] for row in program.rows
                 )
-            self._made[key] = self._finish(program, self._recompute)
+            self._made[key] = self._finish(program, self._recompute, self._swap)
         return self._made[key]
 
     def forward(self, num_units: int) -> Program:
@@ -155,13 +162,17 @@ class Programs:
                 )
                 for rank in range(placement.num_ranks)
             )
-            self._made[key] = self._finish(Program(rows, placement, num_units), frozenset())
+            self._made[key] = self._finish(Program(rows, placement, num_units))
         return self._made[key]
 
-    def _finish(self, program: Program, recompute_stages: frozenset[int]) -> Program:
+    def with_options(self, options: Mapping[str, Any]) -> Programs:
+        """The same programs with other options of the schedule."""
+        return Programs(replace(self.spec, options=options), self._flow, self._recompute, self._swap)
+
+    def _finish(self, program: Program, recompute: Collection[int] = (), swap: Collection[int] = ()) -> Program:
         program = replace(program, skips=self._flow.skips())
         if not is_lowered(program):
-            program = lower(program, recompute_stages=recompute_stages)
+            program = lower(program, recompute_stages=recompute, swap_stages=swap)
         if self.synchronous:
             program = updates_last(program)
         if violations := _verified(program):

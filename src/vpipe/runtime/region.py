@@ -1,4 +1,4 @@
-"""A run of consecutive layers that one autograd graph covers: a whole stage, or a part of it between recomputed layers.
+"""A run of consecutive layers that one autograd graph covers: a whole stage, or neighbours that are treated alike.
 
                  ┌──────────── region ────────────┐
     taken value ─┤ leaf ─ layer ─ layer ─┐        │
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from vpipe.errors import UserError
 from vpipe.layer import Layer, collect_losses, describe
 from vpipe.runtime.flow import Value
+from vpipe.runtime.luggage import Luggage
 from vpipe.runtime.randomness import seed_layer
 from vpipe.runtime.wire import check_tensor, flatten, unflatten
 
@@ -34,6 +36,14 @@ _IN_PLACE = (
 Gradients = list[Tensor | None]
 Pending = dict[Value, list[tuple[int, Gradients]]]
 """Value → (reading layer, gradients of the value's tensors that need one) of every reader so far."""
+
+
+class Treatment(Enum):
+    """What becomes of the tensors that a layer saves for its backward."""
+
+    KEPT = "kept"
+    RECOMPUTED = "recomputed"
+    SWAPPED = "swapped"
 
 
 @dataclass
@@ -76,14 +86,15 @@ class Region:
         layers: Mapping[int, Layer],
         reads: Mapping[int, tuple[Value, ...]],
         given: Sequence[Value],
-        recompute: bool = False,
+        treatment: Treatment = Treatment.KEPT,
         shared: Collection[Value] = (),
     ) -> None:
         self.modules = dict(modules)
         self.layers = dict(layers)
         self.reads = dict(reads)
         self.given = tuple(given)
-        self.recompute = recompute
+        self.treatment = treatment
+        self.recompute = treatment is Treatment.RECOMPUTED
         self.shared = frozenset(shared)
         """Values that several layers read, wherever they are."""
         self.begin = min(modules)
@@ -100,11 +111,12 @@ class Region:
         run: Run,
         loss: Callable[[Any], Tensor] | None = None,
         build_graph: bool = True,
+        luggage: Luggage | None = None,
     ) -> Outcome:
         """Run the layers. ``values`` has everything in ``taken``.
 
         Without ``build_graph``, a training run still finds out which results need a gradient, but saves nothing for a
-        backward.
+        backward. With ``luggage``, what is saved may be swapped out.
         """
         graph = Graph() if build_graph else None
         local: dict[Value, Any] = {}
@@ -116,6 +128,8 @@ class Region:
             around.enter_context(torch.set_grad_enabled(run.training))
             if run.training and not build_graph:
                 around.enter_context(saved_tensors_hooks(_forget, _forgotten))
+            if luggage is not None:
+                around.enter_context(saved_tensors_hooks(luggage.pack, luggage.unpack))
             if run.autocast is not nullcontext:
                 around.enter_context(run.autocast())
             around.callback(collect_losses, collect_losses(scalars))
@@ -123,7 +137,7 @@ class Region:
                 arguments = [
                     self._within(local[value], value, layer)
                     if value in local
-                    else self._enter(values[value], value, layer, graph)
+                    else self._enter(values[value], value, layer, graph, luggage)
                     for value in self.reads[layer]
                 ]
                 if run.training:
@@ -157,7 +171,7 @@ class Region:
                 raise
             raise UserError(f"{self.name(layer)} {_IN_PLACE}") from error
 
-    def _enter(self, given: Any, value: Value, layer: int, graph: Graph | None) -> Any:
+    def _enter(self, given: Any, value: Value, layer: int, graph: Graph | None, luggage: Luggage | None) -> Any:
         """What a layer gets of a value from outside: leaves of its own where gradients are needed."""
         leaves: list[Tensor] = []
 
@@ -165,6 +179,9 @@ class Region:
             if graph is not None and tensor.requires_grad:
                 tensor = tensor.detach().requires_grad_()
                 leaves.append(tensor)
+                if luggage is not None:
+                    luggage.enter(tensor)
+                    tensor = tensor.view_as(tensor)
             return tensor.clone() if layer in self._changes_input else tensor
 
         entered = mapped(given, leaf)

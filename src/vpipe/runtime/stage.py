@@ -2,6 +2,7 @@
 
     forward    runs the regions in order and keeps their graphs
     recompute  runs the regions that kept nothing once more
+    leave      hands over what the swapped regions saved; come_back asks for it
     backward   runs the graphs in reverse order
     weight     runs what the backward deferred
 
@@ -15,14 +16,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from vpipe.runtime import deferred
 from vpipe.runtime.flow import Flow, Value
-from vpipe.runtime.region import Graph, Pending, Region, Run, detached
+from vpipe.runtime.luggage import Luggage
+from vpipe.runtime.region import Graph, Pending, Region, Run, Treatment, detached
+from vpipe.runtime.swap import Parcel
 from vpipe.runtime.weights import VersionedWeights, Weights
 
 Loss = Callable[[Any, Any], Tensor]
@@ -41,6 +46,8 @@ class Unit:
     """Inputs of the regions that will be recomputed."""
     buffers: list[tuple[nn.Module, str, Tensor | None]] = field(default_factory=list)
     """The buffers of recomputed layers as the forward found them: (module, slot, buffer)."""
+    luggage: Luggage | None = None
+    """What the swapped regions saved."""
     loss: Tensor | None = None
     added: list[tuple[int, Tensor]] = field(default_factory=list)
 
@@ -58,7 +65,14 @@ class StageOptions:
     fused: bool = False
     recompute: Collection[int] = ()
     """Layers whose activations are computed again instead of kept."""
+    swap: Collection[int] = ()
+    """Layers whose activations wait outside memory; none of those that are recomputed."""
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def treatment(self, layer: int) -> Treatment:
+        if layer in self.recompute:
+            return Treatment.RECOMPUTED
+        return Treatment.SWAPPED if layer in self.swap else Treatment.KEPT
 
 
 class Stage:
@@ -87,20 +101,16 @@ class Stage:
         ]
         if options.splits:
             deferred.install(modules.values(), self.queue)
-        self.regions = self._cut(options.recompute)
+        self.regions = self._cut()
+        self._swapped = [region for region in self.regions if region.treatment is Treatment.SWAPPED]
 
-    def _cut(self, recompute: Collection[int]) -> list[Region]:
+    def _cut(self) -> list[Region]:
         """Neighbouring layers that are treated alike form one region."""
-        runs: list[list[int]] = []
-        for layer in self.modules:
-            if runs and (layer in recompute) == (runs[-1][-1] in recompute):
-                runs[-1].append(layer)
-            else:
-                runs.append([layer])
+        alike = [(treatment, list(run)) for treatment, run in groupby(self.modules, self.options.treatment)]
         end = max(self.modules) + 1
-        return [self._region(run, run[0] in recompute, end) for run in runs]
+        return [self._region(run, treatment, end) for treatment, run in alike]
 
-    def _region(self, run: list[int], recompute: bool, end: int) -> Region:
+    def _region(self, run: list[int], treatment: Treatment, end: int) -> Region:
         flow, last = self.flow, run[-1]
         later = {value for layer in range(last + 1, len(flow.layers)) for value in flow.reads[layer]}
         written = [(name, layer) for layer in run for name in flow.layers[layer].writes]
@@ -112,7 +122,7 @@ class Stage:
             {layer: flow.layers[layer] for layer in run},
             {layer: flow.reads[layer] for layer in run},
             given,
-            recompute,
+            treatment,
             self._shared,
         )
 
@@ -129,6 +139,7 @@ class Stage:
         self.weights.read(unit.version)
         before = [(part._buffers[slot], _copied(part._buffers[slot])) for part, slot in self._buffers]
         given: dict[Value, Any] = {}
+        unit.luggage = self._pack(unit, values) if self._swapped else None
         for region in self.regions:
             given.update(self._run(region, unit, values, build_graph=not region.recompute))
             if region.recompute:
@@ -144,12 +155,31 @@ class Stage:
     def _run(self, region: Region, unit: Unit, values: Mapping[Value, Any], build_graph: bool) -> dict[Value, Any]:
         at_end = self.is_last and region is self.regions[-1]
         loss = (lambda output: self._loss(output, unit.targets)) if at_end else None
-        outcome = region.forward(values, unit.run, loss, build_graph)
+        luggage = unit.luggage if region.treatment is Treatment.SWAPPED else None
+        outcome = region.forward(values, unit.run, loss, build_graph, luggage)
         unit.graphs.append(outcome.graph)
         unit.added.extend(outcome.added)
         if outcome.loss is not None:
             unit.loss = outcome.loss
         return outcome.given if build_graph else {value: detached(given) for value, given in outcome.given.items()}
+
+    def _pack(self, unit: Unit, values: Mapping[Value, Any]) -> Luggage:
+        """An empty luggage that knows what must stay: what belongs to the layers, and what came without a gradient."""
+        modules = [module for region in self._swapped for module in region.modules.values()]
+        own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        given = [tensor for tensor in tree_leaves((values, unit.targets)) if isinstance(tensor, Tensor)]
+        return Luggage([*own, *(tensor for tensor in given if not tensor.requires_grad)])
+
+    def leave(self, microbatch: int) -> list[Parcel]:
+        """What a unit's swapped regions saved, to be carried out."""
+        luggage = self.units[microbatch].luggage
+        return [luggage.leave()] if luggage is not None else []
+
+    def come_back(self, microbatch: int) -> list[Parcel]:
+        """What must be brought back before the unit's backward."""
+        luggage = self.units[microbatch].luggage
+        parcel = luggage.come_back() if luggage is not None else None
+        return [parcel] if parcel is not None else []
 
     def evaluate(
         self, values: dict[Value, Any], run: Run, targets: Any, wants_loss: bool

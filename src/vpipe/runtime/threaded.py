@@ -28,7 +28,7 @@ from vpipe.runtime.engine import Engine, Record
 from vpipe.runtime.priority import Backend, Policy, Turnstile, none, policy
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import INPUT_GRADIENT, SEND_OF, WEIGHT_GRADIENT, peers
+from vpipe.schedule.semantics import INPUT_GRADIENT, LANE, SEND_OF, WEIGHT_GRADIENT, Lane, peers
 
 PATIENCE = 2.0
 """Seconds that a failed rank gives its other workers to come to an end before it reports."""
@@ -41,8 +41,10 @@ def lines(program: Program, action: Action) -> Iterator[Hashable]:
     yield ("unit", microbatch)
     if kind is Kind.F:
         yield ("forward", stage)
-    if kind in INPUT_GRADIENT:
+    if kind in INPUT_GRADIENT or kind is Kind.IN:  # a unit is fetched when the program says so, not as it is let go
         yield ("backward", stage)
+    if LANE[kind] is Lane.SWAP:
+        yield ("swaps",)
     if kind in WEIGHT_GRADIENT:
         yield ("weights", stage)
     if kind in SEND_OF.values():
@@ -156,8 +158,9 @@ class ThreadedEngine(Engine):
 
 
 def _moment(record: Record) -> int:
-    """When an action took its place: a send as it began, a computation as its turn came. Causes come before effects."""
-    return record.begin if record.action.kind in SEND_OF.values() else record.ready
+    """When an action took its place: a send or a swap as it began, a computation as its turn came. Causes come before
+    effects."""
+    return record.ready if LANE[record.action.kind] is Lane.COMPUTE else record.begin
 
 
 class _Crew:

@@ -1,0 +1,162 @@
+"""Where swapped bytes wait: a file for tensors in main memory, pinned main memory for tensors on a device.
+
+The file is written and read by ``pwrite`` and ``preadv`` and not mapped: pages of the system's cache do not count as
+the process's memory, and a full disk is an error that can be told, where a write to a mapped page would end the process
+by a signal. The file has no name from the moment it exists, so nothing is left behind however a run ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from bisect import bisect_left
+from typing import IO, Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from vpipe.errors import UserError
+
+PAGE = 4096
+MMAP_THRESHOLD = -3
+"""The name of the option for ``mallopt``."""
+LARGE = 128 * 1024
+"""Where glibc begins to take a mapping of its own for an allocation, before it has learnt otherwise."""
+
+
+def return_freed_memory() -> None:
+    """Let the C library give large freed blocks back to the system, always.
+
+    glibc raises the size from which it does so with every such block that is freed, up to 32 MiB: what is swapped out
+    would stay with the process, in pieces that the next unit may or may not fit into. Other libraries have no such
+    option, and need none or cannot be asked.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, LARGE)
+
+
+class Extents:
+    """Which parts of a file are free: the first gap that is large enough is taken, neighbouring gaps become one."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._gaps: list[tuple[int, int]] = []
+        """(offset, length), by offset; the last one never touches ``end``."""
+
+    def take(self, length: int) -> int:
+        """The offset of ``length`` bytes that nobody has."""
+        for index, (offset, room) in enumerate(self._gaps):
+            if room >= length:
+                self._gaps[index : index + 1] = [(offset + length, room - length)] if room > length else []
+                return offset
+        offset, self.end = self.end, self.end + length
+        return offset
+
+    def give_back(self, offset: int, length: int) -> None:
+        index = bisect_left(self._gaps, (offset, length))
+        if index < len(self._gaps) and self._gaps[index][0] == offset + length:
+            length += self._gaps.pop(index)[1]
+        if index and sum(self._gaps[index - 1]) == offset:
+            index -= 1
+            offset, more = self._gaps.pop(index)
+            length += more
+        if offset + length == self.end:
+            self.end = offset
+        else:
+            self._gaps.insert(index, (offset, length))
+
+
+class FileStore:
+    """Bytes of CPU storages in a file without a name; ``TMPDIR`` says on which disk."""
+
+    def __init__(self) -> None:
+        self.directory = tempfile.gettempdir()
+        self.extents = Extents()
+        self._file: IO[bytes] | None = None
+
+    def put(self, storage: UntypedStorage) -> tuple[int, int]:
+        """Write the bytes; where they are."""
+        length = -(-storage.nbytes() // PAGE) * PAGE
+        offset = self.extents.take(length)
+        try:
+            self._write(_bytes(storage), offset)
+        except OSError as error:
+            self.extents.give_back(offset, length)
+            raise UserError(
+                f"the swap file in {self.directory} cannot be written at byte {offset} for {storage.nbytes()} more "
+                f"({error.strerror}); set TMPDIR to a directory on a larger disk, or swap fewer layers"
+            ) from None
+        return offset, length
+
+    def get(self, place: tuple[int, int], storage: UntypedStorage) -> None:
+        """Read the bytes back into ``storage``; their place is free again."""
+        self._read(_bytes(storage), place[0])
+        self.extents.give_back(*place)
+
+    def _write(self, view: memoryview, offset: int) -> None:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(prefix="vpipe-swap-", dir=self.directory)  # noqa: SIM115 - until close
+        while view:
+            done = os.pwrite(self._file.fileno(), view, offset)
+            view, offset = view[done:], offset + done
+
+    def _read(self, view: memoryview, offset: int) -> None:
+        assert self._file is not None
+        while view:
+            done = os.preadv(self._file.fileno(), [view], offset)
+            if not done:
+                raise OSError(f"the swap file in {self.directory} ends at byte {offset}, in the middle of a tensor")
+            view, offset = view[done:], offset + done
+
+    def clear(self) -> None:
+        """Forget everything that is out: the step has failed."""
+        self.extents = Extents()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _bytes(storage: UntypedStorage) -> memoryview:
+    return _as_tensor(storage).numpy().data
+
+
+def _as_tensor(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class PinnedStore:
+    """Bytes of a device's storages in pinned main memory, copied by a stream of their own.
+
+    Thin, and not run where this was written: there is no device here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device)
+
+    def put(self, storage: UntypedStorage) -> Tensor:
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        self._copy(host, _as_tensor(storage))
+        return host
+
+    def get(self, place: Tensor, storage: UntypedStorage) -> None:
+        self._copy(_as_tensor(storage), place)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        """On the stream of the store; returns when the bytes are there."""
+        torch.accelerator.set_stream(self._stream)  # of this thread, the worker
+        target.copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+    def after(self, event: Any) -> None:
+        """What follows waits for what the compute stream had been given until then."""
+        self._stream.wait_event(event)
+
+    def clear(self) -> None:
+        """Pinned memory belongs to those who hold it."""
+
+    def close(self) -> None:
+        """The same."""
