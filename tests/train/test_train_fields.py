@@ -363,6 +363,7 @@ CASES: dict[str, Case] = {
     "observe.warmup_iterations": Case(summary, 1, SHORT),
     "observe.trace": Case(files, True, SHORT, "events/rank1.jsonl"),
     "observe.tensorboard": Case(files, True, SHORT, "tensorboard/"),
+    "observe.wandb": Case(files, True, SHORT, "wandb/"),
     "observe.dashboard": Case(said, True, SHORT, "live page: http:"),
     "launch.machines": Case(launched, ["node1:0", "node2:0"], PROCESSES, "ssh"),
     "launch.container.kind": Case(launched, "apptainer", PROCESSES | DOCKER, "apptainer"),

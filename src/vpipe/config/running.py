@@ -48,6 +48,8 @@ class ObserveConfig(Section):
     """Record every action of the pipeline; the report, the bubble table and trace.json.gz need it."""
     tensorboard: bool = False
     """Also write loss and metrics for TensorBoard into the run directory."""
+    wandb: bool = False
+    """Also write loss and metrics for Weights & Biases into the run directory, offline: `wandb sync` uploads them."""
     dashboard: bool = False
     """Serve the live page on this machine while the run lasts."""
 

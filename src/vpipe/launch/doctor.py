@@ -33,6 +33,7 @@ EXTRAS = {
     "huggingface": ("transformers",),
     "dashboard": ("starlette", "uvicorn"),
     "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
 }
 """Extra → what it installs."""
 

@@ -1,4 +1,4 @@
-"""What a run shows and writes down while it goes: lines, metrics.jsonl, TensorBoard, events, the live page.
+"""What a run shows and writes down while it goes: lines, metrics.jsonl, loggers, events, the live page.
 
 Every rank has a ``Teller``; what only one should do, the leader's does: the process that holds rank 0.
 """
@@ -15,7 +15,7 @@ import psutil
 
 from vpipe.observe.console import Console
 from vpipe.observe.dashboard import Dashboard
-from vpipe.observe.loggers import TensorBoard
+from vpipe.observe.loggers import LOGGERS
 from vpipe.observe.recorder import Recorder
 from vpipe.runtime.engine import Engine, Record
 from vpipe.schedule.action import Kind
@@ -38,7 +38,8 @@ class Teller:
         self._console = console
         self._journal = Journal(directory, self.say) if self.is_leader else None
         self._directory = directory
-        self._tensorboard = TensorBoard(directory) if self.is_leader and self._observe.tensorboard else None
+        wanted = [make for name, make in LOGGERS.items() if self.is_leader and getattr(self._observe, name)]
+        self._loggers = [make(directory, session.config.model_dump(mode="json")) for make in wanted]
         self._page: Dashboard | None = None
         engines = session.pipeline.engines if self._observe.trace else []
         self._recorders = [Recorder(directory, engine.rank) for engine in engines]
@@ -78,8 +79,8 @@ class Teller:
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._journal is not None:
             self._journal.metrics(line)
-        if self._tensorboard is not None:
-            self._tensorboard.log(line)
+        for logger in self._loggers:
+            logger.log(line)
 
     def _record(self, iteration: int) -> None:
         pipeline = self._session.pipeline
@@ -115,7 +116,7 @@ class Teller:
             recorder.close()
             if recorder.problem:
                 self.say(f"warning: {recorder.problem}")
-        for end in (self._journal, self._tensorboard, self._console):
+        for end in (self._journal, *self._loggers, self._console):
             if end is not None:
                 end.close()
         if self._page is not None:
