@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+from vpipe.runtime.luggage import Luggage, Saved
+
 Work = Callable[[], None]
 
 
@@ -40,6 +42,12 @@ class WeightQueue:
         self._open: list[tuple[Work, tuple[Tensor, ...]]] | None = None
         self._waiting: dict[int, list[tuple[Work, tuple[Tensor, ...]]]] = {}
         self._sums: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.luggage: Luggage | None = None
+        """Where the forward that runs now puts what it saves, if that may be swapped out."""
+
+    def save(self, tensor: Tensor) -> Saved:
+        """A tensor that a weight gradient needs later. Autograd does not know of it, so its version is checked here."""
+        return Saved(tensor, None) if self.luggage is None else self.luggage.pack(tensor)
 
     def defer(self, work: Work, *parameters: Tensor) -> None:
         """``work`` adds to the gradients of ``parameters``."""
@@ -158,24 +166,6 @@ def _constant(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.detach()
 
 
-class Held:
-    """A tensor that a weight gradient needs later. Autograd does not know of it, so its version is checked here."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._version = tensor._version
-
-    def get(self) -> Tensor:
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                "a tensor that a weight gradient needs has been modified by an inplace operation: its version is "
-                f"{self._tensor._version}, but the forward saw version {self._version}"
-            )
-        return self._tensor
-
-
 Product = Callable[[Tensor], None]
 """Adds to the gradients of a module's weights, given the gradient of its output."""
 
@@ -218,7 +208,7 @@ def _linear(queue: WeightQueue, module: nn.Linear, x: Tensor) -> Tensor:
     if (dtype := _autocast(x)) is not None:
         x = x.to(dtype)
     y = functional.linear(x, weight.detach(), _constant(bias))
-    held = Held(x)
+    held = queue.save(x)
 
     def product(dy: Tensor) -> None:
         dy = dy.reshape(-1, dy.shape[-1])
@@ -241,7 +231,7 @@ def _embedding(queue: WeightQueue, module: nn.Embedding, index: Tensor) -> Tenso
     if not torch.is_grad_enabled() or not _ends(weight):
         return nn.Embedding.forward(module, index)
     padding = -1 if module.padding_idx is None else module.padding_idx
-    held = Held(index)
+    held = queue.save(index)
 
     def product(dy: Tensor) -> None:
         backward = torch.ops.aten.embedding_dense_backward
@@ -257,7 +247,7 @@ def _layer_norm(queue: WeightQueue, module: nn.LayerNorm, x: Tensor) -> Tensor:
         x = x.float()
     weight, bias, shape = module.weight, module.bias, list(module.normalized_shape)
     y, *moments = torch.native_layer_norm(x, shape, weight.detach(), _constant(bias), module.eps)
-    held, (mean, rstd) = Held(x), [moment.detach() for moment in moments]
+    held, (mean, rstd) = queue.save(x), [moment.detach() for moment in moments]
 
     def product(dy: Tensor) -> None:
         wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
@@ -274,7 +264,7 @@ def _convolution(queue: WeightQueue, module: Any, x: Tensor) -> Tensor:
     weight, bias = module.weight, module.bias
     form = (module.stride, module.padding, module.dilation, False, [0] * len(module.stride), module.groups)
     y = torch.convolution(x, weight.detach(), _constant(bias), *form)
-    held, sizes = Held(x), None if bias is None else list(bias.shape)
+    held, sizes = queue.save(x), None if bias is None else list(bias.shape)
 
     def product(dy: Tensor) -> None:
         wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]

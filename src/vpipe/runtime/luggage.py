@@ -47,21 +47,27 @@ class Slot:
 
 
 class Saved:
-    """One tensor that autograd saved: whole, or as a place in a slot."""
+    """One tensor that a backward needs: whole, or as a place in a slot.
+
+    Autograd checks the versions of the tensors that it holds itself; of these nobody else does.
+    """
+
+    __slots__ = ("__weakref__", "_dtype", "_place", "_slot", "_tensor", "_version")
 
     def __init__(self, tensor: Tensor, slot: Slot | None) -> None:
         self._tensor: Tensor | None = tensor.detach()
         self._version = tensor._version
         self._slot = slot
-        self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        self._dtype = tensor.dtype
+        if slot is not None:
+            self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+            self._dtype = tensor.dtype
 
     def leave(self) -> None:
         """Hold the slot alone; its bytes must still be those that were saved."""
         self._check()
         self._tensor = None
 
-    def tensor(self) -> Tensor:
+    def get(self) -> Tensor:
         if self._tensor is not None:
             self._check()
             return self._tensor
@@ -70,7 +76,6 @@ class Saved:
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
 
     def _check(self) -> None:
-        """Autograd does this itself for tensors that no hook has packed."""
         if self._tensor is not None and self._tensor._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -97,7 +102,7 @@ class Luggage:
         return saved
 
     def unpack(self, saved: Saved) -> Tensor:
-        return saved.tensor()
+        return saved.get()
 
     def enter(self, leaf: Tensor) -> None:
         """A leaf of the graph, which only has to gather a gradient: the layers got an alias, so its data may leave."""

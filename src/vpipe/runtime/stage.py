@@ -155,7 +155,7 @@ class Stage:
     def _run(self, region: Region, unit: Unit, values: Mapping[Value, Any], build_graph: bool) -> dict[Value, Any]:
         at_end = self.is_last and region is self.regions[-1]
         loss = (lambda output: self._loss(output, unit.targets)) if at_end else None
-        luggage = unit.luggage if region.treatment is Treatment.SWAPPED else None
+        luggage = self.queue.luggage = unit.luggage if region.treatment is Treatment.SWAPPED else None
         outcome = region.forward(values, unit.run, loss, build_graph, luggage)
         unit.graphs.append(outcome.graph)
         unit.added.extend(outcome.added)
