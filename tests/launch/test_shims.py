@@ -61,7 +61,6 @@ def test_mistakes_are_one_sentence(words: list[str], sentence: str) -> None:
     "words",
     [
         ["driver.py", "--config_file", "configs/bert_4vpipe_cpu.yml"],
-        ["driver.py", "--config_file", "configs/bert_4gpipe_cpu.yml"],
         ["gpipe_runner.py", "--config", "configs/gpt_small_cpu.yaml", "--scheduler", "naive"],
     ],
     ids=lambda words: Path(words[2]).stem,

@@ -21,7 +21,11 @@ from vpipe.launch.slurm import Job, script
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "gpt_small_cpu.yaml")
 ADOPT = "import os; from vpipe.launch.environment import adopt; adopt()"
-TRAINING = ("--set", "training.max_iterations=40", "--set", "observe.log_interval=1", "--scheduler", "1f1b")
+TRAINING = (
+    *("--set", "training.max_iterations=40", "--set", "observe.log_interval=1"),
+    *("--set", "parallel.model_parallel_size=2", "--scheduler", "1f1b"),
+)
+"""One rank a node: each imports torch for itself."""
 
 pytestmark = [
     pytest.mark.slow,

@@ -97,11 +97,11 @@ def test_ranks_on_two_hosts_train_together(server: Server, tmp_path: Path) -> No
 @needs_sshd
 @pytest.mark.slow
 def test_a_config_with_machines_trains_by_ssh(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VPipe's form of the config, two hosts with two ranks each."""
+    """The way from a config to ranks that train: two hosts with a rank each."""
     monkeypatch.setenv("VPIPE_SSH_CONFIG", str(server.config))
     path = Path(__file__).parents[2] / "configs" / "gpt_small_cpu.yaml"
-    machines = "launch.machines=[node-a:0, node-a:1, node-b:0, node-b:1]"
-    overrides = [machines, "training.max_iterations=2", "launch.threads=1"]
+    machines = ["launch.machines=[node-a:0, node-b:0]", "parallel.model_parallel_size=2"]
+    overrides = [*machines, "training.max_iterations=2", "launch.threads=1"]
     words = [str(path), *(word for override in overrides for word in ("--set", override))]
     launch = from_config(load(path, overrides).config, words, tmp_path / "run")
     assert launch is not None
