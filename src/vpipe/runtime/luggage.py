@@ -20,10 +20,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor, UntypedStorage
 
-from vpipe.runtime.swap import Parcel
-
-MIN_BYTES = 16 * 1024
-"""Storages below this stay in memory."""
+from vpipe.runtime.swap import Parcel, worth_moving
 
 
 class Slot:
@@ -112,7 +109,7 @@ class Luggage:
         if not _is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_BYTES or storage._cdata in self._staying:
+        if storage._cdata in self._staying or not worth_moving(storage):
             return None
         slot = self._slots.get(storage._cdata)  # a slot keeps its storage alive, so the address is that of no other
         if slot is None:
@@ -130,9 +127,10 @@ class Luggage:
         self._slots.clear()
         return self._parcel
 
-    def come_back(self) -> Parcel | None:
+    def come_back(self) -> Parcel:
         """What went out."""
         parcel, self._parcel = self._parcel, None
+        assert parcel is not None, "only what went out can come back"
         return parcel
 
 

@@ -85,7 +85,7 @@ class Stage:
         self.flow = flow
         self.modules = dict(modules)
         self.is_last = index == flow.num_stages - 1
-        self.weights = VersionedWeights(modules) if options.versioned else Weights(modules)
+        self.weights = VersionedWeights(modules, options.swap) if options.versioned else Weights(modules)
         self.units: dict[int, Unit] = {}
         self.options = options
         self.queue = deferred.WeightQueue(options.fused)
@@ -171,15 +171,18 @@ class Stage:
         return Luggage([*own, *(tensor for tensor in given if not tensor.requires_grad)])
 
     def leave(self, microbatch: int) -> list[Parcel]:
-        """What a unit's swapped regions saved, to be carried out."""
-        luggage = self.units[microbatch].luggage
-        return [luggage.leave()] if luggage is not None else []
+        """What a unit's swapped regions saved, to be carried out, and old weights that nobody else needs now."""
+        unit = self.units[microbatch]
+        if unit.luggage is None:
+            return []
+        return [unit.luggage.leave(), *self.weights.leave(unit.version)]
 
     def come_back(self, microbatch: int) -> list[Parcel]:
         """What must be brought back before the unit's backward."""
-        luggage = self.units[microbatch].luggage
-        parcel = luggage.come_back() if luggage is not None else None
-        return [parcel] if parcel is not None else []
+        unit = self.units[microbatch]
+        if unit.luggage is None:
+            return []
+        return [unit.luggage.come_back(), *self.weights.come_back(unit.version)]
 
     def evaluate(
         self, values: dict[Value, Any], run: Run, targets: Any, wants_loss: bool

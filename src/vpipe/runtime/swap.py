@@ -22,6 +22,13 @@ from torch import UntypedStorage
 from vpipe.errors import UserError
 from vpipe.runtime.swap_store import FileStore, PinnedStore
 
+MIN_BYTES = 16 * 1024
+"""Storages below this stay in memory."""
+
+
+def worth_moving(storage: UntypedStorage) -> bool:
+    return storage.nbytes() >= MIN_BYTES
+
 
 class Cargo(Protocol):
     """One storage that may leave."""

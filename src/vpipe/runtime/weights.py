@@ -8,17 +8,20 @@ silently mixes versions. So each version is a set of leaf tensors that the modul
     version 4 ── leaves ─┼─ module slots        an update first moves the parameters to a copy, and only if
     parameters ──────────┘  (during F and R)    a unit still needs the old values
 
-So a stage holds as many copies as versions are alive, W_s + 1 for PipeDream, and the optimizer's state once.
+So a stage holds as many copies as versions are alive, W_s + 1 for PipeDream, and the optimizer's state once. Of
+swapped layers an old version leaves memory when all units that still need it are out, and returns with the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from vpipe.runtime.deferred import accumulate
+from vpipe.runtime.swap import Parcel, worth_moving
 
 
 class Weights:
@@ -55,15 +58,46 @@ class Weights:
     def after_update(self) -> None:
         """The parameters are the next version."""
 
+    def leave(self, version: int) -> list[Parcel]:
+        """A unit of this version goes out; what goes with it."""
+        return []
+
+    def come_back(self, version: int) -> list[Parcel]:
+        """A unit of this version is fetched; what must come with it."""
+        return []
+
     def end(self) -> None:
         """Drained: nothing is in flight, the next unit reads the newest version."""
 
 
-class VersionedWeights(Weights):
-    """Parameters of a stage that updates while units are in flight."""
+class OldWeight:
+    """A storage of an old version. Graphs hold views of it, so it stays the same object, with memory or without."""
 
-    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+    def __init__(self, storage: UntypedStorage) -> None:
+        self._storage, self._bytes = storage, storage.nbytes()
+
+    def full(self) -> UntypedStorage:
+        return self._storage
+
+    def empty(self) -> None:
+        self._storage.resize_(0)
+
+    def refill(self) -> UntypedStorage:
+        self._storage.resize_(self._bytes)
+        return self._storage
+
+
+class VersionedWeights(Weights):
+    """Parameters of a stage that updates while units are in flight; old versions of ``swapped`` layers may leave."""
+
+    def __init__(self, modules: Mapping[int, nn.Module], swapped: Collection[int] = ()) -> None:
         super().__init__(modules)
+        self._swapped = [name for name in self.parameters if int(name.split(".", 1)[0]) in swapped]
+        self._own: set[int] = set()
+        """Versions in memory that was taken in this program: that of the first may belong to somebody's state dict."""
+        self._out: Counter[int] = Counter()
+        """Version → how many of its units are out."""
+        self._away: dict[int, Parcel] = {}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._slots = [
             (part, slot, names[id(parameter)])
@@ -86,6 +120,9 @@ class VersionedWeights(Weights):
         self._newest = 0
         self._leaves = {0: self._fresh()}
         self._installed = None
+        self._own.clear()
+        self._out.clear()
+        self._away.clear()
 
     def _fresh(self) -> dict[str, Tensor]:
         """Leaves that share the parameters' storage but not their version counters."""
@@ -114,6 +151,9 @@ class VersionedWeights(Weights):
         if self._uses[self._newest] > 0:
             for parameter in self.parameters.values():
                 parameter.data = parameter.data.clone()
+            self._own.add(self._newest + 1)
+        elif self._newest in self._own:
+            self._own.add(self._newest + 1)
 
     def after_update(self) -> None:
         self._newest += 1
@@ -129,6 +169,24 @@ class VersionedWeights(Weights):
 
     def _unused(self) -> list[int]:
         return [version for version in self._leaves if version != self._newest and self._uses[version] == 0]
+
+    def leave(self, version: int) -> list[Parcel]:
+        self._out[version] += 1
+        found = {
+            version: Parcel([OldWeight(storage) for storage in self._storages(version) if worth_moving(storage)])
+            for version in self._leaves
+            if version in self._own and version != self._newest and self._out[version] == self._uses[version]
+        }
+        fresh = {version: parcel for version, parcel in found.items() if version not in self._away}
+        self._away |= fresh
+        return list(fresh.values())
+
+    def _storages(self, version: int) -> list[UntypedStorage]:
+        return [self._leaves[version][name].untyped_storage() for name in self._swapped]
+
+    def come_back(self, version: int) -> list[Parcel]:
+        self._out[version] -= 1
+        return [self._away.pop(version)] if version in self._away else []
 
     def end(self) -> None:
         for part, slot, name in self._slots:
