@@ -6,9 +6,6 @@ here at the same time, in the same order.
 
 from __future__ import annotations
 
-import mmap
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -18,12 +15,14 @@ from torch import Tensor, nn
 
 from vpipe.plan.memory import num_actions
 from vpipe.runtime.pipeline import Pipeline
+from vpipe.runtime.swap_store import FileStore
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.wire import Envelope
 
 SMALL, LARGE = 64, 4 << 20
 """Bytes of the messages that tell latency and bandwidth."""
 SWAP = 64 << 20
+"""Bytes that go out and come in at once."""
 FEW, MANY = 16, 80
 """Units of the two pipelines without work whose difference is the cost of a unit."""
 
@@ -114,23 +113,15 @@ def _step(pipeline: Pipeline, num_units: int, repeat: int) -> float:
 
 
 def measure_swap(repeat: int) -> float:
-    """Bytes per second of the swap lane: a tensor copied into a memory-mapped file, and back."""
-    source = torch.ones(SWAP // 4)
-    with tempfile.TemporaryFile() as file:
-        file.truncate(SWAP)
-        with mmap.mmap(file.fileno(), SWAP) as mapped:
-            out, back = _there_and_back(source, torch.frombuffer(mapped, dtype=torch.float32), repeat)
-    return 2 * SWAP / (out + back)
-
-
-def _there_and_back(source: Tensor, mapped: Tensor, repeat: int) -> tuple[float, float]:
-    return _seconds(lambda: mapped.copy_(source), repeat), _seconds(lambda: source.copy_(mapped), repeat)
-
-
-def _seconds(call: Callable[[], object], repeat: int) -> float:
+    """Bytes per second of the swap lane: tensors written into the runtime's own store, and read back."""
+    store = FileStore()
+    storage = torch.ones(SWAP // 4).untyped_storage()
     times = []
-    for _ in range(repeat + 1):
-        begin = perf_counter()
-        call()
-        times.append(perf_counter() - begin)
-    return median(times[1:])
+    try:
+        for _ in range(repeat + 1):
+            begin = perf_counter()
+            store.get(store.put(storage), storage)
+            times.append(perf_counter() - begin)
+    finally:
+        store.close()
+    return 2 * SWAP / median(times[1:])
