@@ -75,7 +75,6 @@ BAD: dict[str, tuple[Any, str]] = {
     "an unknown model": ({"model.name": "gptt"}, "gpt"),
     "an unknown schedule": ({"parallel.scheduler": "1f1c"}, "1f1b"),
     "nccl": ({"parallel.backend": "nccl"}, "parallel.backend is nccl"),
-    "swap": ({"parallel.swap": 0.5}, "parallel.swap"),
     "tied and asynchronous": ({"model.name": "gpt2", "parallel.scheduler": "pipedream"}, "tied weights need"),
     "fp16 and asynchronous": ({"training.precision": "fp16", "parallel.scheduler": "pipedream"}, "loss scale"),
 }

@@ -343,7 +343,7 @@ CASES: dict[str, Case] = {
     "parallel.waves": Case(program, 2, SHORT | HANAYO),
     "parallel.partition": Case(program, [3, 1], SHORT),
     "parallel.recompute": Case(program, 1.0, SHORT, "0R0"),
-    "parallel.swap": Case(learned, 0.5, SHORT, "refused: parallel.swap"),
+    "parallel.swap": Case(program, 1.0, SHORT | {"parallel.scheduler": "gpipe"}, "0OUT0"),
     "parallel.depths": Case(program, [2, 0], PIPEDREAM | SHORT),
     "parallel.vertical_sync": Case(program, True, PIPEDREAM | SHORT),
     "parallel.transport": Case(launched, "auto", {}, "local"),

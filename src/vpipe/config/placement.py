@@ -42,8 +42,8 @@ class ParallelConfig(Section):
     swap: Ratio | Annotated[tuple[Ratio, ...], Field(strict=False, min_length=1)] = worded(
         0.0, "a number from 0 to 1, or a list with one per stage"
     )
-    """Share of a stage's blocks (the first ones) whose saved activations wait outside device memory. Plans and
-    simulations know it; training refuses it, because the runtime cannot swap yet."""
+    """Share of a stage's blocks (those before the recomputed ones) whose saved activations, and old weights of an
+    asynchronous schedule, wait outside device memory: in a file in TMPDIR. Shares are rounded down to whole blocks."""
     depths: Annotated[tuple[Annotated[int, Field(ge=0, le=65536)], ...], Field(strict=False, min_length=1)] | None = (
         worded(None, "a list with one whole number per stage, falling from the first to the last, or null")
     )

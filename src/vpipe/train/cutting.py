@@ -7,7 +7,6 @@ predicted for them. A config that names a plan and says something else is refuse
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from vpipe.interfaces import ModelInterface, stage_sizes
 from vpipe.plan.layout import layout_from_json
 from vpipe.plan.memory import Choice
 from vpipe.registry import MODEL_REGISTRY
+from vpipe.runtime.treatment import Chosen
 from vpipe.schedule import catalog
 from vpipe.train.balance import balanced
 from vpipe.train.skeleton import Skeleton
@@ -25,18 +25,20 @@ from vpipe.train.skeleton import Skeleton
 
 @dataclass(frozen=True)
 class Cut:
-    """How a model is cut; ``recompute`` is a share of each stage's layers, or a set of layers."""
+    """How a model is cut; what is recomputed and what is swapped is a share of each stage's layers, or a set of
+    layers."""
 
     partition: list[int]
-    recompute: float | Sequence[float] | Collection[int]
+    recompute: Chosen
+    swap: Chosen
 
 
 def cut(config: PipelineConfig, skeleton: Skeleton, num_stages: int) -> Cut:
     """``auto`` balances the work that the layers' weights suggest; a list and a plan are taken as they are."""
     parallel = config.parallel
-    recompute = parallel.recompute if isinstance(parallel.recompute, float | int) else list(parallel.recompute)
     if parallel.partition == "auto":
-        return Cut(_registered_cut(config, num_stages) or balanced(skeleton.work, num_stages), recompute)
+        sizes = _registered_cut(config, num_stages) or balanced(skeleton.work, num_stages)
+        return Cut(sizes, parallel.recompute, parallel.swap)
     if isinstance(parallel.partition, str):
         return _planned(config, Path(parallel.partition), len(skeleton.modules))
     found = list(parallel.partition)
@@ -45,7 +47,7 @@ def cut(config: PipelineConfig, skeleton: Skeleton, num_stages: int) -> Cut:
             f"parallel.partition {found} holds {sum(found)} layers, but the model {config.model.name} has "
             f"{len(skeleton.modules)}; change one of them, or use partition: auto"
         )
-    return Cut(found, recompute)
+    return Cut(found, parallel.recompute, parallel.swap)
 
 
 def _registered_cut(config: PipelineConfig, num_stages: int) -> list[int] | None:
@@ -84,15 +86,11 @@ def _planned(config: PipelineConfig, path: Path, num_layers: int) -> Cut:
                 f"parallel.{name} is {own}, but the plan {path} says what is done with each layer; "
                 f"remove parallel.{name}"
             )
-    chosen = {
-        choice: {layer for stage in range(layout.num_stages) for layer in layout.layers(stage, choice)}
+    recompute, swap = (
+        {layer for stage in range(layout.num_stages) for layer in layout.layers(stage, choice)}
         for choice in (Choice.RECOMPUTE, Choice.SWAP)
-    }
-    if chosen[Choice.SWAP]:
-        raise UserError(
-            f"{path} swaps {len(chosen[Choice.SWAP])} layers, which the runtime cannot do yet; plan with --no-swap"
-        )
-    return Cut(list(layout.counts), chosen[Choice.RECOMPUTE])
+    )
+    return Cut(list(layout.counts), recompute, swap)
 
 
 def _agree(config: PipelineConfig, path: Path, plan: dict[str, Any]) -> None:

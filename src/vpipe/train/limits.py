@@ -12,11 +12,6 @@ from vpipe.errors import UserError
 def refuse(config: PipelineConfig) -> None:
     """Raise where the config asks for what the runtime does not have."""
     parallel = config.parallel
-    swap = parallel.swap if isinstance(parallel.swap, tuple) else (parallel.swap,)
-    if any(swap):
-        raise UserError(
-            "parallel.swap is planned and simulated, but the runtime cannot swap yet; set it to 0, or recompute instead"
-        )
     if parallel.backend == "nccl":
         raise UserError(
             "parallel.backend is nccl, but this version computes on processors and sends by gloo or shared memory; set "

@@ -6,7 +6,7 @@ Every rank builds the same session; what a rank does not hold it does not build.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from vpipe.config import PipelineConfig
@@ -22,7 +22,6 @@ from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priority import Backend
 from vpipe.runtime.programs import Programs
 from vpipe.schedule import catalog as schedule_catalog
-from vpipe.schedule.action import Kind
 from vpipe.train.cutting import cut
 from vpipe.train.feed import Feed
 from vpipe.train.limits import refuse
@@ -67,10 +66,7 @@ class Session:
         if BATCHES in schedule_catalog.get(self.config.parallel.scheduler).options:
             if num_iterations not in self._programs:
                 options = dict(programs.spec.options or {}) | {BATCHES: num_iterations}
-                stages = {action.stage for _, action in programs.training().actions() if action.kind is Kind.R}
-                self._programs[num_iterations] = Programs(
-                    replace(programs.spec, options=options), self.pipeline.flow, stages
-                )
+                self._programs[num_iterations] = programs.with_options(options)
             self.pipeline.programs = self._programs[num_iterations]
             return own
         return own if programs.synchronous else own * num_iterations * self.num_replicas
@@ -161,6 +157,7 @@ def open_session(config: PipelineConfig) -> Session:
         stages_per_rank=parallel.stages_per_rank,
         replicas=parallel.replicas or parallel.data_parallel_size,
         recompute=chosen.recompute,
+        swap=chosen.swap,
         tied=model.tied,
         seed=training.seed,
         clip_norm=training.gradient_clipping or None,
