@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -25,14 +29,12 @@ class Running:
         self._folder = folder
         self._command = command
         self.started = time.time()
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("VPIPE_", "OMP_"))}
-        environment |= {"MARK": self._mark, "FAILED_AT": str(folder / "failed_at")}
         self.process = subprocess.Popen(
             command,
             stdout=(folder / "out.txt").open("wb"),
             stderr=(folder / "err.txt").open("wb"),
             stdin=subprocess.DEVNULL,
-            env=environment,
+            env=_environment() | {"MARK": self._mark, "FAILED_AT": str(folder / "failed_at")},
         )
 
     @property
@@ -81,6 +83,60 @@ class Running:
         for process in self.processes():
             process.kill()
         self.process.wait(10)
+
+
+class BareRanks:
+    """Three ranks that nobody looks after, as often as one likes; see ``bare_ranks.py``."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, str(HERE / "bare_ranks.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(),
+            text=True,
+        )
+
+    def run(self, folder: Path, *words: str) -> tuple[list[int], str]:
+        """Run a script to the end of all ranks, which leave nothing behind: their exit codes, and what they said."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self._say({"num_ranks": 3, "folder": str(folder), "words": words, "environment": meeting})
+        group = self._hear("group")
+        try:
+            codes = self._hear("codes")
+        finally:
+            left = _kill(group)
+        assert not left, f"process group {group} was left behind"
+        return codes, (folder / "all.txt").read_text()
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(10)
+
+    def _say(self, order: dict[str, Any]) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(order) + "\n")
+        self._server.stdin.flush()
+
+    def _hear(self, key: str) -> Any:
+        assert self._server.stdout is not None
+        return json.loads(self._server.stdout.readline())[key]
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith(("VPIPE_", "OMP_"))}
+
+
+def _kill(group: int) -> bool:
+    """Whether there was anything to kill."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def vpipe_run(folder: Path, num_ranks: int, *target: str, options: tuple[str, ...] = ()) -> Running:

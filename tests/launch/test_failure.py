@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import FAILING, HERE, Running, vpipe_run
+from running import FAILING, BareRanks, Running, vpipe_run
 
 slow = pytest.mark.slow
+Bare = Callable[..., tuple[list[int], str]]
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -99,23 +99,17 @@ def test_an_exit_code_of_a_script_is_kept(ran: Callable[..., Running]) -> None:
     run.assert_clean()
 
 
+@pytest.fixture(scope="module")
+def bare_ranks() -> Iterator[BareRanks]:
+    ranks = BareRanks()
+    yield ranks
+    ranks.close()
+
+
 @pytest.fixture
-def bare(tmp_path: Path) -> Iterator[Callable[..., tuple[Running, list[int], str]]]:
-    """Run a script on three ranks that nobody looks after: the run, the exit codes, and what all have said."""
-    runs: list[Running] = []
-
-    def run(*args: str, script: str = FAILING) -> tuple[Running, list[int], str]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        words = ("3", str(port), str(tmp_path), script, *args)
-        runs.append(Running(tmp_path, sys.executable, str(HERE / "bare_ranks.py"), *words))
-        assert runs[-1].wait() == 0, runs[-1].err
-        said = (tmp_path / "all.txt").read_text()
-        return runs[-1], json.loads(runs[-1].out)["codes"], said
-
-    yield run
-    for left in runs:
-        left.kill_all()
+def bare(bare_ranks: BareRanks, tmp_path: Path) -> Bare:
+    """Run ``failing.py`` on three ranks that nobody looks after: the exit codes, and what all have said."""
+    return lambda *args: bare_ranks.run(tmp_path, FAILING, *args)
 
 
 NO_DATA = """
@@ -126,8 +120,8 @@ training: {num_microbatches: 4}
 """
 
 
-def test_without_a_launcher_too_the_failing_rank_speaks(bare: Callable[..., tuple[Running, list[int], str]]) -> None:
-    run, codes, said = bare("forward", "1")
+def test_without_a_launcher_too_the_failing_rank_speaks(bare: Bare) -> None:
+    codes, said = bare("forward", "1")
     assert codes == [1, 1, 1]
     assert said.count("Traceback") == 1
     assert "ValueError: the forward broke" in said
@@ -136,28 +130,22 @@ def test_without_a_launcher_too_the_failing_rank_speaks(bare: Callable[..., tupl
             f"vpipe: rank {rank} ends because rank 1 failed: ValueError: the forward broke (at rank 1, stage 1" in said
         )
     assert said.index("Traceback") < said.index("ends because")
-    run.assert_clean()
 
 
-def test_ranks_with_different_programs_are_refused(bare: Callable[..., tuple[Running, list[int], str]]) -> None:
-    run, codes, said = bare("program", "1")
+def test_ranks_with_different_programs_are_refused(bare: Bare) -> None:
+    codes, said = bare("program", "1")
     assert codes == [2, 2, 2]
     assert said.count("vpipe: ") == 1
     assert "rank 1 has schedule gpipe, but rank 0 has schedule 1f1b" in said
-    run.assert_clean()
 
 
-@slow
-def test_a_mistake_in_a_config_is_said_once_by_ranks_that_have_met(
-    bare: Callable[..., tuple[Running, list[int], str]], tmp_path: Path
-) -> None:
+def test_a_mistake_in_a_config_is_said_once_by_ranks_that_have_met(bare_ranks: BareRanks, tmp_path: Path) -> None:
     """``srun python -m vpipe train``: only while they open the data do the ranks find that there is none."""
     (tmp_path / "job.yaml").write_text(NO_DATA)
     (tmp_path / "script.py").write_text("import sys; from vpipe.cli.main import main; main(sys.argv[1:])")
-    run, codes, said = bare("train", str(tmp_path / "job.yaml"), script=str(tmp_path / "script.py"))
+    codes, said = bare_ranks.run(tmp_path, str(tmp_path / "script.py"), "train", str(tmp_path / "job.yaml"))
     assert codes == [2, 2, 2]
     assert said == "vpipe: there is no data at /nowhere; build it with: vpipe data build text --out /nowhere\n"
-    run.assert_clean()
 
 
 @slow
@@ -186,13 +174,10 @@ def test_a_mistake_in_a_config_is_said_once_under_torchrun(tmp_path: Path) -> No
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
-def test_without_a_launcher_all_end(
-    bare: Callable[..., tuple[Running, list[int], str]], args: tuple[str, ...], codes: list[int], words: str
-) -> None:
-    run, found, said = bare(*args)
+def test_without_a_launcher_all_end(bare: Bare, args: tuple[str, ...], codes: list[int], words: str) -> None:
+    found, said = bare(*args)
     assert found == codes, said
     assert words in said
-    run.assert_clean()
 
 
 RESTARTED = """
