@@ -72,13 +72,13 @@ def test_stale_versions_after_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_macrobatch_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     """VPipe's macrobatch: an update every num_versions units, but gradients were never divided by their number."""
-    from vpipe.runtime.engine import Engine
+    from vpipe.runtime.engine import Engine, Task
 
     forward = Engine._forward
 
-    def undivided(self: Engine, of: stage.Stage, microbatch: int) -> None:
-        forward(self, of, microbatch)
-        of.units[microbatch].weight = 1.0
+    def undivided(self: Engine, task: Task) -> None:
+        forward(self, task)
+        task.stage.units[task.microbatch].weight = 1.0
 
     monkeypatch.setattr(Engine, "_forward", undivided)
     with pytest.raises(AssertionError, match=r"differ|the loss is"):

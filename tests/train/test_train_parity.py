@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from train_runs import tiny
 
 from vpipe.cli.parity import command
-from vpipe.runtime.engine import Engine
+from vpipe.runtime.engine import Engine, Task
 
 HF_LLAMA = {
     "model_type": "llama",
@@ -93,10 +93,10 @@ def test_a_wrong_sum_is_found_and_named(scheduler: str, tmp_path: Path, monkeypa
     """The negative control: a unit whose gradient counts twice."""
     forward = Engine._forward
 
-    def heavier(self: Engine, stage: Any, microbatch: int) -> None:
-        forward(self, stage, microbatch)
-        if microbatch == 1 and stage.is_last:
-            stage.units[microbatch].weight *= 2
+    def heavier(self: Engine, task: Task) -> None:
+        forward(self, task)
+        if task.microbatch == 1 and task.stage.is_last:
+            task.stage.units[task.microbatch].weight *= 2
 
     monkeypatch.setattr(Engine, "_forward", heavier)
     file = tmp_path / "config.yaml"

@@ -181,19 +181,23 @@ def _tapped(y: Tensor, queue: WeightQueue, product: Product, *parameters: Tensor
             queue.defer(partial(product, gradients[0]), *held)
 
     if y.grad_fn is None:
-        y = _Source.apply(y, torch.empty(0, requires_grad=True), tap)  # type: ignore[no-untyped-call]
+        y = _Source.apply(torch.empty(0, requires_grad=True), [y.data], tap)  # type: ignore[no-untyped-call]
     else:
         y.grad_fn.register_prehook(tap)
     return y
 
 
 class _Source(torch.autograd.Function):
-    """An output that depends on no input that needs a gradient; ``anchor`` makes it need one."""
+    """An output that depends on no input that needs a gradient; ``anchor`` makes it need one.
+
+    ``made`` holds the output and is no argument of autograd's: an output that is a view, or an input, of a ``Function``
+    may not be changed in place by the next module.
+    """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, anchor: Tensor, tap: Callable[[Sequence[Tensor | None]], None]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, made: list[Tensor], tap: Callable[[Sequence[Tensor | None]], None]) -> Tensor:
         ctx.tap = tap
-        return y.view_as(y)
+        return made.pop()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:

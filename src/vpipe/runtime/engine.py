@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
@@ -71,6 +71,25 @@ class Result:
     records: list[Record] = field(default_factory=list)
 
 
+class Route(NamedTuple):
+    """Where the values between two stages go, seen from one of them."""
+
+    stage: int
+    """The other stage."""
+    rank: int
+    is_local: bool
+    values: tuple[Value, ...]
+
+
+class Task(NamedTuple):
+    """One unit at one stage, and the stages that it exchanges values with."""
+
+    stage: Stage
+    microbatch: int
+    writers: tuple[Route, ...]
+    readers: tuple[Route, ...]
+
+
 @dataclass(frozen=True)
 class Compiled:
     """A program, ready to run on one rank."""
@@ -104,7 +123,7 @@ class Engine:
         self._autocast = autocast
         self._guard: AbstractContextManager[Any] = lock or nullcontext()
         self._local: dict[Envelope, Any] = {}
-        self._outbox: dict[tuple[Kind, int, int], list[tuple[int, Any]]] = {}
+        self._outbox: dict[Envelope, Any] = {}
         self._swapper = Swapper()
         self._moves: dict[Action, Move] = {}
         self._ready = 0
@@ -115,7 +134,7 @@ class Engine:
 
     def compile(self, program: Program) -> Compiled:
         """Bind every action of this rank's row to its handler."""
-        handlers: dict[Kind, Callable[[Stage, int], None]] = {
+        handlers: dict[Kind, Callable[[Task], None]] = {
             Kind.F: self._forward,
             Kind.B: partial(self._backward, defer_weights=False),
             Kind.I: partial(self._backward, defer_weights=True),
@@ -123,14 +142,13 @@ class Engine:
             Kind.R: self._recompute,
             Kind.OUT: self._swap_out,
             Kind.IN: self._swap_in,
-            Kind.SEND_F: partial(self._send, Kind.SEND_F),
-            Kind.SEND_B: partial(self._send, Kind.SEND_B),
+            Kind.SEND_F: partial(self._send, False),
+            Kind.SEND_B: partial(self._send, True),
             Kind.RECV_F: partial(self._post, False),
             Kind.RECV_B: partial(self._post, True),
             Kind.REDUCE: self._reduce,
             Kind.STEP: self._step,
         }
-        self._program = program
         row = program.rows[self.rank]
         versions = version_table(program)
         uses: dict[int, list[int]] = {stage: [0] for stage in self.stages}
@@ -140,14 +158,30 @@ class Engine:
         for stage, kind, microbatch in row:
             if kind in WEIGHT_GRADIENT:
                 uses[stage][versions[stage, microbatch]] += 1
+        tasks = {(stage, microbatch): self._task(program, stage, microbatch) for stage, _, microbatch in row}
         calls: list[tuple[Action, Callable[[], None]]] = [
-            (action, partial(handlers[action.kind], self.stages[action.stage], action.microbatch)) for action in row
+            (action, partial(handlers[action.kind], tasks[action.stage, action.microbatch])) for action in row
         ]
         return Compiled(program, calls, versions, uses)
+
+    def _task(self, program: Program, stage: int, microbatch: int) -> Task:
+        def routes(others: Sequence[int], values: Callable[[int], tuple[Value, ...]]) -> tuple[Route, ...]:
+            ranks = [program.placement.rank(other, microbatch) for other in others]
+            return tuple(
+                Route(other, rank, rank == self.rank, values(other)) for other, rank in zip(others, ranks, strict=True)
+            )
+
+        return Task(
+            self.stages[stage],
+            microbatch,
+            routes(program.writers[stage], lambda writer: self.flow.sent(writer, stage)),
+            routes(program.readers[stage], lambda reader: self.flow.sent(stage, reader)),
+        )
 
     def run(self, compiled: Compiled, job: Job) -> Result:
         """Run the row. A failure names the action; the other ranks are told."""
         self._program, self._versions, self._job = compiled.program, compiled.versions, job
+        self._even = 1 / compiled.program.num_microbatches
         self._result = Result()
         self.updater.begin(self._result.losses, compiled.program.num_microbatches)
         for index, stage in self.stages.items():
@@ -205,33 +239,29 @@ class Engine:
             for stage in self.stages.values():
                 stage.abandon()
 
-    def _arrive(self, source: int, target: int, microbatch: int, backward: bool) -> Any:
+    def _arrive(self, task: Task, route: Route, backward: bool) -> Any:
         """A message, from another rank or from a stage of this one."""
-        envelope = Envelope(self._job.step, source, target, microbatch, int(backward))
-        if self._program.placement.rank(source, microbatch) == self.rank:
-            return self._local.pop(envelope)
-        return self.transport.take(envelope)
+        envelope = Envelope(self._job.step, route.stage, task.stage.index, task.microbatch, int(backward))
+        return self._local.pop(envelope) if route.is_local else self.transport.take(envelope)
 
-    def _depart(self, source: int, target: int, microbatch: int, backward: bool, payload: Any) -> None:
+    def _depart(self, task: Task, route: Route, backward: bool, payload: Any) -> None:
         """A message, to the outbox of the SEND that follows or to a stage of this rank."""
-        if self._program.placement.rank(target, microbatch) == self.rank:
-            envelope = Envelope(self._job.step, source, target, microbatch, int(backward))
+        envelope = Envelope(self._job.step, task.stage.index, route.stage, task.microbatch, int(backward))
+        if route.is_local:
             self._local[envelope] = payload if backward else detached(payload)
         else:
-            kind = Kind.SEND_B if backward else Kind.SEND_F
-            self._outbox.setdefault((kind, source, microbatch), []).append((target, payload))
+            self._outbox[envelope] = payload
 
-    def _forward(self, stage: Stage, microbatch: int) -> None:
+    def _forward(self, task: Task) -> None:
         """Roughly: ``y = stage(x)``."""
-        job, index = self._job, stage.index
+        job, stage, microbatch = self._job, task.stage, task.microbatch
+        index = stage.index
         values: dict[Value, Any] = job.inputs(microbatch) if index == 0 else {}
-        even = share = 1 / self._program.num_microbatches
-        if index == 0:
-            share = job.share(microbatch)
-        for source in self._program.writers[index]:
-            told, payload = self._arrive(source, index, microbatch, backward=False)
+        share = job.share(microbatch) if index == 0 else self._even
+        for route in task.writers:
+            told, *found = self._arrive(task, route, backward=False)
             share = share if told is None else float(told)
-            values.update({value: payload[value[0]] for value in self.flow.sent(source, index)})
+            values.update(zip(route.values, found, strict=True))
         run = Run(self._seed, job.first_unit + microbatch, job.training, self._autocast)
         targets = job.targets(microbatch) if stage.is_last else None
         self._ready = perf_counter_ns()
@@ -242,9 +272,9 @@ class Engine:
                 weight *= job.scale * self.updater.loss_scale
                 unit = Unit(self._versions[index, microbatch], run, targets, weight)
                 given = stage.forward(microbatch, unit, values)
-                parts = [float(value) for _, value in unit.added] + (
-                    [float(unit.loss)] if unit.loss is not None else []
-                )
+                parts = [float(value) for _, value in unit.added]
+                if unit.loss is not None:
+                    parts.append(float(unit.loss))
             else:
                 given, loss = stage.evaluate(values, run, targets, job.wants_loss)
                 parts = [float(loss)] if loss is not None else []
@@ -253,84 +283,82 @@ class Engine:
         if stage.is_last and not job.training and not job.wants_loss:
             outputs = [given[value] for value in self.flow.outputs()]
             self._result.outputs[microbatch] = outputs[0] if len(outputs) == 1 else tuple(outputs)
-        told = (
-            None if share == even else torch.tensor(share, dtype=torch.float64)
-        )  # a tensor: the layout stays the same
-        for target in self._program.readers[index]:
-            wanted = self.flow.sent(index, target)
-            payload = {value[0]: given[value] if value in given else values[value] for value in wanted}
-            self._depart(index, target, microbatch, False, (told, payload))
+        # A tensor, so that the layout of messages stays the same.
+        told = None if share == self._even else torch.tensor(share, dtype=torch.float64)
+        for route in task.readers:
+            wanted = [given[value] if value in given else values[value] for value in route.values]
+            self._depart(task, route, False, (told, *wanted))
 
-    def _backward(self, stage: Stage, microbatch: int, defer_weights: bool) -> None:
+    def _backward(self, task: Task, defer_weights: bool) -> None:
         """Roughly: ``dx, dw = backward(dy)``, or ``dx`` alone."""
-        index = stage.index
         pending: Pending = {}
-        for source in self._program.readers[index]:
-            payload = self._arrive(source, index, microbatch, backward=True)
-            for value in self.flow.sent(index, source):
-                pending.setdefault(value, []).extend((layer, gradients) for layer, gradients in payload[value[0]])
-        self._await_swap(stage, microbatch)
+        for route in task.readers:
+            payload = self._arrive(task, route, backward=True)
+            for value, readers in zip(route.values, payload, strict=True):
+                pending.setdefault(value, []).extend((layer, gradients) for layer, *gradients in readers)
+        self._await_swap(task)
         self._ready = perf_counter_ns()
         with self._guard:
-            stage.backward(microbatch, pending, defer_weights)
-        for target in self._program.writers[index]:
-            payload = {
-                value[0]: [[layer, gradients] for layer, gradients in pending.get(value, [])]
-                for value in self.flow.sent(target, index)
-            }
-            self._depart(index, target, microbatch, True, payload)
+            task.stage.backward(task.microbatch, pending, defer_weights)
+        for route in task.writers:
+            payload = tuple(
+                tuple((layer, *gradients) for layer, gradients in pending.get(value, ())) for value in route.values
+            )
+            self._depart(task, route, True, payload)
 
-    def _weight_gradient(self, stage: Stage, microbatch: int) -> None:
+    def _weight_gradient(self, task: Task) -> None:
         """Roughly: ``dw += what I remembered``."""
         with self._guard:
-            stage.weight_gradient(microbatch)
+            task.stage.weight_gradient(task.microbatch)
 
-    def _recompute(self, stage: Stage, microbatch: int) -> None:
+    def _recompute(self, task: Task) -> None:
         """Roughly: ``y = stage(x)`` once more, keeping the graph."""
-        self._await_swap(stage, microbatch)
+        self._await_swap(task)
         self._ready = perf_counter_ns()
         with self._guard:
-            stage.recompute(microbatch)
+            task.stage.recompute(task.microbatch)
 
-    def _swap_out(self, stage: Stage, microbatch: int) -> None:
+    def _swap_out(self, task: Task) -> None:
         """Roughly: ``host = saved.to(host)``, beside what follows."""
-        parcels = stage.leave(microbatch)
-        move = self._swapper.out(parcels, f"rank {self.rank}, stage {stage.index}, microbatch {microbatch} going out")
-        self._moves[Action(stage.index, Kind.OUT, microbatch)] = move
+        stage, microbatch, *_ = task
+        what = f"rank {self.rank}, stage {stage.index}, microbatch {microbatch} going out"
+        self._moves[Action(stage.index, Kind.OUT, microbatch)] = self._swapper.out(stage.leave(microbatch), what)
 
-    def _swap_in(self, stage: Stage, microbatch: int) -> None:
+    def _swap_in(self, task: Task) -> None:
         """Roughly: ``saved = host.to(device)``, awaited where it is used."""
-        parcels = stage.come_back(microbatch)
-        move = self._swapper.fetch(parcels, f"rank {self.rank}, stage {stage.index}, microbatch {microbatch} coming in")
-        self._moves[Action(stage.index, Kind.IN, microbatch)] = move
+        stage, microbatch, *_ = task
+        what = f"rank {self.rank}, stage {stage.index}, microbatch {microbatch} coming in"
+        self._moves[Action(stage.index, Kind.IN, microbatch)] = self._swapper.fetch(stage.come_back(microbatch), what)
 
-    def _await_swap(self, stage: Stage, microbatch: int) -> None:
+    def _await_swap(self, task: Task) -> None:
         """What has been swapped must be back."""
-        move = self._moves.get(Action(stage.index, Kind.IN, microbatch))
-        if move is not None:
-            move.done.result()
+        if self._moves:
+            move = self._moves.get(Action(task.stage.index, Kind.IN, task.microbatch))
+            if move is not None:
+                move.done.result()
 
-    def _send(self, kind: Kind, stage: Stage, microbatch: int) -> None:
+    def _send(self, backward: bool, task: Task) -> None:
         """Roughly: ``isend(y)``."""
-        for target, payload in self._outbox.pop((kind, stage.index, microbatch)):
-            envelope = Envelope(self._job.step, stage.index, target, microbatch, int(kind is Kind.SEND_B))
-            self.transport.send(envelope, self._program.placement.rank(target, microbatch), payload)
+        step, source = self._job.step, task.stage.index
+        for route in task.writers if backward else task.readers:
+            if not route.is_local:
+                envelope = Envelope(step, source, route.stage, task.microbatch, int(backward))
+                self.transport.send(envelope, route.rank, self._outbox.pop(envelope))
 
-    def _post(self, backward: bool, stage: Stage, microbatch: int) -> None:
+    def _post(self, backward: bool, task: Task) -> None:
         """Roughly: ``irecv(x)``, awaited where it is used."""
-        sources = (self._program.readers if backward else self._program.writers)[stage.index]
-        for source in sources:
-            rank = self._program.placement.rank(source, microbatch)
-            if rank != self.rank:
-                self.transport.post(Envelope(self._job.step, source, stage.index, microbatch, int(backward)), rank)
+        step, target = self._job.step, task.stage.index
+        for route in task.readers if backward else task.writers:
+            if not route.is_local:
+                self.transport.post(Envelope(step, route.stage, target, task.microbatch, int(backward)), route.rank)
 
-    def _reduce(self, stage: Stage, microbatch: int) -> None:
+    def _reduce(self, task: Task) -> None:
         """Roughly: ``dw = sum(dw of the stage's replicas)``."""
-        self.updater.reduce(stage)
+        self.updater.reduce(task.stage)
 
-    def _step(self, stage: Stage, microbatch: int) -> None:
+    def _step(self, task: Task) -> None:
         """Roughly: ``optimizer.step()``."""
-        self.updater.step(stage)
+        self.updater.step(task.stage)
 
     def close(self) -> None:
         """Release what the rank holds beside its stages."""

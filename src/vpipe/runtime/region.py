@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge, saved_tensors_hooks
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, collect_losses, describe
@@ -269,7 +269,7 @@ class Region:
             roots.append(edge)
             gradients.append(torch.tensor(weight, dtype=dtype, device=device))
         if roots:
-            torch.autograd.backward(roots, gradients)
+            _run_backward(roots, gradients)
         for value, layer, leaves in reversed(graph.leaves):
             pending.setdefault(value, []).append((layer, [leaf.grad for leaf in leaves]))
 
@@ -302,6 +302,13 @@ def detached(value: Any) -> Any:
 
 def _edge(tensor: Tensor) -> GradientEdge:
     return get_gradient_edge(tensor)
+
+
+def _run_backward(roots: list[GradientEdge], gradients: list[Tensor]) -> None:
+    """``torch.autograd.backward`` without its checks of what the engine has made itself: they cost more than a small
+    layer's backward."""
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), **options)
 
 
 def _forget(tensor: Tensor) -> None:

@@ -42,6 +42,7 @@ _SCALARS: dict[type, str] = {type(None): "none", bool: "bool", int: "int", float
 
 Structure = tuple[Any, ...]
 """A value without its tensors: nested tuples that hash. ``("T",)`` stands for the next tensor."""
+_TENSOR: Structure = ("T",)
 
 
 class Envelope(NamedTuple):
@@ -81,14 +82,20 @@ class Layout(NamedTuple):
 
 def flatten(value: Any, tensors: list[Tensor]) -> Structure:
     """The structure of ``value``; its tensors are appended to ``tensors`` in order."""
+    kind = type(value)
+    if kind is Tensor:
+        tensors.append(value)
+        return _TENSOR
+    if kind is tuple:
+        return ("t", *[flatten(part, tensors) for part in value])
+    if kind in _SCALARS:
+        # 1, 1.0 and True are equal keys of a cache, and a NaN never is: the kind and the exact text tell them apart.
+        return (_SCALARS[kind], value.hex() if kind is float else value)
+    if kind is list:
+        return ("l", *[flatten(part, tensors) for part in value])
     if isinstance(value, Tensor):
         tensors.append(value)
-        return ("T",)
-    if type(value) in _SCALARS:
-        # 1, 1.0 and True are equal keys of a cache, and a NaN never is: the kind and the exact text tell them apart.
-        return (_SCALARS[type(value)], value.hex() if type(value) is float else value)
-    if type(value) in (tuple, list):
-        return ("t" if type(value) is tuple else "l", *[flatten(part, tensors) for part in value])
+        return _TENSOR
     if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
         return ("d", *[(key, flatten(part, tensors)) for key, part in value.items()])
     raise UserError(
