@@ -65,7 +65,7 @@ def loss_fn(output, target):
 
 
 if is_victim and how == "never":
-    time.sleep(7)
+    time.sleep(5)
 if is_victim and how == "version":
     vpipe.__version__ = "9.9.9"
 torch.manual_seed(0)

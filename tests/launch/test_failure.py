@@ -169,7 +169,7 @@ def test_a_mistake_in_a_config_is_said_once_under_torchrun(tmp_path: Path) -> No
         pytest.param(("early", "1"), [1, 0, 1], "rank 1 had finished when", marks=slow),
         pytest.param(("stop", "1", "6"), [1, -9, 1], "rank 1 has been silent for 6 s", marks=slow),
         pytest.param(("stop", "0", "6"), [-9, 1, 1], "rank 0, which keeps the store, has been silent", marks=slow),
-        pytest.param(("never", "1", "3"), [1, 1, 1], "rank 1 of 3 has not come within 3 s", marks=slow),
+        pytest.param(("never", "1", "2"), [1, 1, 1], "rank 1 of 3 has not come within 2 s", marks=slow),
         pytest.param(("script", "2"), [1, 1, 1], "because rank 2 failed: LookupError: the script broke", marks=slow),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
@@ -188,10 +188,10 @@ from torch import nn
 generation, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 torch.manual_seed(0)
 layers = [nn.Linear(4, 4) for _ in range(2)]
-pipe = vpipe.Pipeline(layers, nn.functional.mse_loss, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
+pipe = vpipe.Pipeline(layers, nn.functional.mse_loss)
 x = torch.randn(8, 4)
 for step in range(4):
-    pipe.train_step(x, x)
+    pipe.train_step(x, x, update=False)  # an optimizer would import torch._dynamo, in every process
     if generation == 0 and rank == 1 and step == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 if rank == 0:

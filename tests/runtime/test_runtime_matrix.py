@@ -83,7 +83,7 @@ def test_any_three_meet() -> None:
 def test_whole_matrix(schedule: str, model: str) -> None:
     for (num_ranks, num_microbatches), (optimizer, recompute, dropout) in _cells(schedule, model):
         if _may_run(schedule, model, num_ranks, num_microbatches):
-            check(Case(schedule, model, num_ranks, num_microbatches, optimizer, dropout, recompute, num_steps=3))
+            check(Case(schedule, model, num_ranks, num_microbatches, optimizer, dropout, recompute))
 
 
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
