@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from vpipe import config as configs
+from vpipe.errors import UserError
 from vpipe.plan.costs import Profile, load_profile
 
 UNQUIET = 0.25
@@ -37,15 +38,21 @@ def measure(config: configs.PipelineConfig, repeat: int, quiet: bool = False) ->
         if code:
             return code
         found = load_profile(Path(directory) / "profile.json")
-    noisy = [f"{index} ({layer.spread:.0%})" for index, layer in enumerate(found.layers) if layer.spread > UNQUIET]
-    if noisy:
-        shown = ", ".join(noisy[:4]) + (", …" if len(noisy) > 4 else "")
+    worst = max(found.layers, key=lambda layer: layer.spread)
+    if worst.spread > UNQUIET:
         click.echo(
-            f"vpipe: warning: the times of layers {shown} differ by more than {UNQUIET:.0%} from one repeat to the "
-            "next; measure again when the machine is quiet, or with a larger --repeat",
+            f"vpipe: warning: the times of {worst.name!r} spread over {worst.spread:.0%} of their median; measure "
+            "again when the machine is quiet, or with a larger --repeat",
             err=True,
         )
     return found
+
+
+def refuse_lost(*paths: Path | None) -> None:
+    """Say before a long measurement that its result could not be written."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
 
 
 @contextmanager

@@ -70,6 +70,9 @@ def command(output: Path | None, old_form: Path | None, check: bool, as_json: bo
       vpipe plan profile.json -p 4 -m 8 --memory 4GiB --scheduler 1f1b
       vpipe plan graph.txt -p 8 -m 16 --speeds 1,1,1,1,0.5,0.5,1,1
     """
+    from vpipe.cli.measuring import refuse_lost
+
+    refuse_lost(output, old_form)
     wanted = Wanted(**given)
     config = _config(wanted)
     if check and config is None:

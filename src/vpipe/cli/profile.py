@@ -39,10 +39,11 @@ def command(
       vpipe profile configs/default.yaml -o profile.json
       vpipe plan profile.json -p 4 -m 8 --memory 512MiB
     """
-    from vpipe.cli.measuring import measure
+    from vpipe.cli.measuring import measure, refuse_lost
     from vpipe.plan.costs import write_text
     from vpipe.plan.graph_text import export_graph
 
+    refuse_lost(output, graph_text)
     loaded = configs.load(config, overrides)
     found = measure(loaded.config, repeat, quiet=as_json)
     if isinstance(found, int):

@@ -1,0 +1,233 @@
+"""plan and profile, as a user calls them: answers, files, JSON keys, exit codes, one sentence per error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vpipe.cli.main import main
+from vpipe.plan.costs import LayerCost, Profile, load_profile
+
+MIB = 1 << 20
+BLOCK = LayerCost("block", 8e-3, 8e-3, 6e-3, 8 * MIB, MIB, 2 * MIB, 4 * MIB)
+PROFILE = Profile(
+    (LayerCost("embedding", 1e-3, 0.0, 1e-3, 1000, MIB, 4 * MIB, 8 * MIB), *[BLOCK] * 6,
+     LayerCost("head", 20e-3, 20e-3, 15e-3, 20 * MIB, 0, 4 * MIB, 8 * MIB)),
+    input_bytes=4096, microbatch_rows=4, link_latency=1e-4, link_bandwidth=1e9, swap_bandwidth=2e9, model="a model",
+)  # fmt: skip
+
+TINY = {
+    "model": {"name": "gpt", "hidden_size": 16, "num_layers": 4, "num_heads": 2, "sequence_length": 8},
+    "dataset": {"name": "synthetic", "batch_size": 8, "extra": {"vocab_size": 64, "num_examples": 32}},
+    "training": {"num_microbatches": 4, "optimizer": "adamw"},
+    "parallel": {"model_parallel_size": 2, "scheduler": "1f1b"},
+    "launch": {"threads": 1},
+}
+
+
+class Answer:
+    """What a call printed and how it ended."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def here(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """``main`` in this process, in an empty directory that has a profile and a config."""
+    monkeypatch.delenv("VPIPE_DEBUG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    PROFILE.save("profile.json")
+    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+
+    def call(*args: str) -> Answer:
+        with pytest.raises(SystemExit) as end:
+            main(list(args))
+        out, err = capfd.readouterr()
+        return Answer(end.value.code or 0, out, err)  # type: ignore[arg-type]
+
+    return call
+
+
+def test_a_plan_as_a_person_reads_it(here: Any) -> None:
+    found = here("plan", "profile.json", "-p", "2", "-m", "8", "--memory", "90MiB", "--scheduler", "1f1b",
+                 "--no-swap", "-o", "plan.json")  # fmt: skip
+    assert found.code == 0, found.err
+    for words in (
+        "a model",
+        "1f1b: 2 ranks, 8 microbatches of 4 rows",
+        "MiB of 90.0 MiB (",
+        "predicted step",
+        "lower bound",
+        "(exact)",
+        "limited by memory",
+        "run it: vpipe train CONFIG --scheduler 1f1b --nproc 2 --set parallel.partition=plan.json",
+    ):
+        assert words in found.out, words
+
+
+def test_auto_ranks_the_schedules_that_fit(here: Any) -> None:
+    found = here("plan", "profile.json", "-p", "4", "-m", "8")
+    names = [line.split()[0] for line in found.out.partition("what fits, best first:")[2].splitlines()[1:] if line]
+    assert {"1f1b", "gpipe", "zb-h1"} <= set(names)
+    assert found.out.splitlines()[1].startswith(f"{names[0]}: 4 ranks")
+
+
+def test_json_and_files(here: Any) -> None:
+    asked = ("plan", "profile.json", "-p", "2", "-m", "8", "--memory", "90MiB,120MiB", "--scheduler", "1f1b")
+    found = here(*asked, "--json", "-o", "plan.json", "--vpipe", "old.json")
+    plan = found.json()
+    assert plan == json.loads(Path("plan.json").read_text())
+    assert {
+        "format", "version", "schedule", "num_ranks", "stages_per_rank", "num_microbatches", "microbatch_rows",
+        "partition", "recompute", "swap", "step_time", "bubble", "stage_times", "stage_memory", "rank_memory", "memory",
+        "objective", "lower_bound", "gap", "exact", "limit", "ranking",
+    } == set(plan)  # fmt: skip
+    assert plan["memory"] == [90 * MIB, 120 * MIB]
+    assert sum(plan["partition"]) == 8
+    assert set(json.loads(Path("old.json").read_text())) == {"partition", "recompute_ratio"}
+
+
+def test_slower_ranks_get_less(here: Any) -> None:
+    asked = ("plan", "profile.json", "-p", "2", "-m", "8", "--scheduler", "1f1b", "--json")
+    slow = here(*asked, "--speeds", "0.5,1").json()["partition"]
+    fast = here(*asked, "--speeds", "1,0.5").json()["partition"]
+    assert slow[0] < fast[0]
+
+
+def test_the_number_of_microbatches_may_be_free(here: Any) -> None:
+    plan = here(
+        "plan", "profile.json", "-p", "2", "-m", "free", "--batch", "32", "--scheduler", "1f1b", "--json"
+    ).json()
+    assert plan["num_microbatches"] * plan["microbatch_rows"] == 32
+    assert {entry["schedule"] for entry in plan["ranking"]} == {f"1f1b m={m}" for m in (1, 2, 4, 8, 16, 32)}
+
+
+def test_graph_text_is_planned_and_written_back(here: Any) -> None:
+    from vpipe.plan.graph_text import export_graph
+
+    Path("graph.txt").write_text(str(export_graph(PROFILE)))
+    assert (
+        sum(here("plan", "graph.txt", "-p", "3", "-m", "6", "--scheduler", "1f1b", "--json").json()["partition"]) == 8
+    )
+
+
+def test_what_fits_nowhere_is_an_answer(here: Any) -> None:
+    found = here("plan", "profile.json", "-p", "2", "-m", "8", "--memory", "60MiB", "--scheduler", "1f1b", "--no-swap")
+    assert found.code == 1
+    assert "is short by" in found.err
+    assert "bytes) of 60.0 MiB" in found.err
+    assert "it would fit with 3 ranks" in found.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("profile.json", "-p", "9", "-m", "4"), "9 stages, but the model has only 8 layers"),
+        (("profile.json", "-p", "2", "-m", "4", "--memory", "4 gigs"), "memory is '4 gigs', which is no size"),
+        (("profile.json", "-p", "2", "-m", "4", "--memory", "1GiB,1GiB,1GiB"), "given for 3 ranks, but there are 2"),
+        (("profile.json", "-p", "2", "-m", "4", "--speeds", "1,0"), "more than zero on every rank"),
+        (("profile.json", "-p", "2", "-m", "four"), "-m is 'four'; give a whole number"),
+        (("profile.json", "-p", "2", "-m", "free"), "add --batch N"),
+        (("profile.json", "-p", "2", "-m", "3", "--batch", "32"), "32 rows cannot be cut into 3 equal microbatches"),
+        (("profile.json", "-p", "2"), "add -m N"),
+        (("profile.json", "-m", "4"), "add -p N"),
+        (("profile.json", "-p", "2", "-m", "4", "-v", "2"), "-v goes with a named schedule"),
+        (("profile.json", "-p", "2", "-m", "4", "--scheduler", "zb-h9"), "there is no schedule 'zb-h9'; did you mean 'zb-h"),
+        (("profile.json", "-p", "2", "-m", "4", "--profile", "profile.json"), "--profile goes with a config"),
+        (("profile.json", "-p", "2", "-m", "4", "--check"), "--check trains a few steps"),
+        (("profile.json", "-p", "2", "-m", "4", "-o", "no/plan.json"), "no/plan.json cannot be written: there is no directory no"),
+        (("missing.json", "-p", "2", "-m", "4"), "make one with `vpipe profile CONFIG"),
+        (("nan.json", "-p", "2", "-m", "4"), "nan.json: layers[1].forward is nan"),
+        (("plan.json", "-p", "2", "-m", "4"), "not a profile"),
+        (("cycle.txt", "-p", "2", "-m", "4"), "the graph has a cycle among a, b"),
+        (("missing.txt", "-p", "2", "-m", "4"), "missing.txt: there is no such graph text"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(here: Any, arguments: tuple[str, ...], sentence: str) -> None:
+    broken = PROFILE.to_json()
+    broken["layers"][1]["forward"] = float("nan")
+    Path("nan.json").write_text(json.dumps(broken))
+    Path("plan.json").write_text('{"format": "vpipe-plan", "partition": [4, 4]}')
+    node = "{} -- X() -- forward_compute_time=1, backward_compute_time=1, activation_size=1.0, parameter_size=1"
+    Path("cycle.txt").write_text(f"{node.format('a')}\n{node.format('b')}\n\ta -- b\n\tb -- a\n")
+    found = here("plan", *arguments)
+    assert found.code == 2
+    assert sentence in found.err
+    assert found.err.count("\n") == 1
+    assert not found.out
+
+
+def test_the_profile_of_another_model_is_refused(here: Any) -> None:
+    found = here("plan", "tiny.yaml", "--profile", "profile.json")
+    assert found.code == 2
+    assert "profile.json is a profile of 'a model', but tiny.yaml trains 'gpt of 6 layers" in found.err
+
+
+@pytest.mark.slow
+def test_profile_plan_check_and_run(here: Any) -> None:
+    """The whole way on real ranks: measure, plan under a cap that forces a recompute, check, train equal to the bit."""
+    found = here("profile", "tiny.yaml", "-o", "real.json", "--graph-text", "real.txt", "--repeat", "1")
+    assert found.code == 0, found.err
+    assert "1-4     block 0 (and 3 like it)" in found.out
+    profile = load_profile("real.json")
+    assert profile.microbatch_rows == 2
+    assert profile.link_bandwidth
+    assert profile.swap_bandwidth
+    assert all(cost.forward > 0 and cost.parameter_bytes > 0 for cost in profile.layers)
+    assert profile.layers[1].boundary_bytes == 2 * 8 * 16 * 4, "rows x tokens x width x 4 bytes"
+
+    common = ("--profile", "real.json", "--scheduler", "1f1b", "--no-swap")
+    free = here("plan", "tiny.yaml", *common, "--json").json()
+    cap = int(max(free["rank_memory"]) * 0.97)
+    planned = here("plan", "tiny.yaml", *common, "--memory", str(cap), "-o", "plan.json", "--check", "--json")
+    assert planned.code == 0, planned.err
+    plan = planned.json()
+    assert any(plan["recompute"]) or plan["partition"] != free["partition"]
+    check = plan["check"]
+    assert set(check) == {"steps", "step", "stages", "rank_memory"}
+    assert [set(pair) for pair in check["stages"]] == [{"predicted", "measured", "error"}] * 2
+    assert all(pair["measured"] > 0 for pair in (check["step"], *check["stages"], *check["rank_memory"]))
+
+    run = ("--set", "parallel.partition=plan.json", "--set", "parallel.transport=inprocess", "--steps", "2")
+    assert here("parity", "tiny.yaml", *run, "--json").json()["equal"]
+
+
+def test_a_plan_and_a_config_that_disagree(here: Any) -> None:
+    """What the plan was made for is what runs, or nothing does."""
+    plan = {"partition": [3, 3], "schedule": "1f1b", "num_ranks": 2, "num_microbatches": 4}
+    Path("plan.json").write_text(json.dumps(plan))
+    common = ("parity", "tiny.yaml", "--steps", "1", "--set", "parallel.transport=inprocess")
+    planned = (*common, "--set", "parallel.partition=plan.json")
+    assert here(*planned).code == 0
+    for setting, sentence in (
+        ("parallel.scheduler=gpipe", "is for parallel.scheduler 1f1b, but the config says gpipe"),
+        ("training.num_microbatches=2", "is for training.num_microbatches 4, but the config says 2"),
+        ("parallel.recompute=0.5", "remove parallel.recompute"),
+        ("model.num_layers=5", "adds up to 6 layers, but the model has 7; plan this model anew"),
+    ):
+        found = here(*planned, "--set", setting)
+        assert found.code == 2
+        assert sentence in found.err
+
+
+def test_a_plan_that_recomputes_and_swaps_is_equal_to_one_process(here: Any) -> None:
+    plan = {"partition": [4, 2], "recompute": [[1], []], "swap": [[2, 3], [4]]}
+    Path("plan.json").write_text(json.dumps(plan))
+    for schedule in ("1f1b", "pipedream"):
+        found = here("parity", "tiny.yaml", "--steps", "2", "--scheduler", schedule, "--json",
+                     "--set", "parallel.transport=inprocess", "--set", "parallel.partition=plan.json")  # fmt: skip
+        assert found.json()["equal"], found.err
+
+
+def test_nothing_is_measured_for_a_file_that_cannot_be_written(here: Any) -> None:
+    found = here("profile", "tiny.yaml", "-o", "no/profile.json")
+    assert found.code == 2
+    assert "no/profile.json cannot be written: there is no directory no" in found.err
