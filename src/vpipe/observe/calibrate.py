@@ -43,6 +43,9 @@ def _medians(steps: Sequence[Measured]) -> Medians:
                     taken[event.action.stage, event.action.kind].append(
                         event.end - met.get((rank, index), (event.ready, rank))[0]
                     )
+        for lane in step.swaps:
+            for event in lane:
+                taken[event.action.stage, event.action.kind].append(event.end - event.ready)
     return {place: median(times) * NS for place, times in taken.items()}
 
 

@@ -28,6 +28,8 @@ class Measured:
     lead: int = 0
     """How long before the step's first action the step before had ended on all ranks; 0 where that is not known."""
     memory: Sequence[Mapping[str, int]] = field(default_factory=tuple)
+    swaps: tuple[tuple[Event, ...], ...] = ()
+    """Per rank, what its swap lane did beside the row; empty where nobody swaps."""
 
     @cached_property
     def program(self) -> Program:
@@ -80,21 +82,16 @@ def computes(event: Event) -> bool:
 def join(planned: Program, steps: Sequence[Step], before: Sequence[Step] | None = None) -> Measured:
     """The records of all ranks for one step; ``before`` is the step that ran just before it."""
     origin = min(step.origin_ns for step in steps)
-    ranks = tuple(
-        tuple(
-            event._replace(
-                begin=event.begin + step.origin_ns - origin,
-                ready=event.ready + step.origin_ns - origin,
-                end=event.end + step.origin_ns - origin,
-            )
-            for event in step.events
-        )
-        for step in steps
-    )
+
+    def shifted(events: Sequence[Event], by: int) -> tuple[Event, ...]:
+        return tuple(e._replace(begin=e.begin + by, ready=e.ready + by, end=e.end + by) for e in events)
+
+    ranks = tuple(shifted(step.events, step.origin_ns - origin) for step in steps)
+    swaps = tuple(shifted(step.swaps, step.origin_ns - origin) for step in steps)
     lead = 0
     if before is not None and before[0].step == steps[0].step - 1:
         lead = max(0, origin - max(step.origin_ns + step.events[-1].end for step in before))
-    return Measured(planned, ranks, steps[0].step, steps[0].iteration, lead, [step.memory for step in steps])
+    return Measured(planned, ranks, steps[0].step, steps[0].iteration, lead, [step.memory for step in steps], swaps)
 
 
 def join_all(planned: Program, steps: Sequence[Sequence[Step]]) -> list[Measured]:

@@ -199,10 +199,9 @@ def _summary(each: _Step) -> str:
     records = each.records
     busy = waited = 0
     for record in records:
-        ready = record.ready
-        waited += ready - record.begin
         if record.action.kind in _COMPUTES:
-            busy += record.end - ready
+            waited += record.ready - record.begin
+            busy += record.end - record.ready
     line = {
         "step": each.step,
         "iteration": each.iteration,

@@ -28,6 +28,7 @@ from vpipe.errors import UserError
 from vpipe.schedule.action import Action, parse
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program, Versions
+from vpipe.schedule.semantics import LANE, Lane
 from vpipe.schedule.text import from_csv
 
 MAX_BYTES = 256 * 2**20
@@ -53,7 +54,10 @@ class Step:
     iteration: int
     origin_ns: int
     events: tuple[Event, ...]
+    """In the order of the row. A swap takes no time here: the rank only hands it over."""
     memory: Mapping[str, int]
+    swaps: tuple[Event, ...] = ()
+    """What the swap lane did beside them, and when."""
 
 
 @dataclass(frozen=True)
@@ -245,14 +249,20 @@ _action = lru_cache(maxsize=100_000)(parse)
 
 
 def _step(line: Mapping[str, Any]) -> Step:
-    events, before = [], 0
+    events, swaps, before = [], [], 0
     for text, *numbers in line["actions"]:
+        action = _action(str(text))
         begin, ready, end, size, version = (int(number) for number in numbers)
         begin = max(begin, before)
+        if LANE[action.kind] is Lane.SWAP:
+            ready = max(begin, ready)
+            swaps.append(Event(action, begin, ready, max(ready, end), size, version))
+            ready = end = begin
         ready = max(begin, ready)
         before = max(ready, end)
-        events.append(Event(_action(str(text)), begin, ready, before, size, version))
+        events.append(Event(action, begin, ready, before, size, version))
     if not events:
         raise ValueError("no actions")
     memory = {str(key): int(value) for key, value in (line.get("memory") or {}).items() if value is not None}
-    return Step(int(line["step"]), int(line["iteration"]), int(line["origin_ns"]), tuple(events), memory)
+    step, iteration, origin = int(line["step"]), int(line["iteration"]), int(line["origin_ns"])
+    return Step(step, iteration, origin, tuple(events), memory, tuple(swaps))

@@ -2,6 +2,7 @@
 
     process  a rank            thread 0  compute: one slice per action, from when it had what it needed to its end
                                thread 1  messages: SEND and RECV as the rank posts them
+                               thread 2  swaps: OUT and IN while they run, where a rank swaps
                                thread 0 also shows "wait" slices: the rank had come to an action that was not ready
     arrows   from the action that made a message to the action that used it
     counters what the rank holds, per step
@@ -24,7 +25,7 @@ from vpipe.observe.waits import meetings
 from vpipe.schedule.action import Action, parse
 from vpipe.schedule.draw import NAMES
 
-COMPUTE, MESSAGES = 0, 1
+COMPUTE, MESSAGES, SWAPS = 0, 1, 2
 WAIT = "wait"
 
 
@@ -74,6 +75,8 @@ def _names(step: Measured) -> Iterator[dict[str, Any]]:
         yield _meta("process_sort_index", rank, 0, {"sort_index": rank})
         yield _meta("thread_name", rank, COMPUTE, {"name": "compute"})
         yield _meta("thread_name", rank, MESSAGES, {"name": "messages"})
+        if rank < len(step.swaps) and step.swaps[rank]:
+            yield _meta("thread_name", rank, SWAPS, {"name": "swaps"})
 
 
 def _meta(name: str, rank: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
@@ -83,10 +86,12 @@ def _meta(name: str, rank: int, thread: int, args: dict[str, Any]) -> dict[str, 
 def _slices(step: Measured, at: int) -> Iterator[dict[str, Any]]:
     met = meetings(step)
     for rank, row in enumerate(step.ranks):
-        for index, event in enumerate(row):
+        lane = {event.action: event for event in (step.swaps[rank] if step.swaps else ())}
+        for index, handed in enumerate(row):
+            event = lane.get(handed.action, handed)
             ready = met.get((rank, index), (event.ready, rank))[0]
             stage, kind, microbatch = event.action
-            if ready - event.begin >= 1000:
+            if ready - event.begin >= 1000 and event is handed:
                 why = {"step": step.step, "for": str(event.action)}
                 yield _slice(WAIT, WAIT, rank, COMPUTE, at + event.begin, ready - event.begin, why)
             args: dict[str, Any] = {"step": step.step, "index": index, "stage": stage}
@@ -94,7 +99,7 @@ def _slices(step: Measured, at: int) -> Iterator[dict[str, Any]]:
                 args |= {"microbatch": microbatch, "version": event.version}
             if event.bytes:
                 args["bytes"] = event.bytes
-            thread = COMPUTE if computes(event) else MESSAGES
+            thread = COMPUTE if computes(event) else MESSAGES if event is handed else SWAPS
             name = NAMES.get(kind, kind.value)
             yield _slice(str(event.action), name, rank, thread, at + ready, event.end - ready, args)
 

@@ -20,7 +20,7 @@ from vpipe.observe.recorder import Recorder
 from vpipe.runtime.engine import Engine, Record
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import version_table
+from vpipe.schedule.semantics import LANE, Lane, version_table
 from vpipe.train.gathering import alone, gather_numbers
 from vpipe.train.rundir import Journal
 from vpipe.train.session import Session
@@ -135,5 +135,5 @@ def _spent(records: Sequence[Record]) -> list[float]:
     spent: dict[Kind, int] = defaultdict(int)
     for record in records:
         spent[record.action.kind] += record.end - record.ready
-    waited = sum(record.ready - record.begin for record in records)
+    waited = sum(record.ready - record.begin for record in records if LANE[record.action.kind] is Lane.COMPUTE)
     return [waited / 1e9, *(spent[kind] / 1e9 for kind in KINDS)]
