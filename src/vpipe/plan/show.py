@@ -68,18 +68,20 @@ def _of_cap(size: float, cap: float) -> str:
 
 def _step(plan: Plan) -> str:
     rows = plan.num_microbatches * plan.microbatch_rows
-    speed = f", {rows / plan.step_time:,.0f} rows/s" if plan.step_time else ""
+    speed = f", {rows / plan.step_time:.3g} rows/s" if plan.step_time else ""
     return f"predicted step {format_seconds(plan.step_time)}{speed}, bubble {plan.prediction.bubble:.1%}"
 
 
 def _proof(plan: Plan) -> str:
-    """The proof is about the closed form, or, with several stages per rank, about the work alone."""
+    """The proof is about the closed form, which knows one order of work; with several stages per rank, about the work
+    alone."""
     bound = format_seconds(plan.lower_bound)
-    if plan.exact:
-        return f"lower bound {bound}, reached: no other partition or choice of what to keep is better (exact)"
     if plan.stages_per_rank > 1:
-        return f"lower bound {bound}, the work alone; gap {plan.gap:.1%} (several stages per rank: a heuristic)"
-    return f"lower bound {bound}; gap {plan.gap:.2%}"
+        return f"lower bound {bound}, the work alone: gap {plan.gap:.1%} (several stages per rank are a heuristic)"
+    form = f"closed form {format_seconds(plan.objective)}, lower bound {bound}"
+    if plan.exact:
+        return f"{form}: no other partition or choice of what to keep is better (exact)"
+    return f"{form}: gap {plan.gap:.2%}"
 
 
 def ranking(plan: Plan) -> str:
