@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
+from vpipe.cli.bar import bar
 from vpipe.data import build, builder_names
 
 
@@ -36,21 +36,8 @@ def build_command(
     translation   sentence pairs from the gettext catalogues of installed programs
     text          plain text documents
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = as_json or not sys.stderr.isatty()
-    with Progress(*columns, transient=True, disable=hidden) as bar:
-        task = bar.add_task(f"building {name}", total=None)
-        manifest = build(
-            name,
-            out,
-            seed=seed,
-            limit=limit,
-            source=source,
-            language=language,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with bar(f"building {name}", hidden=as_json) as progress:
+        manifest = build(name, out, seed=seed, limit=limit, source=source, language=language, progress=progress)
     if as_json:
         click.echo((out / "manifest.json").read_text(), nl=False)
         return

@@ -8,9 +8,13 @@ from typing import Any
 
 import click
 
+from vpipe.cli.bar import bar
 from vpipe.cli.choice import COUNT
 from vpipe.cli.timing import TIMES, cost_options
 from vpipe.errors import UserError
+
+MAX_RANKED = 400_000
+"""Forwards and backwards of the largest schedule: about a minute for all."""
 
 
 @click.command("schedules")
@@ -66,11 +70,18 @@ def _rank(
     memory: float | None,
     **times: Any,
 ) -> None:
-    from vpipe.schedule.choose import rank
+    from vpipe.schedule.choose import FREE_STAGES_PER_RANK, rank
 
     if ranks is None or microbatches is None:
         raise UserError("a ranking needs the number of ranks and microbatches: add -p N -m N")
-    found = rank(ranks, microbatches, times, stages_per_rank=stages_per_rank, memory=memory)
+    size = 2 * ranks * microbatches * (stages_per_rank or max(FREE_STAGES_PER_RANK))
+    if size > MAX_RANKED:
+        raise UserError(
+            f"-p {ranks} -m {microbatches} makes schedules of {size} actions; at most {MAX_RANKED} are ranked: give a "
+            "smaller -m, which changes bubbles but seldom their order, or simulate one schedule by name"
+        )
+    with bar("simulating") as progress:
+        found = rank(ranks, microbatches, times, stages_per_rank=stages_per_rank, memory=memory, progress=progress)
     if as_json:
         fields = (
             "name",

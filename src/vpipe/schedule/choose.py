@@ -6,7 +6,7 @@ they compare by their steady state: the time that m more units take, far from bo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,14 @@ def rank(
     *,
     stages_per_rank: int | None = None,
     memory: float | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Choice]:
     """Every schedule of the catalogue, the quickest that fit into ``memory`` microbatches first, refusals last."""
-    found = [
-        _choice(entry, num_ranks, num_microbatches, v, dict(times or {}), memory)
-        for entry in entries()
-        for v in _stages_per_rank(entry, stages_per_rank)
-    ]
+    wanted = [(entry, v) for entry in entries() for v in _stages_per_rank(entry, stages_per_rank)]
+    found = []
+    for done, (entry, v) in enumerate(wanted):
+        progress(done, len(wanted))
+        found.append(_choice(entry, num_ranks, num_microbatches, v, dict(times or {}), memory))
     return sorted(found, key=lambda each: (bool(each.refused), not each.fits, each.time, each.peak_activations))
 
 
