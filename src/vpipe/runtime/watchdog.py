@@ -178,6 +178,7 @@ class Watchdog:
             seen_at = f"; it was last seen at {doing}" if doing else ""
             what = f"rank {rank} has been silent for {self._silence:g} s{seen_at}"
             cause = self._board.post(Cause(rank, "silent", what, self._rank))
+            self.say(cause)  # before the launcher sees a rank that was killed and wonders why
             self.end_silent(rank)
             return cause
         return None
