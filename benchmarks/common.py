@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 
-def options(description: str) -> argparse.Namespace:
+def options(description: str, transports: bool = False) -> argparse.Namespace:
     """The options of every benchmark, and those by which it starts its own ranks."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repeats: to see that it runs, not to quote")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rank-task", help=argparse.SUPPRESS)
+    if transports:
+        parser.add_argument("--gloo", action="store_true", help="vpipe over gloo too, as torch, not by shared memory")
     return parser.parse_args()
 
 

@@ -37,7 +37,15 @@ def rank(task: dict[str, Any]) -> None:
     def sgd(ps: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(ps, lr=0.01)
 
-    ours = Pipeline(layers(), loss, schedule=schedule, num_microbatches=m, optimizer=sgd, skip_nonfinite=False)
+    ours = Pipeline(
+        layers(),
+        loss,
+        schedule=schedule,
+        num_microbatches=m,
+        optimizer=sgd,
+        skip_nonfinite=False,
+        transport=task["transport"],
+    )
     peer = TorchPipeline(layers(), loss, schedule, m, [1] * num_stages, sgd)
     x, y = torch.randn(ROWS * m, WIDTH), torch.randn(ROWS * m, WIDTH)
     sides: dict[str, Any] = {"vpipe": lambda: ours.train_step(x, y), "torch": lambda: peer.train_step(x, y)}
@@ -74,13 +82,19 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    arguments = common.options(__doc__ or "")
+    arguments = common.options(__doc__ or "", transports=True)
     if arguments.rank_task:
         rank(json.loads(arguments.rank_task))
         return
+    transport = "distributed" if arguments.gloo else "auto"
     rows = {}
     for name, schedule in PAIRS.items():
-        task = {"schedule": schedule, "microbatches": 30, "repeats": 5 if arguments.quick else 30}
+        task = {
+            "schedule": schedule,
+            "microbatches": 30,
+            "repeats": 5 if arguments.quick else 30,
+            "transport": transport,
+        }
         middle = common.launch(__file__, 3, task)[1]
         sides = {side: common.summary([value - middle["own"] for value in middle[side]]) for side in ("vpipe", "torch")}
         rows[name] = {**sides, "own": middle["own"], "ratio": sides["vpipe"]["median"] / sides["torch"]["median"]}

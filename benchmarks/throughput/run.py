@@ -45,6 +45,7 @@ def rank(task: dict[str, Any]) -> None:
         optimizer=adam,
         partition=partition,
         skip_nonfinite=False,
+        transport=task["transport"],
         schedule_options={"update_interval": MICROBATCHES} if updates == "an update a batch" else None,
     )
     peer = TorchPipeline(model.build(), model.loss, against, MICROBATCHES, partition, adam)
@@ -81,14 +82,21 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    arguments = common.options(__doc__ or "")
+    arguments = common.options(__doc__ or "", transports=True)
     if arguments.rank_task:
         rank(json.loads(arguments.rank_task))
         return
+    transport = "distributed" if arguments.gloo else "auto"
     rows = {}
     for schedule in SCHEDULES:
         against = "1f1b" if schedule in PIPEDREAM else schedule
-        task = {"schedule": schedule, "against": against, "repeats": 4 if arguments.quick else 20, "chain": 8}
+        task = {
+            "schedule": schedule,
+            "against": against,
+            "repeats": 4 if arguments.quick else 20,
+            "chain": 8,
+            "transport": transport,
+        }
         first = common.launch(__file__, 2, task)[0]
         sides = {side: common.summary(first[side]) for side in ("vpipe", "torch")}
         ratio = sides["torch"]["median"] / sides["vpipe"]["median"]
