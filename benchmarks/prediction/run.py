@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +48,18 @@ def rank(task: dict[str, Any]) -> None:
     def adam(ps: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam(ps, lr=1e-4)
 
-    answer: dict[str, Any] = {"steps": []}
-    if task["profile"]:
-        empty = empty_pipeline(dist.get_world_size(), "auto", 600)
-        link = measure_link(empty.engines[0].transport, task["repeats"])
-        overhead = measure_overhead(empty, task["repeats"])
+    def profiled() -> Profile:
+        link, overhead = measure_link(empty.engines[0].transport, 10), measure_overhead(empty, 10)
         dist.barrier()
         how = Measuring(model.loss, adam, task["repeats"])
         layers, size = measure_layers(model.layers, unit.inputs, unit.targets, how)
-        profile = Profile(
+        return Profile(
             tuple(layers), size, link_latency=link.latency, link_bandwidth=link.bandwidth, action_overhead=overhead
         )
-        answer["profile"] = profile.to_json()
-    for schedule, count in task["cases"]:
-        dist.barrier()
+
+    def pipeline(schedule: str, count: int) -> Pipeline:
         num_stages = catalog.build(schedule, dist.get_world_size(), count).num_stages
-        pipe = Pipeline(
+        return Pipeline(
             model.layers,
             model.loss,
             schedule=schedule,
@@ -71,17 +68,34 @@ def rank(task: dict[str, Any]) -> None:
             partition=even_partition(len(model.layers), num_stages),
             tied=model.tied,
         )
-        inputs, targets = Microbatches(lambda _: unit.inputs), Microbatches(lambda _: unit.targets)
-        found = []
-        for repeat in range(task["repeats"] + 2):
+
+    inputs, targets = Microbatches(lambda _: unit.inputs), Microbatches(lambda _: unit.targets)
+    empty = empty_pipeline(dist.get_world_size(), "auto", 600)
+    profiles = [profiled()] if task["profile"] else []
+    pipelines = [pipeline(schedule, count) for schedule, count in task["cases"]]
+    steps: list[list[float]] = [[] for _ in pipelines]
+    for repeat in range(task["repeats"] + 2):  # interleaved: a machine that gets slower is slow for all
+        for found, pipe in zip(steps, pipelines, strict=True):
+            dist.barrier()
             begin = time.perf_counter()
             pipe.train_step(inputs, targets)
             if repeat >= 2:
                 found.append(time.perf_counter() - begin)
-        answer["steps"].append(found)
-    common.answer(task, answer)
+    profiles += [profiled()] if task["profile"] and pipelines else []
+    common.answer(task, {"profiles": [each.to_json() for each in profiles], "steps": steps})
     dist.barrier()
     dist.destroy_process_group()
+
+
+def mean(first: Any, second: Any) -> Any:
+    """The profile before and the one after, half and half."""
+    times = ("forward", "input_grad", "weight_grad", "update")
+    layers = tuple(
+        replace(a, **{name: (getattr(a, name) + getattr(b, name)) / 2 for name in times})
+        for a, b in zip(first.layers, second.layers, strict=True)
+    )
+    machine = {name: (getattr(first, name) + getattr(second, name)) / 2 for name in ("link_latency", "action_overhead")}
+    return replace(first, layers=layers, **machine)
 
 
 def group(
@@ -102,8 +116,9 @@ def group(
         found = common.launch(__file__, 2, task | {"profile": True, "cases": cases})[0]
     else:
         found = common.launch(__file__, num_ranks, task | {"profile": False, "cases": cases})[0]
-        found["profile"] = common.launch(__file__, 2, task | {"profile": True, "cases": []})[0]["profile"]
-    profile = profile_from_json(found["profile"])
+        found["profiles"] = common.launch(__file__, 2, task | {"profile": True, "cases": []})[0]["profiles"]
+    profiles = [profile_from_json(each) for each in found["profiles"]]
+    profile = mean(profiles[0], profiles[-1])
     rows = []
     for (schedule, count), steps in zip(cases, found["steps"], strict=True):
         pipe = Pipe.of(schedule, num_ranks, count)
