@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -95,3 +96,7 @@ for step in range(100_000 if how in ("long", "stubborn") else 4):
             sys.exit(3)
         if how == "early":
             break
+if is_victim and how == "late":
+    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"], start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(2)  # and then it still has something to do

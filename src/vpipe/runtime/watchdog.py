@@ -28,6 +28,8 @@ OWN_GRACE = 5.0
 """Seconds that a failing rank gets to end by itself."""
 FOLLOWER_GRACE = 2.0
 """The same for a rank that ends because another one has failed."""
+FAREWELL = 10.0
+"""Seconds that whoever keeps the store waits for the others when all went well: on a busy machine they come late."""
 NAP = 5.0
 """A gap in our own time from which we conclude that it was this process that was stopped."""
 
@@ -119,7 +121,7 @@ class Watchdog:
                 self._parted = True
                 self._board.acknowledge()
             return
-        until = monotonic() + 4 * INTERVAL
+        until = monotonic() + (FAREWELL if self._cause is None else FOLLOWER_GRACE)
         while self._board.num_acknowledged() < self._num_ranks - 1 and monotonic() < until:
             sleep(0.02)
 
