@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,15 @@ from vpipe import Pipeline
 from vpipe.runtime.engine import Engine
 
 WIDE = 64
+
+
+@pytest.fixture(autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Garbage is looked for in what a test makes, not in all of torch."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Live(TorchDispatchMode):
@@ -81,8 +91,9 @@ def _peaks(num_microbatches: int, schedule: str, recompute: float = 0.0) -> int:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "pipedream"])
 def test_1f1b_and_its_kin_do_not_grow_with_m(schedule: str, recompute: float) -> None:
     """Both ranks are counted together, so a long run meets more of the ways in which their peaks can coincide."""
-    few, many = (min(_peaks(number, schedule, recompute) for _ in range(3)) for number in (8, 64))
-    assert many <= few * (1.05 if schedule == "1f1b" else 1.15)
+    few = min(_peaks(8, schedule, recompute) for _ in range(3))
+    allowed = few * (1.05 if schedule == "1f1b" else 1.15)
+    assert any(_peaks(64, schedule, recompute) <= allowed for _ in range(3))
 
 
 def test_gpipe_does_and_the_counter_sees_it() -> None:
