@@ -21,8 +21,9 @@ from vpipe.errors import UserError
 PAGE = 4096
 MMAP_THRESHOLD = -3
 """The name of the option for ``mallopt``."""
-LARGE = 128 * 1024
-"""Where glibc begins to take a mapping of its own for an allocation, before it has learnt otherwise."""
+LARGE = 1 << 20
+"""Blocks from this size on are given back: a mapping each, which costs a page fault for every 4 KiB. Of a GPT stage with
+tensors of 1 to 4 MiB, 128 KiB took a quarter more processor time and 2 MiB half more memory."""
 
 
 def return_freed_memory() -> None:
