@@ -56,6 +56,7 @@ def test_the_failing_rank_speaks_and_the_others_are_folded(
     run.assert_clean()
 
 
+@slow
 def test_a_killed_rank_is_named(ran: Callable[..., Running]) -> None:
     run = ran("kill", "1")
     assert run.wait() == 1

@@ -39,6 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run.kill_all()
 
 
+@pytest.mark.slow
 def test_the_example_prints_the_same_losses_on_four_ranks_and_in_one_process(start: Start) -> None:
     script = str(ROOT / "examples" / "minimal.py")
     four = start(4, script)
@@ -49,6 +50,7 @@ def test_the_example_prints_the_same_losses_on_four_ranks_and_in_one_process(sta
     four.assert_clean()
 
 
+@pytest.mark.slow
 def test_only_loopback_is_listened_on_and_every_rank_knows_its_place(start: Start, tmp_path: Path) -> None:
     run = start(3, FAILING, "long", "0", options=("--log-dir", str(tmp_path / "logs")))
     run.until("step 1")
@@ -63,6 +65,7 @@ def test_only_loopback_is_listened_on_and_every_rank_knows_its_place(start: Star
     assert (tmp_path / "logs" / "rank2.log").exists()
 
 
+@pytest.mark.slow
 def test_second_interrupt_ends_at_once_what_the_first_could_not(start: Start) -> None:
     run = start(2, FAILING, "stubborn", "0", options=("--grace", "300"))
     run.until("step 1")
