@@ -116,6 +116,14 @@ def call(*args: str) -> str:
     return f"from vpipe.cli.main import main\n{run}"
 
 
+WRITE_GRAPH = """
+import os, tempfile
+os.chdir(tempfile.mkdtemp())
+line = "{} -- X() -- forward_compute_time=1, backward_compute_time=1, activation_size=1.0, parameter_size=1\\n"
+open("graph.txt", "w").write(line.format("a") + line.format("b") + "\\ta -- b\\n")
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
@@ -129,6 +137,7 @@ def call(*args: str) -> str:
         (call("draw", "1f1b", "-p", "2", "-m", "4"), {"torch"}),
         (call("simulate", "1f1b", "-p", "2", "-m", "4"), {"torch"}),
         (call("verify", "1f1b", "-p", "2", "-m", "4"), {"torch"}),
+        (f"{WRITE_GRAPH}\n{call('plan', 'graph.txt', '-p', '2', '-m', '4')}", {"torch"}),
     ],
     ids=lambda value: value.splitlines()[-3].strip() if isinstance(value, str) and "main(" in value else None,
 )

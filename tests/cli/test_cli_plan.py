@@ -143,6 +143,7 @@ def test_what_fits_nowhere_is_an_answer(here: Any) -> None:
         (("profile.json", "-p", "2", "-m", "4", "--scheduler", "zb-h9"), "there is no schedule 'zb-h9'; did you mean 'zb-h"),
         (("profile.json", "-p", "2", "-m", "4", "--profile", "profile.json"), "--profile goes with a config"),
         (("profile.json", "-p", "2", "-m", "4", "--check"), "--check trains a few steps"),
+        (("tiny.yaml", "--check", "--speeds", "1,1"), "leave --speeds or --check out"),
         (("profile.json", "-p", "2", "-m", "4", "-o", "no/plan.json"), "no/plan.json cannot be written: there is no directory no"),
         (("missing.json", "-p", "2", "-m", "4"), "make one with `vpipe profile CONFIG"),
         (("nan.json", "-p", "2", "-m", "4"), "nan.json: layers[1].forward is nan"),
@@ -192,7 +193,7 @@ def test_profile_plan_check_and_run(here: Any) -> None:
     plan = planned.json()
     assert any(plan["recompute"]) or plan["partition"] != free["partition"]
     check = plan["check"]
-    assert set(check) == {"steps", "step", "stages", "rank_memory"}
+    assert set(check) == {"steps", "step", "stages", "rank_memory", "rank_resident"}
     assert [set(pair) for pair in check["stages"]] == [{"predicted", "measured", "error"}] * 2
     assert all(pair["measured"] > 0 for pair in (check["step"], *check["stages"], *check["rank_memory"]))
 

@@ -29,7 +29,8 @@ def compare(plan: Plan, config: configs.PipelineConfig) -> dict[str, Any] | int:
             "vpipe.train.checking:steps",
             plan.num_ranks,
             arguments=arguments,
-            threads=config.launch.threads or 1,
+            environment={"KINETO_LOG_LEVEL": "99"},  # the profiler that counts bytes would talk
+            threads=config.launch.threads,
             preload=(*local.PRELOAD, "vpipe.train.checking"),
         )
         if code:
@@ -41,7 +42,8 @@ def compare(plan: Plan, config: configs.PipelineConfig) -> dict[str, Any] | int:
         "steps": STEPS,
         "step": _pair(found.step_time, median(seen[0]["steps"])),
         "stages": [_pair(time, times[stage]) for stage, time in enumerate(found.stage_times)],
-        "rank_memory": [_pair(size, rank["peak"]) for size, rank in zip(found.rank_memory, seen, strict=True)],
+        "rank_memory": [_pair(size, rank["tensors"]) for size, rank in zip(found.rank_memory, seen, strict=True)],
+        "rank_resident": [rank["resident"] for rank in seen],
     }
 
 
@@ -84,6 +86,8 @@ def table(check: dict[str, Any]) -> str:
 
     cells = [row("step", check["step"], format_seconds)]
     cells += [row(f"stage {stage}", pair, format_seconds) for stage, pair in enumerate(check["stages"])]
-    cells += [row(f"memory of rank {rank}", pair, format_bytes) for rank, pair in enumerate(check["rank_memory"])]
+    cells += [row(f"tensors of rank {rank}", pair, format_bytes) for rank, pair in enumerate(check["rank_memory"])]
     head = f"checked by {check['steps']} steps on this machine"
-    return align([(head, "predicted", "measured", "error"), *cells], left={0})
+    resident = ", ".join(format_bytes(size) for size in check["rank_resident"])
+    beside = f"the ranks' processes held {resident} beyond an empty one, with what the allocator keeps"
+    return align([(head, "predicted", "measured", "error"), *cells], left={0}) + f"\n{beside}"

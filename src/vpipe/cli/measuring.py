@@ -26,13 +26,14 @@ def measure(config: configs.PipelineConfig, repeat: int, quiet: bool = False) ->
     from vpipe.launch.process import num_cores
 
     num_ranks = max(2, min(config.num_ranks, num_cores()))
+    threads = config.launch.threads or max(1, num_cores() // config.num_ranks)  # as many as in training
     with tempfile.TemporaryDirectory(prefix="vpipe-profile-") as directory:
         with _bar(Path(directory), quiet):
             code = local.run(
                 "vpipe.train.measuring:profile",
                 num_ranks,
                 arguments={"config": config.to_dict(), "directory": directory, "repeat": repeat},
-                threads=config.launch.threads or 1,
+                threads=threads,
                 preload=(*local.PRELOAD, "vpipe.train.measuring"),
             )
         if code:

@@ -77,6 +77,8 @@ def command(output: Path | None, old_form: Path | None, check: bool, as_json: bo
     config = _config(wanted)
     if check and config is None:
         raise UserError(f"--check trains a few steps, for which {wanted.target} is not enough; plan a config")
+    if check and wanted.speeds is not None:
+        raise UserError("--check runs on this machine, whose ranks are equally fast; leave --speeds or --check out")
     profile = _profile(wanted, config, quiet=as_json)
     if isinstance(profile, int):
         return profile

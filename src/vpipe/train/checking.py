@@ -1,8 +1,9 @@
 """``vpipe plan --check``: what every rank runs to see whether a plan does what it predicts.
 
 A few steps of the real thing, by the plan's schedule and partition. A stage's time is the sum of what its actions of
-one microbatch take, once they have what they need; a rank's memory is the peak of what it holds beyond an empty
-process. An asynchronous schedule is measured in its steady state: what one batch more takes between two drains.
+one microbatch take, once they have what they need. A rank's memory is counted twice: the bytes of its tensors at their
+peak, which is what a plan predicts, and the peak of what the process holds beyond an empty one. An asynchronous
+schedule is measured in its steady state: what one batch more takes between two drains.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -18,6 +20,8 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from vpipe.config import PipelineConfig
 from vpipe.runtime import assembly
@@ -36,19 +40,26 @@ class Seen:
 
     steps: list[float] = field(default_factory=list)
     actions: dict[tuple[int, Kind], list[int]] = field(default_factory=lambda: defaultdict(list))
-    peak: int = 0
+    tensors: int = 0
+    resident: int = 0
 
     def to_json(self) -> dict[str, Any]:
         stages: dict[int, float] = defaultdict(float)
         for (stage, _), times in self.actions.items():
             stages[stage] += median(times) / 1e9
-        return {"steps": self.steps, "stages": {str(stage): time for stage, time in stages.items()}, "peak": self.peak}
+        return {
+            "steps": self.steps,
+            "stages": {str(stage): time for stage, time in stages.items()},
+            "tensors": self.tensors,
+            "resident": self.resident,
+        }
 
 
 def steps(config: dict[str, Any], directory: str, num_steps: int) -> int:
     """Train a few steps as one of the ranks, and write down what they took."""
     checked = PipelineConfig.from_dict(config)
-    torch.set_num_threads(checked.launch.threads or 1)
+    if checked.launch.threads:
+        torch.set_num_threads(checked.launch.threads)
     if assembly.under_launcher():
         assembly.join(checked.parallel.timeout)
     empty = _empty()
@@ -62,7 +73,8 @@ def steps(config: dict[str, Any], directory: str, num_steps: int) -> int:
         if number >= WARM_UP:
             between = counts[-1] - counts[0]
             seen.steps.append((taken[-1] - taken[0]) / between if between else taken[0])
-    seen.peak = _peak() - empty
+    seen.resident = _peak() - empty
+    seen.tensors = _held(session) + _allocated(session, counts[-1])
     rank = session.pipeline.engines[0].rank
     (Path(directory) / f"check{rank}.json").write_text(json.dumps(seen.to_json()))
     session.close()
@@ -89,6 +101,23 @@ def _train(session: Session, num_batches: int, seen: Seen) -> float:
             if record.action.kind not in NOT_OF_A_UNIT:
                 seen.actions[record.action.stage, record.action.kind].append(record.end - record.ready)
     return seconds
+
+
+def _held(session: Session) -> int:
+    """Bytes of weights, buffers and optimizer states, which live from step to step."""
+    states = [state for made in session.pipeline.optimizers.values() for state in made.state.values()]
+    tensors = [each for state in states for each in state.values() if isinstance(each, Tensor)]
+    return sum(each.numel() * each.element_size() for each in [*session.pipeline.state_dict().values(), *tensors])
+
+
+def _allocated(session: Session, num_batches: int) -> int:
+    """The most bytes of tensors that a step has allocated and not yet freed."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        _train(session, num_batches, Seen())
+    assert watched.profiler is not None
+    results: Any = watched.profiler.kineto_results
+    sizes = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
+    return max(accumulate(sizes), default=0)
 
 
 def _empty() -> int:

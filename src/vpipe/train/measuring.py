@@ -34,7 +34,8 @@ PROGRESS, RESULT = "progress.json", "profile.json"
 def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
     """Measure as one of several ranks."""
     checked = PipelineConfig.from_dict(config)
-    torch.set_num_threads(checked.launch.threads or 1)
+    if checked.launch.threads:
+        torch.set_num_threads(checked.launch.threads)
     num_ranks = assembly.join(checked.parallel.timeout)
     where = Path(directory)
     data = load_data(checked)
