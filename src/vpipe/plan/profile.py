@@ -1,9 +1,9 @@
 """Measures what each layer costs, through the runtime's own stages: what is timed is what the engine will execute.
 
 Every layer is made a stage of its own. The stage runs a real microbatch forward and backward as a whole (``F``, ``B``),
-and once more with the weight gradient apart (``I``, ``W``); the optimizer updates it. From the whole backward and its
-part ``W`` follows ``I``, so that forward and backward add up to what an undivided schedule takes. A stage that does
-nothing is timed too and taken off: what the runtime costs is counted per action, not per layer (``plan.transfer``).
+and once more with the weight gradient apart (``I``, ``W``); the optimizer updates it. The whole backward is divided as
+``I`` and ``W`` are, so that forward and backward add up to what an undivided schedule takes. A stage that does nothing
+is timed too and taken off: what the runtime costs is counted per action, not per layer (``plan.transfer``).
 
 Layers that are alike are measured once: same ``cost_key``, or else same class and settings; same shapes of parameters
 and of what they read.
@@ -144,7 +144,8 @@ def _measure(
     optimizer_bytes, update = _update(stage, measuring)
     forward = max(0.0, whole.median("forward") - nothing.forward)
     backward = max(0.0, whole.median("backward") - nothing.backward)
-    weight_grad = min(backward, max(0.0, split.median("weight") - nothing.weight))
+    apart = [max(0.0, split.median(part) - getattr(nothing, part)) for part in ("backward", "weight")]
+    weight_grad = backward * apart[1] / sum(apart) if sum(apart) else 0.0
     cost = LayerCost(
         name=type(module).__name__,
         forward=forward,
