@@ -302,7 +302,7 @@ print((status("VmHWM") - before) * 1024)
 
 @pytest.mark.slow
 def test_resident_memory_falls_by_what_is_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of eight units three are in memory at once: the one in use and the two that are fetched ahead."""
+    """Of eight units two are in memory at once: the one in use and the one on its way."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     kept, swapped = (
         int(subprocess.run([sys.executable, "-c", PEAK, part], env=environment, capture_output=True, text=True, timeout=60, check=True).stdout)
@@ -312,5 +312,5 @@ def test_resident_memory_falls_by_what_is_out(capsys: pytest.CaptureFixture[str]
     with capsys.disabled():
         print(f"\npeak resident memory of a step: {kept >> 20} MiB kept, {swapped >> 20} MiB swapped")
     assert kept > 7 * unit
-    assert swapped < 4.5 * unit
-    assert kept - swapped > 4 * unit
+    assert swapped < 3.5 * unit
+    assert kept - swapped > 5 * unit

@@ -20,8 +20,9 @@ from vpipe.schedule.semantics import COMMUNICATION, INPUT_GRADIENT, WEIGHT_GRADI
 
 __all__ = ["POST_AHEAD", "SWAP_AHEAD", "communicate", "is_lowered", "lower", "recompute", "reduce", "swap"]
 
-SWAP_AHEAD = 2
-"""How many compute actions before its use a swapped unit is fetched."""
+SWAP_AHEAD = 1
+"""How many compute actions before its use a swapped unit is fetched. One unit is then in use and one on its way; with 2
+a third would be there, which only pays where a swap takes longer than a forward."""
 
 
 def lower(
