@@ -19,8 +19,6 @@ from vpipe.errors import UserError
 from vpipe.launch.container import MARK, NONE, Container, command_inside, wrap
 from vpipe.launch.ssh import Launch, run
 
-pytestmark = pytest.mark.xdist_group("container")
-
 PYTHON = ["python3", "-m", "vpipe"]
 
 

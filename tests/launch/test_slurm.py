@@ -29,7 +29,6 @@ TRAINING = (
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("slurm"),
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(missing()), reason=missing() or "SLURM is here"),
 ]

@@ -22,7 +22,7 @@ from vpipe.launch.hosts import Node, nodes
 from vpipe.launch.remote import Hello
 from vpipe.launch.ssh import Launch, command, from_config, order, run
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("ssh")]
+pytestmark = pytest.mark.timeout(120)
 needs_sshd = pytest.mark.skipif(bool(missing()), reason=missing() or "sshd is here")
 
 LAUNCHER = """
