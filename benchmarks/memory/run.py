@@ -6,8 +6,6 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +15,6 @@ import common
 WIDTH, ROWS = 512, 64
 
 
-def live_bytes(step: Callable[[], Any], *but: Any) -> int:
-    """The most bytes of living storages that operations of ``step`` have made, ``but`` for those of some tensors."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Live(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sizes: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in but}
-            self.now = self.peak = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = function(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(tensor, torch.Tensor):
-                    self.add(tensor.untyped_storage())
-            return result
-
-        def add(self, storage: Any) -> None:
-            key = storage._cdata
-            if key not in self.sizes:
-                self.sizes[key] = storage.nbytes()
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.drop, key)
-
-        def drop(self, key: int) -> None:
-            self.now -= self.sizes.pop(key, 0)
-
-    with Live() as live:
-        step()
-    return live.peak
-
-
 def rank(task: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
@@ -58,6 +22,7 @@ def rank(task: dict[str, Any]) -> None:
     from torch import nn
 
     from vpipe import Pipeline
+    from vpipe.runtime.live import LiveBytes
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -77,7 +42,9 @@ def rank(task: dict[str, Any]) -> None:
     x, y = torch.randn(ROWS * m, WIDTH), torch.randn(ROWS * m, WIDTH)
     pipe.train_step(x, y)
     gc.collect()
-    common.answer(task, live_bytes(lambda: pipe.train_step(x, y), x, y))
+    with LiveBytes(x, y) as live:
+        pipe.train_step(x, y)
+    common.answer(task, live.peak)
     dist.barrier()
     dist.destroy_process_group()
 

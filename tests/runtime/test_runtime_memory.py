@@ -12,10 +12,10 @@ import torch
 from runtime_models import CLASSES, build
 from runtime_support import Case, pipeline
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vpipe import Pipeline
 from vpipe.runtime.engine import Engine
+from vpipe.runtime.live import LiveBytes
 
 WIDE = 64
 
@@ -27,33 +27,6 @@ def quick_collections() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of storages that operations under it have made and that are still alive, ``but`` for some."""
-
-    def __init__(self, *but: Tensor) -> None:
-        super().__init__()
-        self._sizes: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in but}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._drop, key)
-
-    def _drop(self, key: int) -> None:
-        self.now -= self._sizes.pop(key, 0)
 
 
 def _peaks(num_microbatches: int, schedule: str, recompute: float = 0.0) -> int:
@@ -70,7 +43,7 @@ def _peaks(num_microbatches: int, schedule: str, recompute: float = 0.0) -> int:
         recompute=recompute,
     )
     x, y = torch.randn(32 * num_microbatches, WIDE), torch.randn(32 * num_microbatches, WIDE)
-    tracker = Live(x, y)
+    tracker = LiveBytes(x, y)
     run = Engine.run
 
     def counted(self: Engine, *arguments: Any) -> Any:

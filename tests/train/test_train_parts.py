@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import operator
 from pathlib import Path
@@ -305,3 +306,16 @@ def test_replicas_count(tmp_path: Path) -> None:
 def test_replicas_per_stage(replicas: list[int], tmp_path: Path) -> None:
     found = run(tiny({"parallel.replicas": replicas, "parallel.scheduler": "pipedream"}), tmp_path)
     assert found.trainer.iteration == (4 if replicas == [2, 2] else 8)
+
+
+def test_the_tensors_of_a_step_are_counted(tmp_path: Path) -> None:
+    """Where a process is one rank: bytes by what they are for, the same in every run."""
+    config = tiny({"parallel.model_parallel_size": 1, "observe.trace": True, "training.max_iterations": 3})
+    seen = []
+    for name in ("one", "two"):
+        steps = (run(config, tmp_path / name).directory / "events" / "rank0.jsonl").read_text().splitlines()
+        memory = [json.loads(line)["memory"] for line in steps if '"memory"' in line]
+        assert "in_step" not in memory[0]
+        seen.append({key: memory[-1][key] for key in ("weights", "optimizer", "in_step")})
+    assert seen[0] == seen[1]
+    assert seen[0]["in_step"] > seen[0]["weights"], "gradients alone are as large as the weights"

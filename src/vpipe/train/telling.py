@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import time
 from typing import Any
 
 import psutil
+from torch import Tensor
 
 from vpipe.observe.console import Console
 from vpipe.observe.dashboard import Dashboard
 from vpipe.observe.loggers import LOGGERS
 from vpipe.observe.recorder import Recorder
 from vpipe.runtime.engine import Engine, Record
+from vpipe.runtime.live import LiveBytes
+from vpipe.runtime.weights import count_bytes
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, version_table
@@ -26,6 +30,7 @@ from vpipe.train.rundir import Journal
 from vpipe.train.session import Session
 
 KINDS = tuple(Kind)
+COUNTED_STEP = 2
 
 
 class Teller:
@@ -44,6 +49,8 @@ class Teller:
         engines = session.pipeline.engines if self._observe.trace else []
         self._recorders = [Recorder(directory, engine.rank) for engine in engines]
         self._recorded: Program | None = None
+        self._live: LiveBytes | None = None
+        self._num_steps = 0
 
     def say(self, text: str) -> None:
         if self._console is not None:
@@ -57,6 +64,15 @@ class Teller:
         if self.is_leader and self._observe.dashboard:
             self._page = Dashboard(self._directory).start()
             self.say(f"live page: {self._page.url}")
+
+    def counted(self) -> AbstractContextManager[Any]:
+        """Around a training step: the second one is counted, when optimizers have their states and others warm up."""
+        self._num_steps += 1
+        alone = [type(engine) for engine in self._session.pipeline.engines] == [Engine]
+        if self._num_steps != COUNTED_STEP or not self._recorders or not alone:
+            return nullcontext()
+        self._live = LiveBytes()
+        return self._live
 
     def iteration(self, line: Mapping[str, Any]) -> None:
         """A training iteration ended, on all ranks."""
@@ -92,7 +108,20 @@ class Teller:
             for recorder in self._recorders:
                 recorder.versions = versions
         for recorder, engine in zip(self._recorders, pipeline.engines, strict=True):
-            recorder.record(pipeline.step - 1, iteration, trace.records[engine.rank], _memory(engine))
+            recorder.record(pipeline.step - 1, iteration, trace.records[engine.rank], self._memory(engine))
+
+    def _memory(self, engine: Engine) -> dict[str, int]:
+        """Bytes by what they are for, as far as they are known, and the number of weight versions."""
+        stages = engine.stages.values()
+        weights = [p for stage in stages for p in stage.weights.parameters.values()]
+        states = [state for made in engine.updater.optimizers.values() for state in made.state.values()]
+        found = {
+            "rss": psutil.Process().memory_info().rss,
+            "weights": count_bytes(weights),
+            "versions": max(getattr(stage.weights, "most_versions", 1) for stage in stages),
+            "optimizer": count_bytes([each for state in states for each in state.values() if isinstance(each, Tensor)]),
+        }
+        return found if self._live is None else found | {"in_step": self._live.peak}
 
     def _details(self, iteration: int) -> None:
         """One line per rank: what its time went to."""
@@ -121,13 +150,6 @@ class Teller:
                 end.close()
         if self._page is not None:
             self._page.stop()
-
-
-def _memory(engine: Engine) -> dict[str, int]:
-    stages = engine.stages.values()
-    weights = sum(p.numel() * p.element_size() for stage in stages for p in stage.weights.parameters.values())
-    versions = max(getattr(stage.weights, "most_versions", 1) for stage in stages)
-    return {"rss": psutil.Process().memory_info().rss, "weights": weights, "versions": versions}
 
 
 def _spent(records: Sequence[Record]) -> list[float]:

@@ -8,7 +8,6 @@ Every rank runs this loop in the same order.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -104,7 +103,8 @@ class Trainer:
         units = self._read(positions) if session.reads_data else None
         name = f"profiler_{session.config.parallel.scheduler}"
         watched = self._profiles(self.iteration)
-        with profiled(pipeline.engines, self.directory / name) if watched else nullcontext():
+        around = profiled(pipeline.engines, self.directory / name) if watched else self.teller.counted()
+        with around:
             loss = pipeline.train_step(
                 units.inputs() if units else None,
                 units.targets() if units else None,

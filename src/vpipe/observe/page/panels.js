@@ -40,12 +40,13 @@ function memoryTable(data) {
   const planned = (row, term) => (row.planned ? bytes(row.planned[term]) : DASH);
   const predicted = table(["stage", "rank", "weights", "versions", "kept versions", "microbatches held", ...terms.map((term) => "plan: " + term.replaceAll("_", " "))],
     stages.map((row) => [row.stage, row.ranks.join(" "), bytes(row.weights), row.versions, bytes(row.version_bytes), row.in_flight, ...terms.map((term) => planned(row, term))]));
+  const titles = { rss: "process", in_step: "activations and gradients" };
   const keys = [...new Set(ranks.flatMap((row) => Object.keys(row)))];
   const most = (row) => Math.max(row.peak || 0, row.rss || 0, row.allocated || 0, row.weights || 0);
   const top = Math.max(1, ...ranks.map(most));
   const bar = (row) => h("div.bar", { role: "img", "aria-label": "weights and the rest" }, [["accent", row.weights || 0, "weights"], ["busy", Math.max(0, most(row) - (row.weights || 0)), "activations and the rest"]].map(([name, value, label]) => h("i", { title: label + " " + bytes(value), style: { width: (100 * value) / top + "%", background: `var(--${name})` } })));
   const cell = (row, name) => (name === "versions" && row[name] < 4096 ? String(row[name]) : bytes(row[name]));
-  const measured = keys.length ? table(["rank", "weights, then the rest", ...keys.map((name) => (name === "rss" ? "process" : name.replaceAll("_", " ")))],
+  const measured = keys.length ? table(["rank", "weights, then the rest", ...keys.map((name) => titles[name] || name.replaceAll("_", " "))],
     ranks.map((row, rank) => [rank, bar(row), ...keys.map((name) => cell(row, name))]), { wide: [1] }) : h("p.faint", null, "nothing recorded");
   return h("div", null, h("h3", null, "predicted, per stage"), predicted, h("h3", null, "measured, the most of each rank"), measured);
 }
