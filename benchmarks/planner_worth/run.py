@@ -7,6 +7,7 @@ sleep for as long as the real ones compute, so that four of them fit on two core
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +21,8 @@ import common
 RANKS, MICROBATCHES = 4, 8
 ROWS = (16, 8, 4, 2)
 """Rows of a microbatch; where memory is short, PipeDream's way is the first of the smaller ones that fits."""
-LONGEST = 0.030
+TIMES = ("forward", "input_grad", "weight_grad", "update")
+LONGEST = 0.050
 """Seconds that the slowest layer's forward is stretched or shrunk to."""
 MODELS: dict[str, dict[str, Any]] = {
     "gpt, big vocabulary": {"name": "gpt", "hidden_size": 192, "num_layers": 10, "num_heads": 4, "vocab_size": 16000},
@@ -53,34 +55,43 @@ def rank(task: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if "config" in task:
-        wanted = PipelineConfig.from_dict(task["config"])
-        data = load_data(wanted)
-        model = load_model(wanted, data.vocab_size)
-        unit = first_unit(wanted, data).batches[0]
-        how = Measuring(model.loss, lambda ps: torch.optim.Adam(ps), task["repeats"])
-        layers, size = measure_layers(model.layers, unit.inputs, unit.targets, how)
-        common.answer(task, Profile(tuple(layers), size, microbatch_rows=task["rows"]).to_json())
+    if "configs" in task:
+        found: dict[str, list[Any]] = {rows: [] for rows in task["configs"]}
+        for _ in range(task["passes"]):  # in turn: a machine that gets slower is slow for all sizes
+            for rows, config in task["configs"].items():
+                wanted = PipelineConfig.from_dict(config)
+                data = load_data(wanted)
+                model = load_model(wanted, data.vocab_size)
+                unit = first_unit(wanted, data).batches[0]
+                how = Measuring(model.loss, lambda ps: torch.optim.Adam(ps), task["repeats"])
+                dist.barrier()
+                layers, size = measure_layers(model.layers, unit.inputs, unit.targets, how)
+                found[rows].append(Profile(tuple(layers), size, microbatch_rows=int(rows)).to_json())
+        common.answer(task, found)
     else:
-        count = task["microbatches"] * task["batches"]
+        chains = [task["microbatches"] * batches for batches in task["batches"]]
         pipe = Pipeline(
             [SleepLayer(*times) for times in task["times"]],
             lambda output, target: output.sum() * 0,
             schedule=task["schedule"],
-            num_microbatches=count,
+            num_microbatches=chains[-1],
             optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0),
             partition=task["partition"],
             recompute=set(task["recompute"]),
         )
-        x = torch.zeros(count, 16)
-        found = []
+        seconds = []
         for repeat in range(task["repeats"] + 1):
-            dist.barrier()
-            begin = time.perf_counter()
-            pipe.train_step(x, x)
+            taken = []
+            for count in chains:
+                x = torch.zeros(count, 16)
+                dist.barrier()
+                begin = time.perf_counter()
+                pipe.train_step(x, x, num_microbatches=count)
+                taken.append(time.perf_counter() - begin)
+            more = task["batches"][-1] - task["batches"][0]
             if repeat:
-                found.append(time.perf_counter() - begin)
-        common.answer(task, found)
+                seconds.append((taken[-1] - taken[0]) / more if more else taken[0])
+        common.answer(task, seconds)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -99,10 +110,22 @@ def measured(profile: Any, layout: Any, schedule: str, microbatches: int, repeat
         "microbatches": microbatches,
         "repeats": repeats,
     }
-    if schedule != "pipedream":
-        return common.summary(common.launch(__file__, RANKS, task | {"batches": 1})[0])
-    few, many = (common.launch(__file__, RANKS, task | {"batches": n})[0] for n in (2, 4))
-    return common.summary([(b - a) / 2 for a, b in zip(few, many, strict=True)])
+    chains = [2, 4] if schedule == "pipedream" else [1]
+    return common.summary(common.launch(__file__, RANKS, task | {"batches": chains})[0])
+
+
+def middle(passes: list[Any]) -> Any:
+    """The medians of several profiles of one model."""
+    from vpipe.plan.costs import profile_from_json
+
+    found = [profile_from_json(each) for each in passes]
+    layers = iter(zip(*(profile.layers for profile in found), strict=True))
+
+    def times(_: Any) -> list[float]:
+        alike = next(layers)
+        return [statistics.median(getattr(layer, name) for layer in alike) for name in TIMES]
+
+    return _with_times(found[0], times)
 
 
 def stretched(profiles: dict[int, Any]) -> dict[int, Any]:
@@ -122,8 +145,7 @@ def charged(profile: Any, schedule: str, microbatches: int) -> Any:
 
 
 def _with_times(profile: Any, times: Callable[[Any], list[float]]) -> Any:
-    names = ("forward", "input_grad", "weight_grad", "update")
-    layers = (replace(layer, **dict(zip(names, times(layer), strict=True))) for layer in profile.layers)
+    layers = (replace(layer, **dict(zip(TIMES, times(layer), strict=True))) for layer in profile.layers)
     return replace(profile, layers=tuple(layers))
 
 
@@ -249,16 +271,13 @@ def main() -> None:
     if arguments.rank_task:
         rank(json.loads(arguments.rank_task))
         return
-    from vpipe.plan.costs import profile_from_json
-
     repeats = 2 if arguments.quick else 5
-    found: dict[str, dict[int, Any]] = {}
-    for name in list(MODELS)[:1] if arguments.quick else MODELS:
-        for rows in ROWS[:2] if arguments.quick else ROWS:
-            task = {"config": config(name, rows), "rows": rows, "repeats": 3 if arguments.quick else 15}
-            profile = profile_from_json(common.launch(__file__, 2, task)[0])
-            found.setdefault(name, {})[rows] = profile
-    profiles = {name: stretched(each) for name, each in found.items()}
+    sizes, names = (ROWS[:2], list(MODELS)[:1]) if arguments.quick else (ROWS, list(MODELS))
+    profiles = {}
+    for name in names:
+        task = {"configs": {rows: config(name, rows) for rows in sizes}, "repeats": 4 if arguments.quick else 8}
+        found = common.launch(__file__, 2, task | {"passes": 1 if arguments.quick else 3})[0]
+        profiles[name] = stretched({int(rows): middle(each) for rows, each in found.items()})
     result = {
         "question": "planner_worth",
         "balance": {name: balance(each[ROWS[0]], repeats) for name, each in profiles.items()},
