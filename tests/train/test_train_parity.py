@@ -75,7 +75,7 @@ def test_every_model(model: str, scheduler: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"training.precision": "bf16"},
+        {"training.precision": "bf16", "model.extra.dropout": 0.1},
         {"parallel.data_parallel_size": 2},
         {"parallel.recompute": 1.0},
         {"training.optimizer": "lamb"},

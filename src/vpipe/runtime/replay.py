@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,7 @@ class Replay:
         seed: int = 0,
         tied: Sequence[TiedWeight] = (),
         clip_norm: float | None = None,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         replicas: Sequence[int] | None = None,
     ) -> None:
         self.flow = flow
@@ -58,6 +60,7 @@ class Replay:
         self._seed = seed
         self._tied = tied
         self._clip_norm = clip_norm
+        self._autocast = autocast
         self._replicas = list(replicas or [1] * flow.num_stages)
         self._parameters = [self._of_stage(stage) for stage in range(flow.num_stages)]
         trained = [[p for p in named.values() if p.requires_grad] for named in self._parameters]
@@ -112,9 +115,18 @@ class Replay:
 
     def _forward_backward(self, leaves: Mapping[str, Tensor], unit: ReplayUnit, number: int) -> list[list[float]]:
         """Per stage, what its layers and the loss function add to the unit's loss."""
+        parts_of_loss: list[list[float]] = [[] for _ in self.flow.bounds]
+        with self._autocast():
+            loss = self._forward(leaves, unit, number, parts_of_loss)
+        if loss.requires_grad:
+            (loss * unit.weight).backward()
+        return parts_of_loss
+
+    def _forward(
+        self, leaves: Mapping[str, Tensor], unit: ReplayUnit, number: int, parts_of_loss: list[list[float]]
+    ) -> Any:
         values = dict(bind_inputs(self.flow, unit.inputs))
         added: list[Tensor] = []
-        parts_of_loss: list[list[float]] = [[] for _ in self.flow.bounds]
         for layer, module in self.modules.items():
             module.train()
             seed_layer(self._seed, self._num_units + number, layer)
@@ -138,9 +150,7 @@ class Replay:
         parts_of_loss[-1].append(float(loss.detach()))
         for scalar in added:
             loss = loss + scalar
-        if loss.requires_grad:
-            (loss * unit.weight).backward()
-        return parts_of_loss
+        return loss
 
     def _read(self, values: Mapping[Value, Any], value: Value) -> Any:
         """A value of several readers is given to each by an edge of its own: gradients are added reader by reader."""

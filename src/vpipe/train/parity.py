@@ -126,6 +126,7 @@ def sequential(session: Session, steps: int) -> dict[str, Tensor]:
         seed=config.training.seed,
         tied=session.model.tied,
         clip_norm=config.training.gradient_clipping or None,
+        autocast=autocast(config.training),
         replicas=[len(ranks) for ranks in program.placement.ranks_of],
     )
     weights = pipeline.programs.gradient_weights(program)
@@ -136,8 +137,7 @@ def sequential(session: Session, steps: int) -> dict[str, Tensor]:
             ReplayUnit(batch.inputs, batch.targets, shares[k] if weights is None else weights[k], shares[k])
             for k, batch in enumerate(units.batches)
         ]
-        with autocast(config.training)():
-            loss = replay.run(program, given)
+        loss = replay.run(program, given)
         seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
         seen |= {f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in replay.state_dict().items()}
     return seen
