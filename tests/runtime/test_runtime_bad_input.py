@@ -15,6 +15,8 @@ from torch import nn
 from vpipe import Layer, Pipeline, UserError
 from vpipe.layer import TiedWeight
 from vpipe.runtime.update import LossScale
+from vpipe.schedule import catalog
+from vpipe.schedule.lower import lower
 
 mse = nn.functional.mse_loss
 sgd: Callable[[Any], Any] = lambda ps: torch.optim.SGD(ps, lr=0.1)  # noqa: E731
@@ -187,3 +189,13 @@ def test_sharing_that_is_declared() -> None:
     pipe.train_step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
     state = pipe.state_dict()
     assert torch.equal(state["0.weight"], state["3.weight"])
+
+
+@pytest.mark.parametrize(("option", "kind"), [("recompute", "R"), ("swap", "OUT")])
+def test_a_lowered_program_says_itself_what_is_recomputed_and_swapped(option: str, kind: str) -> None:
+    program = lower(catalog.build("gpipe", 2, 4))
+    with pytest.raises(
+        UserError, match=f"{option} names layers of stage 0, but the lowered program has no {kind} there"
+    ):
+        _train(_layers(), schedule=program, **{option: 1.0})
+    _train(_layers(), schedule=program)

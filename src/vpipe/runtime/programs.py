@@ -171,7 +171,9 @@ class Programs:
 
     def _finish(self, program: Program, recompute: Collection[int] = (), swap: Collection[int] = ()) -> Program:
         program = replace(program, skips=self._flow.skips())
-        if not is_lowered(program):
+        if is_lowered(program):
+            self._check_lowered(program, {Kind.R: recompute, Kind.OUT: swap})
+        else:
             program = lower(program, recompute_stages=recompute, swap_stages=swap)
         if self.synchronous:
             program = updates_last(program)
@@ -181,6 +183,18 @@ class Programs:
                 f"({len(violations)} in all; 'vpipe verify' lists them)"
             )
         return program
+
+    def _check_lowered(self, program: Program, wanted: Mapping[Kind, Collection[int]]) -> None:
+        """A program that says all itself must also say what is recomputed and swapped."""
+        has = {(action.kind, action.stage) for _, action in program.actions()}
+        for kind, stages in wanted.items():
+            for stage in sorted(stages):
+                if (kind, stage) not in has:
+                    option = "recompute" if kind is Kind.R else "swap"
+                    raise UserError(
+                        f"{option} names layers of stage {stage}, but the lowered program has no {kind} there; "
+                        "give the program without communication, which is then lowered here, or add those actions"
+                    )
 
     def num_updates(self, program: Program) -> int:
         """How many updates stage 0 makes."""
