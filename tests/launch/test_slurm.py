@@ -144,7 +144,7 @@ def test_a_requeued_job_without_a_checkpoint_begins_anew(
     assert code == 0, output
     job = job_number(output)
     log = tmp_path / f"slurm-{job}.out"
-    until(lambda: "rank 3/4" in text(log), log)
+    until(lambda: text(log).count("resume None") == 4, log)
     cluster.call("scontrol", "requeue", str(job))
     hasten(cluster, job)
     cluster.wait(job, "COMPLETED")

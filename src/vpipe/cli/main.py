@@ -100,10 +100,12 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         code = cli.main(args=list(args) if args is not None else None, prog_name="vpipe", standalone_mode=False)
         sys.stdout.flush()
     except UserError as error:
-        if os.environ.get("VPIPE_DEBUG") or sys.excepthook is not sys.__excepthook__:
-            raise  # a rank that has met the others has a hook: it knows which of them speaks
         from vpipe.launch import environment
 
+        if os.environ.get("VPIPE_DEBUG") or (
+            environment.rank() is not None and sys.excepthook is not sys.__excepthook__
+        ):
+            raise  # a rank that has met the others has a hook: it knows which of them speaks
         environment.let_rank_0_speak()
         _fail(str(error), getattr(error, "exit_code", 2))
     except click.exceptions.NoArgsIsHelpError as error:
