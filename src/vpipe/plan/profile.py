@@ -31,6 +31,7 @@ from vpipe.plan.transfer import Nothing
 from vpipe.runtime.flow import Flow, Value, bind_inputs, resolve
 from vpipe.runtime.region import Pending, Run, detached
 from vpipe.runtime.stage import Loss, Stage, StageOptions, Unit
+from vpipe.runtime.weights import count_bytes
 from vpipe.runtime.wire import flatten
 
 WARM_UP = 2
@@ -87,7 +88,7 @@ def measure_layers(
     """The cost of every layer for one microbatch, and the bytes of the microbatch itself."""
     flow = resolve(layers, [1] * len(layers))
     values = {value: given for value, given in bind_inputs(flow, inputs).items() if _readers(flow, value)}
-    input_bytes = sum(num_bytes(given) for given in values.values())
+    input_bytes = sum(_num_bytes(given) for given in values.values())
     nothing = _time_of_nothing(measuring)
     known: dict[object, tuple[LayerCost, dict[str, Any]]] = {}
     costs: list[LayerCost] = []
@@ -153,7 +154,7 @@ def _measure(
         weight_grad=weight_grad,
         saved_bytes=saved.total,
         boundary_bytes=0,
-        parameter_bytes=sum(num_bytes(p) for p in module.parameters()),
+        parameter_bytes=count_bytes(list(module.parameters())),
         optimizer_bytes=optimizer_bytes,
         update=update,
         spread=whole.spread,
@@ -217,7 +218,7 @@ def _update(stage: Stage, measuring: Measuring) -> tuple[int, float]:
         optimizer.step()
         times.append(perf_counter() - begin)
     tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(num_bytes(tensor) for tensor in tensors), median(times)
+    return count_bytes(tensors), median(times)
 
 
 def _time_of_nothing(measuring: Measuring) -> Round:
@@ -263,7 +264,7 @@ def _readers(flow: Flow, value: Value) -> list[int]:
 def _crossing(flow: Flow, index: int, values: Values) -> int:
     """Bytes of everything that a layer behind this one still reads."""
     later = {value for reads in flow.reads[index + 1 :] for value in reads if value[1] <= index}
-    return sum(num_bytes(values[value]) for value in later)
+    return sum(_num_bytes(values[value]) for value in later)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -272,6 +273,6 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def num_bytes(value: Any) -> int:
+def _num_bytes(value: Any) -> int:
     """Bytes of all tensors of a value."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))
+    return count_bytes(_tensors(value))
