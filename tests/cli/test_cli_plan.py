@@ -232,3 +232,13 @@ def test_nothing_is_measured_for_a_file_that_cannot_be_written(here: Any) -> Non
     found = here("profile", "tiny.yaml", "-o", "no/profile.json")
     assert found.code == 2
     assert "no/profile.json cannot be written: there is no directory no" in found.err
+
+
+def test_a_run_keeps_the_plan_it_follows(here: Any) -> None:
+    from vpipe.config import load
+    from vpipe.train import rundir
+
+    Path("plan.json").write_text('{"partition": [3, 3], "schedule": "1f1b", "num_ranks": 2}')
+    made = rundir.create(load("tiny.yaml", ("parallel.partition=plan.json",)).config, Path("run"))
+    assert (made / "plan.json").read_text() == Path("plan.json").read_text()
+    assert not (rundir.create(load("tiny.yaml").config, Path("other")) / "plan.json").exists()
