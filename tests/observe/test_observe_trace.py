@@ -59,6 +59,7 @@ def test_a_truncated_trace_is_one_sentence(make_run: MakeRun, tmp_path: Path) ->
         programs(broken)
 
 
+@pytest.mark.slow
 def test_a_large_run_fits(make_run: MakeRun) -> None:
     written = write_report(make_run("1f1b", 8, 64, steps=20))
     assert written.report.stat().st_size < MAX_BYTES
