@@ -1,10 +1,5 @@
 """GPT as a list of layers: OurGPipe's (free head size, low-rank feed-forward, untied head) and GPT-2's (tied head, its
-initialisation).
-
-Each block is one layer, or two with ``split``, so that a partition can cut between attention and feed-forward. The
-final norm and the head are the last layer: logits are the largest tensor of a language model and never leave the last
-stage.
-"""
+initialisation)."""
 
 from __future__ import annotations
 
@@ -14,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vpipe.layer import Layer, TiedWeight
-from vpipe.models.losses import TokenCount, TokenLoss
-from vpipe.models.model import Model, seed_layers, tie
+from vpipe.models.causal import causal, sized
+from vpipe.models.model import Model
 from vpipe.models.sizes import fits, head_size_of, positive
 
 
@@ -84,18 +78,6 @@ class FeedForward(nn.Module):
         return x + self.dropout(self.down(self.activation(self.up(self.norm(x)))))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
-    """Attention, then feed-forward."""
-
-    def __init__(self, attention: nn.Module, feed_forward: nn.Module) -> None:
-        super().__init__()
-        self.attention, self.feed_forward = attention, feed_forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.feed_forward(self.attention(x))
-        return y
-
-
 class Head(nn.Module):
     """The final norm and the projection onto the vocabulary."""
 
@@ -151,24 +133,15 @@ def gpt(
     residual_std = std / (2 * num_layers) ** 0.5 if scaled_residuals else std
     attention = partial(Attention, hidden_size, num_heads, head_size, dropout, std, residual_std)
     feed_forward = partial(FeedForward, hidden_size, 4 * hidden_size, ff_low_rank, dropout, std, residual_std)
-    layers = [
-        Layer(
-            partial(Embedding, vocab_size, sequence_length, hidden_size, dropout), reads=("tokens",), name="embedding"
-        )
-    ]
-    for block in range(num_layers):
-        if split:
-            layers.append(Layer(attention, name=f"attention {block}", cost_key="attention"))
-            layers.append(Layer(feed_forward, name=f"feed-forward {block}", cost_key="feed-forward"))
-        else:
-            layers.append(Layer(partial(_block, attention, feed_forward), name=f"block {block}", cost_key="block"))
-    layers.append(Layer(partial(Head, hidden_size, vocab_size), name="head"))
-    weights = (TiedWeight(((0, "tokens.weight"), (len(layers) - 1, "projection.weight"))),) if tied else ()
-    return Model(
-        layers=tie(seed_layers(layers, seed), weights),
-        loss=TokenLoss(),
-        count=TokenCount(),
-        tied=weights,
+    return causal(
+        partial(Embedding, vocab_size, sequence_length, hidden_size, dropout),
+        attention,
+        feed_forward,
+        partial(Head, hidden_size, vocab_size),
+        num_layers=num_layers,
+        split=split,
+        tied=tied,
+        seed=seed,
         sequence_length=sequence_length,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -176,32 +149,15 @@ def gpt(
     )
 
 
-def _block(attention: partial[Attention], feed_forward: partial[FeedForward]) -> Block:
-    return Block(attention(), feed_forward())
-
-
-def gpt2(
-    *,
-    vocab_size: int = 50257,
-    hidden_size: int = 768,
-    num_layers: int = 12,
-    num_heads: int = 12,
-    sequence_length: int = 1024,
-    dropout: float = 0.1,
-    tied: bool = True,
-    split: bool = False,
-    seed: int = 0,
-) -> Model:
-    """GPT-2; the defaults are its smallest size."""
-    return gpt(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        sequence_length=sequence_length,
-        dropout=dropout,
-        tied=tied,
-        split=split,
-        scaled_residuals=True,
-        seed=seed,
-    )
+gpt2 = sized(
+    gpt,
+    "GPT-2; the defaults are its smallest size.",
+    vocab_size=50257,
+    hidden_size=768,
+    num_layers=12,
+    num_heads=12,
+    sequence_length=1024,
+    dropout=0.1,
+    tied=True,
+    scaled_residuals=True,
+)

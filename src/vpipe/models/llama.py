@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe.errors import UserError
-from vpipe.layer import Layer, TiedWeight
-from vpipe.models.gpt import Block, initialised
-from vpipe.models.losses import TokenCount, TokenLoss
-from vpipe.models.model import Model, seed_layers, tie
+from vpipe.models.causal import causal
+from vpipe.models.gpt import initialised
+from vpipe.models.model import Model
 from vpipe.models.sizes import head_size_of, positive
 
 
@@ -122,10 +121,6 @@ def linear(size_in: int, size_out: int) -> nn.Linear:
     return initialised(nn.Linear(size_in, size_out, bias=False), 0.02)
 
 
-def _block(attention: partial[Attention], feed_forward: partial[SwiGLU]) -> Block:
-    return Block(attention(), feed_forward())
-
-
 def llama(
     *,
     vocab_size: int,
@@ -159,20 +154,15 @@ def llama(
     inner = intermediate_size or -(-8 * hidden_size // (3 * 32)) * 32
     attention = partial(Attention, hidden_size, num_heads, num_kv_heads, head_size, rms_norm_eps, rope_theta)
     feed_forward = partial(SwiGLU, hidden_size, inner, rms_norm_eps)
-    layers = [Layer(partial(TokenEmbedding, vocab_size, hidden_size), reads=("tokens",), name="embedding")]
-    for block in range(num_layers):
-        if split:
-            layers.append(Layer(attention, name=f"attention {block}", cost_key="attention"))
-            layers.append(Layer(feed_forward, name=f"feed-forward {block}", cost_key="feed-forward"))
-        else:
-            layers.append(Layer(partial(_block, attention, feed_forward), name=f"block {block}", cost_key="block"))
-    layers.append(Layer(partial(Head, hidden_size, vocab_size, rms_norm_eps), name="head"))
-    weights = (TiedWeight(((0, "tokens.weight"), (len(layers) - 1, "projection.weight"))),) if tied else ()
-    return Model(
-        layers=tie(seed_layers(layers, seed), weights),
-        loss=TokenLoss(),
-        count=TokenCount(),
-        tied=weights,
+    return causal(
+        partial(TokenEmbedding, vocab_size, hidden_size),
+        attention,
+        feed_forward,
+        partial(Head, hidden_size, vocab_size, rms_norm_eps),
+        num_layers=num_layers,
+        split=split,
+        tied=tied,
+        seed=seed,
         sequence_length=sequence_length,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
