@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cli_answer import Answer
 
 from vpipe.cli.main import main
 from vpipe.plan.costs import LayerCost, Profile, load_profile
@@ -27,16 +28,6 @@ TINY = {
     "parallel": {"model_parallel_size": 2, "scheduler": "1f1b"},
     "launch": {"threads": 1},
 }
-
-
-class Answer:
-    """What a call printed and how it ended."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    def json(self) -> Any:
-        return json.loads(self.out)
 
 
 @pytest.fixture

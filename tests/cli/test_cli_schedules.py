@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import subprocess
@@ -11,19 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_answer import Answer
 from click.testing import CliRunner
 
 from vpipe.cli.main import COMMANDS, cli, main
-
-
-class Answer:
-    """What a call printed and how it ended."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    def json(self) -> Any:
-        return json.loads(self.out)
 
 
 @pytest.fixture
