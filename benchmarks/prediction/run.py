@@ -211,7 +211,7 @@ def main() -> None:
     if arguments.rank_task:
         rank(json.loads(arguments.rank_task))
         return
-    repeats, counts = (3, (4,)) if arguments.quick else (15, (4, 8))
+    repeats, counts = (8, (4,)) if arguments.quick else (15, (4, 8))
     models = ("gpt",) if arguments.quick else tuple(MODELS)
     sizes = (2, 4) if arguments.quick else (2, 4, 8)
     measured = [row for name in models for row in group(name, real(name), 2, counts, repeats)]

@@ -34,7 +34,7 @@ from vpipe.runtime.stage import Loss, Stage, StageOptions, Unit
 from vpipe.runtime.weights import count_bytes
 from vpipe.runtime.wire import flatten
 
-WARM_UP = 2
+WARM_UP = 5
 """Rounds that are not counted: first touches of memory, and what libraries set up."""
 
 Values = Mapping[Value, Any]
@@ -107,6 +107,11 @@ def measure_layers(
     return costs, input_bytes
 
 
+def _module(layer: Layer) -> nn.Module:
+    """A module of our own: what the user has given stays as it is."""
+    return copy.deepcopy(layer.module) if isinstance(layer.module, nn.Module) else layer.build()
+
+
 def _signature(flow: Flow, index: int, values: Values) -> object:
     """Layers with equal signatures cost the same. The last one has the loss, so it is like no other."""
     layer = flow.layers[index]
@@ -133,8 +138,7 @@ def _measure(
     flow: Flow, index: int, values: Values, targets: Any, measuring: Measuring, nothing: Round
 ) -> tuple[LayerCost, dict[str, Any]]:
     """One layer's cost (what crosses the cut behind it is not known here), and what it writes."""
-    layer = flow.layers[index]
-    module = copy.deepcopy(layer.module) if isinstance(layer.module, nn.Module) else layer.build()
+    module = _module(flow.layers[index])
     stage = _stage(flow, index, module, measuring, splits=False)
     saved = _SavedBytes(module)
     with saved.watching():
