@@ -55,6 +55,7 @@ def large_problem(seed: int, num_layers: int, num_stages: int) -> tuple[Profile,
             versions=num_stages - s if asynchronous else 1,
             memory=1.0,
             speed=rng.choice([1.0, 1.0, 0.8]),
+            waiting=1 if asynchronous else rng.choice([1, 1, 2, 3]),
         )
         for s in range(num_stages)
     ]

@@ -67,6 +67,7 @@ def random_problem(
             versions=n if asynchronous else 1,
             memory=float("inf") if rng.random() < 0.05 else int(full * tight * rng.choice([1, 1, 1.3])) + 1,
             speed=rng.choice([1.0, 1.0, 1.5, 0.4]),
+            waiting=rng.choice([1, 1, 1, 2, 3]),
         )
         for n, full in zip(units, plain, strict=True)
     )
@@ -200,11 +201,11 @@ def milp(problem: Problem, time_limit: float = 300.0) -> float | None:
                 fixed = (facts.versions + 1) * layers[i].parameter_bytes + layers[i].optimizer_bytes + n * saved
                 terms += [
                     fixed / unit * on[i, s],
-                    (1 - n) * saved / unit * again[i, s],
+                    (facts.recomputed - n) * saved / unit * again[i, s],
                     n * cut[i] / unit * starts[i, s],
                 ]
                 if swapped:
-                    terms.append((min(n, 2) - n) * saved / unit * swapped[i, s])
+                    terms.append((facts.resident - n) * saved / unit * swapped[i, s])
             for side in (s, s + 1):
                 if 0 < side < count:
                     terms += [2.0 * cut[i] / unit * cuts[i, side] for i in range(1, num_layers)]

@@ -54,6 +54,13 @@ def test_two_units_of_a_swapped_layer_are_resident() -> None:
     assert memory([K, K, K, S], units=1).swapped == 400
 
 
+def test_units_whose_weight_gradient_waits_are_not_let_go() -> None:
+    facts = StageFacts(units=4, waiting=2)
+    terms = stage_memory(PROFILE, 0, 4, [R, K, K, S], facts, first=True, last=True)
+    once = stage_memory(PROFILE, 0, 4, [R, K, K, S], StageFacts(units=4), first=True, last=True)
+    assert (terms.recomputed, terms.swapped) == (2 * once.recomputed, 3 * 400)
+
+
 def test_the_ends_of_the_pipe_have_no_buffers() -> None:
     assert memory([K, K, K, K], first=True, last=True).buffers == 0
     assert memory([K, K, K, K], last=True).buffers == 2 * 5

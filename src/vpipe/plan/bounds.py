@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vpipe.plan.costs import Profile
 from vpipe.plan.knapsack import Knapsack
-from vpipe.plan.memory import SWAP_RESIDENT, StageFacts, num_actions
+from vpipe.plan.memory import StageFacts, num_actions
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -78,22 +78,23 @@ class StageBounds:
 
     def _least_units(self) -> int:
         if self.recompute:
-            return 1
-        return self.units if self.swap_bandwidth is None else SWAP_RESIDENT
+            return self.facts.recomputed
+        return self.units if self.swap_bandwidth is None else self.facts.resident
 
     def _make_prices(self, saved: Floats) -> list[tuple[float, float, Floats]]:
         """(price per byte, weight of the swap lane, prefix sums of the priced layers)."""
         forward = np.array(self.forward)
         some = saved > 0
-        if not self.recompute or self.units < 2 or not some.any():
+        again, resident = self.facts.recomputed, self.facts.resident
+        if not self.recompute or self.units <= again or not some.any():
             return []
-        slopes = forward[some] / ((self.units - 1) * saved[some])
-        if self.swap_bandwidth is None or self.units <= SWAP_RESIDENT:
+        slopes = forward[some] / ((self.units - again) * saved[some])
+        if self.swap_bandwidth is None or self.units <= resident:
             pairs = [(slope, 0.0) for slope in _quantiles(slopes, _NUM_PRICES)]
             lane = np.full_like(saved, np.inf)
         else:
             lane = 2.0 * saved / self.swap_bandwidth
-            levers = _quantiles(slopes, _NUM_PRICES // 2) * self.swap_bandwidth * (self.units - SWAP_RESIDENT) / 2
+            levers = _quantiles(slopes, _NUM_PRICES // 2) * self.swap_bandwidth * (self.units - resident) / 2
             pairs = []
             # Indifferent between all three; and, where nothing is kept, between recomputing and swapping.
             for slope, lever in zip(_quantiles(slopes, _NUM_PRICES // 2), levers, strict=True):
@@ -104,9 +105,9 @@ class StageBounds:
         found = []
         for price, weight in pairs:
             if price > 0:
-                layer = np.minimum(price * self.units * saved, (1 - weight) * forward + price * saved)
+                layer = np.minimum(price * self.units * saved, (1 - weight) * forward + price * again * saved)
                 if np.isfinite(lane).all():
-                    layer = np.minimum(layer, weight * lane + price * SWAP_RESIDENT * saved)
+                    layer = np.minimum(layer, weight * lane + price * resident * saved)
                 found.append((float(price), float(weight), _prefix(layer)))
         return found
 
@@ -129,15 +130,15 @@ class StageBounds:
         """The bound by counting layers: k recomputed and j swapped must free ``need`` bytes."""
         forward, saved, largest, cut = self._table.least(start, stop)
         forward = forward / self.facts.speed
-        frees = (self.units - 1) * -largest
+        frees = (self.units - self.facts.recomputed) * -largest
         num_layers = (stop - start).astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
-            if self.swap_bandwidth is None or self.units <= SWAP_RESIDENT:
+            if self.swap_bandwidth is None or self.units <= self.facts.resident:
                 # Something is recomputed, so some segment keeps an input.
                 count = np.ceil((need + self.units * cut) / frees * (1 - _SLACK))
                 counted: Floats = np.where(np.isfinite(count), base + count * forward, base)
                 return counted
-            lane, unloads = 2.0 * saved / self.swap_bandwidth, (self.units - SWAP_RESIDENT) * -largest
+            lane, unloads = 2.0 * saved / self.swap_bandwidth, (self.units - self.facts.resident) * -largest
 
             def swap_time(recomputed: Floats) -> Floats:
                 left = np.maximum(need - recomputed * frees, 0.0)
@@ -184,6 +185,8 @@ class StageBounds:
             self.cut[start:stop],
             self.forward[start:stop],
             units=self.units,
+            recomputed=self.facts.recomputed,
+            resident=self.facts.resident,
             capacity=room,
             base=float(self.base[stop] - self.base[start]) + self.overhead,
             swap_bandwidth=self.swap_bandwidth,

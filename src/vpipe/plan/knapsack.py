@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vpipe.plan.labels import extend
-from vpipe.plan.memory import SWAP_RESIDENT, Choice
+from vpipe.plan.memory import Choice
 from vpipe.plan.repair import repair
 
 _RELATIVE = 1e-12
@@ -57,7 +57,10 @@ class _Option:
 
 
 class Knapsack:
-    """The layers of one stage: ``saved`` and ``inputs`` bytes and ``forward`` seconds of each, ``units`` in flight."""
+    """The layers of one stage: ``saved`` and ``inputs`` bytes and ``forward`` seconds of each, ``units`` in flight.
+
+    Of a recomputed layer ``recomputed`` units exist at once, of a swapped one ``resident``.
+    """
 
     def __init__(
         self,
@@ -66,6 +69,8 @@ class Knapsack:
         forward: Sequence[float],
         *,
         units: int,
+        recomputed: int = 1,
+        resident: int = 2,
         capacity: float,
         base: float,
         swap_bandwidth: float | None = None,
@@ -79,11 +84,11 @@ class Knapsack:
         """Layers priced and partial choices extended: what the effort of a search is counted in."""
         self._pricing: tuple[float, float, float, list[_Option]] | None = None
         self.capacity, self.base = capacity, base
-        swappable = swap_bandwidth is not None and units > SWAP_RESIDENT
-        self.swappable, self.recompute = swappable, recompute and units > 1
-        self.saved = saved
+        swappable = swap_bandwidth is not None and units > resident
+        self.swappable, self.recompute = swappable, recompute and units > recomputed
         self.keep = [units * s for s in saved]
-        self.resident = [SWAP_RESIDENT * s for s in saved]
+        self.again = [recomputed * s for s in saved]
+        self.resident = [resident * s for s in saved]
         self.starts = [units * i for i in inputs]
         self.forward = forward
         self.lane = [2.0 * s / swap_bandwidth for s in saved] if swappable and swap_bandwidth else [0.0] * len(saved)
@@ -131,7 +136,7 @@ class Knapsack:
             others = [swap if chosen else keep for swap, keep, chosen in zip(swaps, others, swapped, strict=True)]
         else:
             swapped = [False] * n
-        again = [price * size + on_compute * time for size, time in zip(self.saved, self.forward, strict=True)]
+        again = [price * size + on_compute * time for size, time in zip(self.again, self.forward, strict=True)]
         first = [price * size for size in self.starts]
         recompute = self.recompute
         for i in range(n - 1, -1, -1):
@@ -163,7 +168,7 @@ class Knapsack:
                 size += self.resident[i]
                 lane += self.lane[i]
             else:
-                size += self.saved[i] + (0.0 if before is Choice.RECOMPUTE else self.starts[i])
+                size += self.again[i] + (0.0 if before is Choice.RECOMPUTE else self.starts[i])
                 seconds += self.forward[i]
             before = choice
         return size, seconds, lane

@@ -38,7 +38,7 @@ def extend(
     others: list[Label] = [(0.0, 0.0, 0.0, None)]
     limit = knapsack.work + label_limit
     for i in range(knapsack.num_layers):
-        saved, start, keep, forward = knapsack.saved[i], knapsack.starts[i], knapsack.keep[i], knapsack.forward[i]
+        saved, start, keep, forward = knapsack.again[i], knapsack.starts[i], knapsack.keep[i], knapsack.forward[i]
         again: list[Label] = []
         if knapsack.recompute:
             again = [(m + saved, t + forward, x, (Choice.RECOMPUTE, p)) for m, t, x, p in recomputed]
@@ -100,8 +100,8 @@ def _completions(
             continue
         cost = min(kept, swapped) if knapsack.swappable else kept
         m, t, x, p = after_recompute[i + 1]
-        once = price * knapsack.saved[i] + on_compute * knapsack.forward[i] + recompute[i + 1]
-        joined: Completion = (m + knapsack.saved[i], t + knapsack.forward[i], x, (Choice.RECOMPUTE, p))
+        once = price * knapsack.again[i] + on_compute * knapsack.forward[i] + recompute[i + 1]
+        joined: Completion = (m + knapsack.again[i], t + knapsack.forward[i], x, (Choice.RECOMPUTE, p))
         if once < cost + other[i + 1]:
             after_recompute[i] = joined
         if once + price * knapsack.starts[i] < cost + other[i + 1]:

@@ -1,7 +1,8 @@
 """How many bytes a stage needs, stated once.
 
 The knapsack, the planner, the table shown to the user and the tests all count by this module. For a stage of layers
-``a .. b-1`` with ``N`` units in flight and ``V`` weight versions:
+``a .. b-1`` with ``N`` units in flight, ``w`` of them between the start of their backward and the end of their weight
+gradient, and ``V`` weight versions:
 
 | term           | bytes                                                                                         |
 | -------------- | --------------------------------------------------------------------------------------------- |
@@ -10,13 +11,13 @@ The knapsack, the planner, the table shown to the user and the tests all count b
 | optimizer      | optimizer state (never versioned)                                                             |
 | kept           | N × saved, over the layers that keep                                                          |
 | segment_inputs | N × cut bytes before each run of recomputed layers                                            |
-| recomputed     | saved, over the recomputed layers: the one unit whose segments are materialised before its B  |
-| swapped        | min(N, 2) × saved, over the swapped layers: one unit in use, one on its way                   |
+| recomputed     | min(N, w) × saved, over the recomputed layers: materialised before the backward               |
+| swapped        | min(N, w+1) × saved, over the swapped layers: those in use, and one on its way                |
 | buffers        | 2 × (cut before a + cut before b), without the ends of the pipe: an activation and a gradient |
 
-A run of consecutive recomputed layers is one segment: it keeps its input and nothing else. Lowering puts one ``R``
-before a unit's backward, which materialises all segments of the stage; a runtime that recomputes them one by one
-needs less, never more.
+``w`` is 1 where ``B`` computes both gradients; a zero-bubble schedule lets ``W`` wait. A run of consecutive recomputed
+layers is one segment: it keeps its input and nothing else. Lowering puts one ``R`` before a unit's backward, which
+materialises all segments of the stage; a runtime that recomputes them one by one needs less, never more.
 """
 
 from __future__ import annotations
@@ -26,9 +27,6 @@ from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 
 from vpipe.plan.costs import Profile
-
-SWAP_RESIDENT = 2
-"""Units of a swapped layer that are on the device at once."""
 
 
 class Choice(StrEnum):
@@ -51,6 +49,18 @@ class StageFacts:
     """Cap of the rank, in bytes."""
     speed: float = 1.0
     """Speed of the rank: a layer takes its profiled time divided by this."""
+    waiting: int = 1
+    """Units between the start of their backward and the end of their weight gradient, at the peak."""
+
+    @property
+    def recomputed(self) -> int:
+        """Units of a recomputed layer whose saved tensors exist at once."""
+        return min(self.units, self.waiting)
+
+    @property
+    def resident(self) -> int:
+        """Units of a swapped layer that are on the device at once: those in use, and one on its way."""
+        return min(self.units, self.waiting + 1)
 
 
 @dataclass(frozen=True)
@@ -95,8 +105,8 @@ def stage_memory(
         optimizer=sum(layer.optimizer_bytes for layer in layers),
         kept=facts.units * saved[Choice.KEEP],
         segment_inputs=facts.units * segment_inputs,
-        recomputed=saved[Choice.RECOMPUTE],
-        swapped=min(facts.units, SWAP_RESIDENT) * saved[Choice.SWAP],
+        recomputed=facts.recomputed * saved[Choice.RECOMPUTE],
+        swapped=facts.resident * saved[Choice.SWAP],
         buffers=2 * ((0 if first else cut[start]) + (0 if last else cut[stop])),
     )
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from vpipe.errors import UserError
 from vpipe.plan.costs import Profile
 from vpipe.plan.layout import Layout
-from vpipe.plan.memory import SWAP_RESIDENT, Choice, MemoryTerms, StageFacts, num_actions, stage_memory, stage_time
+from vpipe.plan.memory import Choice, MemoryTerms, StageFacts, num_actions, stage_memory, stage_time
 from vpipe.schedule.action import Kind
 from vpipe.schedule.catalog import get
 from vpipe.schedule.costs import Costs, StageCosts
@@ -117,14 +117,30 @@ def units_in_flight(program: Program) -> list[int]:
     return most
 
 
+def units_waiting(program: Program) -> list[int]:
+    """Per stage, the most units between the start of their backward and the end of their weight gradient."""
+    most = [1] * program.num_stages
+    for row in program.rows:
+        begun: dict[int, int] = defaultdict(int)
+        for action in row:
+            if action.kind is Kind.I:
+                begun[action.stage] += 1
+                most[action.stage] = max(most[action.stage], begun[action.stage])
+            elif action.kind is Kind.W:
+                begun[action.stage] -= 1
+    return most
+
+
 def stage_facts(program: Program, machine: Machine, share: float = 1.0) -> list[StageFacts]:
     """What the schedule and the ranks say about each stage; a stage may use ``share`` of its rank's memory."""
     facts = []
     versions = live_versions(program)
+    waiting = units_waiting(program)
     for stage, units in enumerate(units_in_flight(program)):
         ranks = program.placement.ranks_of[stage]
         memory = min(machine.memory[rank] for rank in ranks) * share
-        facts.append(StageFacts(units, versions[stage], memory, min(machine.speed[rank] for rank in ranks)))
+        speed = min(machine.speed[rank] for rank in ranks)
+        facts.append(StageFacts(units, versions[stage], memory, speed, waiting[stage]))
     return facts
 
 
@@ -198,7 +214,7 @@ def _rank_memory(program: Program, facts: Sequence[StageFacts], terms: Sequence[
         for action in row:
             if action.kind is Kind.F:
                 held[action.stage] += 1
-                now = sum(_held(terms[s], facts[s].units, n) for s, n in held.items())
+                now = sum(_held(terms[s], facts[s], n) for s, n in held.items())
                 peak = max(peak, now)
             elif action.kind in WEIGHT_GRADIENT:
                 held[action.stage] -= 1
@@ -206,10 +222,10 @@ def _rank_memory(program: Program, facts: Sequence[StageFacts], terms: Sequence[
     return tuple(peaks)
 
 
-def _held(terms: MemoryTerms, most: int, units: int) -> int:
-    """What ``units`` units hold, where ``most`` of them hold what the terms say."""
-    each = (terms.kept + terms.segment_inputs) // most
-    return units * each + min(units, SWAP_RESIDENT) * (terms.swapped // min(most, SWAP_RESIDENT))
+def _held(terms: MemoryTerms, facts: StageFacts, units: int) -> int:
+    """What ``units`` units hold, where as many as are in flight at the peak hold what the terms say."""
+    each = (terms.kept + terms.segment_inputs) // facts.units
+    return units * each + min(units, facts.resident) * (terms.swapped // facts.resident)
 
 
 def _per_rank(name: str, value: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:

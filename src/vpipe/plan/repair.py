@@ -53,7 +53,7 @@ def _local(knapsack: Knapsack, choices: list[Choice], i: int, choice: Choice) ->
     follows = i + 1 < knapsack.num_layers and choices[i + 1] is Choice.RECOMPUTE
     if choice is Choice.RECOMPUTE:
         joined = i > 0 and choices[i - 1] is Choice.RECOMPUTE
-        return knapsack.saved[i] + (0.0 if joined else knapsack.starts[i])
+        return knapsack.again[i] + (0.0 if joined else knapsack.starts[i])
     own = knapsack.keep[i] if choice is Choice.KEEP else knapsack.resident[i]
     return own + (knapsack.starts[i + 1] if follows else 0.0)
 

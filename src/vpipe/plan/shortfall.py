@@ -13,7 +13,7 @@ import numpy as np
 
 from vpipe.plan.bounds import Floats, Options
 from vpipe.plan.costs import Profile
-from vpipe.plan.memory import SWAP_RESIDENT, StageFacts
+from vpipe.plan.memory import StageFacts
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ def _stage(
     # Entry a of each array belongs to the stage that starts at layer a and grows to the right.
     recomputed, other, fixed = np.full(layers, np.inf), np.zeros(layers), np.zeros(layers)
     keep = _keep_units(profile, facts, options)
-    recompute = options.recompute and facts.units > 1
+    recompute = options.recompute and facts.units > facts.recomputed
     for index, layer in enumerate(profile.layers):
         live = slice(0, index + 1)
         fixed[live] += (facts.versions + 1) * layer.parameter_bytes + layer.optimizer_bytes
         least = np.minimum(recomputed[live], other[live])
         if recompute:
             start = facts.units * cut[index]
-            recomputed[live] = layer.saved_bytes + np.minimum(recomputed[live], other[live] + start)
+            recomputed[live] = facts.recomputed * layer.saved_bytes + np.minimum(recomputed[live], other[live] + start)
         other[live] = least + keep * layer.saved_bytes
         need = (
             np.minimum(recomputed[live], other[live])
@@ -89,4 +89,4 @@ def _overflow(
 
 def _keep_units(profile: Profile, facts: StageFacts, options: Options) -> int:
     swaps = options.swap and profile.swap_bandwidth is not None
-    return min(facts.units, SWAP_RESIDENT) if swaps else facts.units
+    return facts.resident if swaps else facts.units
