@@ -43,7 +43,7 @@ def _peaks(num_microbatches: int, schedule: str, recompute: float = 0.0) -> int:
         recompute=recompute,
     )
     x, y = torch.randn(32 * num_microbatches, WIDE), torch.randn(32 * num_microbatches, WIDE)
-    tracker = LiveBytes(x, y)
+    tracker = LiveBytes()
     run = Engine.run
 
     def counted(self: Engine, *arguments: Any) -> Any:

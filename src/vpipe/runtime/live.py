@@ -11,30 +11,39 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations of this thread make while it is open, ``but`` for those of some tensors."""
+    """Counts the storages that operations of this thread make while it is open.
 
-    def __init__(self, *but: Tensor) -> None:
+    What an operation reads and nobody has made here existed before, and does not count: weights, the batch.
+    """
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sizes: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in but}
+        self._sizes: dict[int, int] = {}
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            self._add(tensor.untyped_storage(), made=False)
         result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
+        for tensor in _tensors(result):
+            self._add(tensor.untyped_storage(), made=True)
         return result
 
-    def _add(self, storage: UntypedStorage) -> None:
+    def _add(self, storage: UntypedStorage, made: bool) -> None:
         key = storage._cdata
         if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self.now += storage.nbytes()
+            self._sizes[key] = storage.nbytes() if made else 0
+            self.now += self._sizes[key]
             self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._drop, key)
 
     def _drop(self, key: int) -> None:
         self.now -= self._sizes.pop(key, 0)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -114,7 +114,7 @@ def _held(session: Session) -> int:
 def _allocated(session: Session, num_batches: int) -> int:
     """The most bytes of tensors that a step has allocated and not yet freed, by the allocator's own account.
 
-    ``LiveBytes``, which counts from outside, said 120 MiB where the allocator said 99 in one and the same step.
+    ``LiveBytes`` counts the same for one thread; what was swapped out comes back in another.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         _train(session, num_batches, Seen())
