@@ -14,7 +14,7 @@ import common
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream")
 MICROBATCHES = 16
-FORWARD = INPUT_GRAD = WEIGHT_GRAD = 0.020
+FORWARD = INPUT_GRAD = WEIGHT_GRAD = 0.050
 """Seconds of one rank's whole share of a microbatch."""
 
 
@@ -79,7 +79,7 @@ def main() -> None:
             costs = uniform(program.placement, forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD)
             expected = simulate(program, costs).makespan
             measured = common.launch(
-                __file__, num_ranks, {"schedule": schedule, "repeats": 2 if arguments.quick else 5}
+                __file__, num_ranks, {"schedule": schedule, "repeats": 1 if arguments.quick else 3}
             )[0]
             facts = common.summary(measured)
             rows[f"{schedule} p={num_ranks}"] = {

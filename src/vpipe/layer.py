@@ -87,10 +87,19 @@ def add_loss(value: Tensor) -> None:
         _collector.into.append(value)
 
 
-def collect_losses(into: list[Tensor] | None) -> list[Tensor] | None:
-    """From here on, the scalars that layers of this thread add go into this list; what was there before."""
-    before, _collector.into = _collector.into, into
-    return before
+class collecting:
+    """While it is open, the scalars that layers of this thread add go into this list."""
+
+    __slots__ = ("_before", "_into")
+
+    def __init__(self, into: list[Tensor]) -> None:
+        self._into = into
+
+    def __enter__(self) -> None:
+        self._before, _collector.into = _collector.into, self._into
+
+    def __exit__(self, *_: object) -> None:
+        _collector.into = self._before
 
 
 def describe(value: Any) -> str:

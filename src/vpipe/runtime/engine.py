@@ -47,7 +47,7 @@ class Job:
     wants_loss: bool = True
 
 
-@dataclass
+@dataclass(slots=True)
 class Record:
     """When an action began, had what it needed, and ended, in nanoseconds of this rank's clock.
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge, saved_tensors_hooks
 
 from vpipe.errors import UserError
-from vpipe.layer import Layer, collect_losses, describe
+from vpipe.layer import Layer, collecting, describe
 from vpipe.runtime.flow import Value
 from vpipe.runtime.luggage import Luggage
 from vpipe.runtime.randomness import seed_layer
@@ -33,6 +33,7 @@ _IN_PLACE = (
     "changes its input in place, which others read again; set the attribute `inplace = True` on that module, "
     "so that it gets a copy, or let it compute a new tensor"
 )
+_NOTHING = nullcontext()
 Gradients = list[Tensor | None]
 Pending = dict[Value, list[tuple[int, Gradients]]]
 """Value → (reading layer, gradients of the value's tensors that need one) of every reader so far."""
@@ -99,6 +100,7 @@ class Region:
         """Values that several layers read, wherever they are."""
         self.begin = min(modules)
         self.taken = tuple({value: None for layer in modules for value in reads[layer] if value[1] < self.begin})
+        self._read_again = [value for value in self.taken if self.recompute or value in self.shared]
         self._changes_input = {
             layer
             for layer, module in modules.items()
@@ -124,15 +126,7 @@ class Region:
         outcome = Outcome({}, graph)
         scalars: list[Tensor] = []
         entered = self._versions(values)
-        with ExitStack() as around:
-            around.enter_context(torch.set_grad_enabled(run.training))
-            if run.training and not build_graph:
-                around.enter_context(saved_tensors_hooks(_forget, _forgotten))
-            if luggage is not None:
-                around.enter_context(saved_tensors_hooks(luggage.pack, luggage.unpack))
-            if run.autocast is not nullcontext:
-                around.enter_context(run.autocast())
-            around.callback(collect_losses, collect_losses(scalars))
+        with torch.set_grad_enabled(run.training), self._around(run, build_graph, luggage), collecting(scalars):
             for layer, module in self.modules.items():
                 arguments = [
                     self._within(local[value], value, layer)
@@ -162,6 +156,19 @@ class Region:
         if outcome.loss is not None:
             outcome.loss = outcome.loss.detach()
         return outcome
+
+    def _around(self, run: Run, build_graph: bool, luggage: Luggage | None) -> AbstractContextManager[Any]:
+        """Number formats, and what becomes of saved tensors; mostly nothing, which should cost nothing."""
+        if luggage is None and run.autocast is nullcontext and (build_graph or not run.training):
+            return _NOTHING
+        with ExitStack() as around:
+            if run.training and not build_graph:
+                around.enter_context(saved_tensors_hooks(_forget, _forgotten))
+            if luggage is not None:
+                around.enter_context(saved_tensors_hooks(luggage.pack, luggage.unpack))
+            if run.autocast is not nullcontext:
+                around.enter_context(run.autocast())
+            return around.pop_all()
 
     def _call(self, layer: int, module: nn.Module, arguments: list[Any]) -> Any:
         try:
@@ -205,19 +212,14 @@ class Region:
     def _versions(self, values: Mapping[Value, Any]) -> list[int]:
         """How often the tensors have been changed that someone will read again: another layer, or the recompute."""
         tensors: list[Tensor] = []
-        for value in self.taken:
-            if self.recompute or value in self.shared:
-                flatten(values[value], tensors)
+        for value in self._read_again:
+            flatten(values[value], tensors)
         return [tensor._version for tensor in tensors]
 
     def _changed(self, before: list[int], values: Mapping[Value, Any]) -> str:
         for layer in self.modules:
             for value in self.reads[layer]:
-                if (
-                    value in self.taken
-                    and (self.recompute or value in self.shared)
-                    and layer not in self._changes_input
-                ):
+                if value in self._read_again and layer not in self._changes_input:
                     return f"{self.name(layer)} {_IN_PLACE}"
         return f"{self.name(self.begin)} {_IN_PLACE}"
 

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from vpipe.layer import TiedWeight, collect_losses
+from vpipe.layer import TiedWeight, collecting
 from vpipe.runtime.flow import Flow, Value, bind_inputs
 from vpipe.runtime.randomness import seed_layer, undisturbed
 from vpipe.schedule.program import Program
@@ -133,13 +133,10 @@ class Replay:
             prefix = f"{layer}."
             mine = {name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)}
             scalars: list[Tensor] = []
-            before = collect_losses(scalars)
-            try:
+            with collecting(scalars):
                 result = functional_call(
                     module, mine, tuple(self._read(values, value) for value in self.flow.reads[layer])
                 )
-            finally:
-                collect_losses(before)
             added += scalars
             parts_of_loss[self.flow.stage_of(("", layer))] += [float(scalar.detach()) for scalar in scalars]
             names = self.flow.layers[layer].writes

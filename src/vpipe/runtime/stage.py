@@ -33,7 +33,7 @@ from vpipe.runtime.weights import VersionedWeights, Weights
 Loss = Callable[[Any, Any], Tensor]
 
 
-@dataclass
+@dataclass(slots=True)
 class Unit:
     """What a stage remembers of one microbatch."""
 

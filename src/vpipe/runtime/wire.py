@@ -217,7 +217,7 @@ def pack(envelope: Envelope, value: Any) -> Packed:
     """Describe a value; nothing is copied yet."""
     tensors: list[Tensor] = []
     structure = flatten(value, tensors)
-    facts = tuple(Facts(tensor.dtype, tuple(tensor.shape), tensor.requires_grad, _order(tensor)) for tensor in tensors)
+    facts = tuple(Facts(tensor.dtype, tensor.shape, tensor.requires_grad, _order(tensor)) for tensor in tensors)
     return Packed(envelope, _layout(structure, facts), [tensor.detach() for tensor in tensors])
 
 
