@@ -115,6 +115,9 @@ def test_what_a_user_sees(tmp_path: Path, vpipe: Vpipe) -> None:
     assert f"'vpipe report {directory}' shows it" in lines[-1]
     names = {path.name for path in directory.iterdir()}
     assert names == {"config.yaml", "run.json", "metrics.jsonl", "summary.json", "events", "checkpoints", "logs"}
+    command = json.loads((directory / "run.json").read_text())["command"]
+    assert command[1:2] == ["train"]
+    assert command[-2:] == ["--output-dir", str(directory)]
     assert vpipe("report", str(directory), timeout=100).returncode == 0
     again = vpipe("train", str(directory / "config.yaml"), "--resume", str(directory), timeout=100)
     assert again.returncode == 0, again.stderr

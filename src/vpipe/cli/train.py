@@ -6,6 +6,7 @@ Without a launcher it starts the ranks itself: on this machine, by ssh on those 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -94,9 +95,11 @@ def _here(config: configs.PipelineConfig, directory: Path, arguments: dict[str, 
 
         return worker.train(**arguments)
     from vpipe.launch import local
+    from vpipe.train import rundir
 
     interface = config.launch.interface
     variables = {f"{name}_SOCKET_IFNAME": interface for name in ("GLOO", "NCCL") if interface is not None}
+    variables[rundir.COMMAND] = json.dumps(rundir.command())
     if config.parallel.use_orion_scheduler:
         variables |= orion_preload(os.environ)
     sys.stdout.flush()

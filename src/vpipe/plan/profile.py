@@ -148,8 +148,9 @@ def _measure(
     split = _rounds(_stage(flow, index, module, measuring, splits=True), values, targets, measuring)
     optimizer_bytes, update = _update(stage, measuring)
     forward = max(0.0, whole.median("forward") - nothing.forward)
-    backward = max(0.0, whole.median("backward") - nothing.backward)
     apart = [max(0.0, split.median(part) - getattr(nothing, part)) for part in ("backward", "weight")]
+    # The halves take a little longer than the whole, and a plan does not yet know which of them will run.
+    backward = max(0.0, whole.median("backward") - nothing.backward, sum(apart))
     weight_grad = backward * apart[1] / sum(apart) if sum(apart) else 0.0
     cost = LayerCost(
         name=type(module).__name__,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from vpipe import __version__
 from vpipe.schedule.text import to_csv
+from vpipe.train.rundir import command
 from vpipe.train.session import Session
 
 
@@ -43,5 +43,5 @@ def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
             for stage, (begin, end) in enumerate(pipeline.flow.bounds)
         ],
         "hosts": [socket.gethostname()] * program.num_ranks,
-        "command": sys.argv,
+        "command": command(),
     }

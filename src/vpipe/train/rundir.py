@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,15 @@ from typing import Any
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
+
+COMMAND = "VPIPE_COMMAND"
+"""The variable in which a launcher tells its ranks what its user has typed, as JSON."""
+
+
+def command() -> list[str]:
+    """What the user has typed."""
+    told = os.environ.get(COMMAND)
+    return [str(word) for word in json.loads(told)] if told else [Path(sys.argv[0]).name, *sys.argv[1:]]
 
 
 def create(config: PipelineConfig, output_dir: Path | None) -> Path:
