@@ -7,7 +7,7 @@ autograd takes for constants. A hook on their output leaves the weight gradient 
     I   dx = dy @ weight            by autograd; the hook queues (x, dy)
     W   weight.grad += dy.T @ x     queue: empty
 
-A hook costs a tenth of an ``autograd.Function`` written in Python, which is what matters for small microbatches.
+A hook costs less than half of an ``autograd.Function`` written in Python, which matters for small microbatches.
 
 Everything else keeps its ordinary backward: its weight gradients are complete after ``I``, which is correct on every
 stage, only not deferred. A module of the user's may take part by defining ``deferred_forward(*args, defer)``: it calls
