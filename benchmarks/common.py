@@ -16,15 +16,21 @@ from pathlib import Path
 from typing import Any
 
 
-def options(description: str, transports: bool = False) -> argparse.Namespace:
-    """The options of every benchmark, and those by which it starts its own ranks."""
+def options(
+    description: str, rank: Callable[[dict[str, Any]], None] | None = None, transports: bool = False
+) -> argparse.Namespace:
+    """The options of every benchmark. A process that ``launch`` has started runs ``rank`` with its task and ends."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repeats: to see that it runs, not to quote")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rank-task", help=argparse.SUPPRESS)
     if transports:
         parser.add_argument("--gloo", action="store_true", help="vpipe over gloo too, as torch, not by shared memory")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if rank is not None and arguments.rank_task:
+        rank(json.loads(arguments.rank_task))
+        raise SystemExit
+    return arguments
 
 
 def launch(script: str, num_ranks: int, task: dict[str, Any], timeout: float = 900.0) -> list[Any]:

@@ -3,7 +3,6 @@ cores?"""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -64,10 +63,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    arguments = common.options(__doc__ or "")
-    if arguments.rank_task:
-        rank(json.loads(arguments.rank_task))
-        return
+    arguments = common.options(__doc__ or "", rank)
     from vpipe.schedule import catalog
     from vpipe.schedule.costs import uniform
     from vpipe.schedule.simulate import simulate

@@ -4,7 +4,6 @@ run."""
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,10 +58,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    arguments = common.options(__doc__ or "")
-    if arguments.rank_task:
-        rank(json.loads(arguments.rank_task))
-        return
+    arguments = common.options(__doc__ or "", rank)
     rows = {}
     for side in ("vpipe", "torch"):
         for schedule in ("1f1b", "gpipe"):

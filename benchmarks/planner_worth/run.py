@@ -6,7 +6,6 @@ sleep for as long as the real ones compute, so that four of them fit on two core
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -267,10 +266,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    arguments = common.options(__doc__ or "")
-    if arguments.rank_task:
-        rank(json.loads(arguments.rank_task))
-        return
+    arguments = common.options(__doc__ or "", rank)
     repeats = 2 if arguments.quick else 5
     sizes, names = (ROWS[:2], list(MODELS)[:1]) if arguments.quick else (ROWS, list(MODELS))
     profiles = {}

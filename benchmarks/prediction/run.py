@@ -3,7 +3,6 @@ and actions; no pipeline of the model was run for it."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -207,10 +206,7 @@ def real(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = common.options(__doc__ or "")
-    if arguments.rank_task:
-        rank(json.loads(arguments.rank_task))
-        return
+    arguments = common.options(__doc__ or "", rank)
     repeats, counts = (8, (4,)) if arguments.quick else (15, (4, 8))
     models = ("gpt",) if arguments.quick else tuple(MODELS)
     sizes = (2, 4) if arguments.quick else (2, 4, 8)

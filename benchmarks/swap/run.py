@@ -6,7 +6,6 @@ measured by what the system says of the process; the processes take turns.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from time import perf_counter, process_time
@@ -88,10 +87,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    arguments = common.options(__doc__ or "")
-    if arguments.rank_task:
-        rank(json.loads(arguments.rank_task))
-        return
+    arguments = common.options(__doc__ or "", rank)
     rounds, steps = (1, 2) if arguments.quick else (3, 4)
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in TREATMENTS}
     for _ in range(rounds):

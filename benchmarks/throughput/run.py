@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -82,10 +81,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    arguments = common.options(__doc__ or "", transports=True)
-    if arguments.rank_task:
-        rank(json.loads(arguments.rank_task))
-        return
+    arguments = common.options(__doc__ or "", rank, transports=True)
     transport = "distributed" if arguments.gloo else "auto"
     rows = {}
     for schedule in SCHEDULES:

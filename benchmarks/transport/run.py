@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -109,10 +108,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    arguments = common.options(__doc__ or "")
-    if arguments.rank_task:
-        rank(json.loads(arguments.rank_task))
-        return
+    arguments = common.options(__doc__ or "", rank)
     task = {"count": 100 if arguments.quick else 400, "repeats": 3 if arguments.quick else 15}
     first, second = common.launch(__file__, 2, task)
     rows: dict[str, Any] = {}

@@ -14,6 +14,11 @@ from difflib import get_close_matches
 class UserError(ValueError):
     """Input that vpipe cannot use. The message is one sentence that says where, what, and how to mend it."""
 
+    @property
+    def sentence(self) -> str:
+        """The message as it is printed: on one line, whatever was quoted in it."""
+        return " ".join(str(self).split())
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'zb-h1'?``, or an empty string where nothing is near."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -221,3 +222,45 @@ def test_torchrun_restarts_after_a_kill(tmp_path: Path, rendezvous: str) -> None
         assert "finished generation 1" in run.out
     finally:
         run.kill_all()
+
+
+@slow
+def test_torchrun_over_two_nodes_trains_as_one_process_does(tmp_path: Path) -> None:
+    """Two agents, as on two machines, with a rank each."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model: {name: gpt, num_layers: 2, hidden_size: 16, num_heads: 2, sequence_length: 8}\n"
+        "dataset: {name: synthetic, batch_size: 8, extra: {vocab_size: 32, num_examples: 16}}\n"
+        "training: {max_iterations: 2, num_microbatches: 4}\n"
+        "parallel: {model_parallel_size: 2, scheduler: 1f1b}\n"
+        "observe: {trace: false}\ncheckpoint: {interval: -1}\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nodes = []
+    for node in range(2):
+        words = ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", f"--master-port={port}"]
+        train = ["-m", "vpipe", "train", str(config), "--output-dir", str(tmp_path / "run")]
+        place = tmp_path / f"node{node}"
+        place.mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", *words, "--master-addr=127.0.0.1", *train]
+        nodes.append(Running(place, *command))
+    try:
+        for node in nodes:
+            assert node.wait() == 0, node.err
+        assert "done: 2 iterations" in nodes[0].out
+        assert "done" not in nodes[1].out
+    finally:
+        for node in nodes:
+            node.kill_all()
+    alone = Running(tmp_path, sys.executable, "-m", "vpipe", "train", str(config), "--set",
+                    "parallel.transport=inprocess", "--output-dir", str(tmp_path / "alone"))  # fmt: skip
+    try:
+        assert alone.wait() == 0, alone.err
+    finally:
+        alone.kill_all()
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("run", "alone")
+    ]
+    assert losses[0] == losses[1]

@@ -15,8 +15,9 @@ from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.layout import Layout, layout_from_json, to_ratio
 from vpipe.plan.memory import Choice
 from vpipe.plan.planner import plan
-from vpipe.plan.predict import Machine, Pipe, predict, stage_facts, units_in_flight, units_waiting
+from vpipe.plan.predict import Machine, Pipe, predict, stage_facts, units_waiting
 from vpipe.plan.vpipe_form import to_vpipe
+from vpipe.schedule.semantics import units_in_flight
 
 K, R, S = Choice.KEEP, Choice.RECOMPUTE, Choice.SWAP
 MIB = 1 << 20
@@ -44,6 +45,7 @@ def test_the_schedule_says_how_many_units_are_in_flight() -> None:
         (2, 2),
         (1, 1),
     ]
+    assert [f.waiting for f in stage_facts(Pipe.of("zb-h1", 4, 8).program, machine)] == [1, 2, 3, 4]
     assert [f.versions for f in stage_facts(Pipe.of("pipedream-2bw", 4, 8).program, machine)] == [2, 2, 2, 2]
 
 

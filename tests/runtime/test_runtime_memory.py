@@ -173,3 +173,13 @@ def test_nothing_is_left_after_a_step() -> None:
             assert not stage.units
             assert not stage.queue._waiting
     assert not pipe.engines[0].transport.hub.mail  # type: ignore[attr-defined]
+
+
+def test_live_bytes_are_what_operations_make() -> None:
+    weight, x = torch.randn(8, 8), torch.randn(4, 8)
+    with LiveBytes() as live:
+        y = x @ weight.detach().t()  # views of what existed count nothing
+        assert live.now == live.peak == 4 * 8 * 4
+        z = y + 1
+        del y
+    assert (live.now, live.peak) == (z.nbytes, 2 * z.nbytes)

@@ -107,13 +107,13 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         ):
             raise  # a rank that has met the others has a hook: it knows which of them speaks
         environment.let_rank_0_speak()
-        _fail(str(error), getattr(error, "exit_code", 2))
+        _fail(error.sentence, getattr(error, "exit_code", 2))
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
     except click.ClickException as error:
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "vpipe"
-        _fail(f"{error.format_message().rstrip('.')}; see '{path} --help'")
+        _fail(" ".join(f"{error.format_message().rstrip('.')}; see '{path} --help'".split()))
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
     except BrokenPipeError:
@@ -123,7 +123,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _fail(sentence: str, code: int = 2) -> NoReturn:
-    click.echo(f"vpipe: {' '.join(sentence.split())}", err=True)
+    click.echo(f"vpipe: {sentence}", err=True)
     sys.exit(code)
 
 

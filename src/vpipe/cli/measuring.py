@@ -16,6 +16,8 @@ from vpipe import config as configs
 from vpipe.errors import UserError
 from vpipe.plan.costs import Profile, load_profile
 
+ROUNDS = 10
+"""How often each layer is measured."""
 UNQUIET = 0.25
 """Spread of a layer's times above which a profile is not to be trusted."""
 

@@ -12,6 +12,7 @@ import click
 
 from vpipe import config as configs
 from vpipe.cli.choice import COUNT
+from vpipe.cli.measuring import ROUNDS
 from vpipe.cli.timing import Numbers
 from vpipe.errors import UserError
 
@@ -37,7 +38,7 @@ class Wanted:
     recompute: bool
     swap: bool
     profile: Path | None
-    repeat: int
+    repeat: int | None
     overrides: tuple[str, ...]
 
 
@@ -53,7 +54,7 @@ class Wanted:
 @click.option("--recompute/--no-recompute", default=True, help="May activations be computed again? [yes]")
 @click.option("--swap/--no-swap", default=True, help="May activations leave the device? [yes]")
 @click.option("--profile", type=click.Path(path_type=Path), help="The profile of the config's model. [measured now]")
-@click.option("--repeat", type=click.IntRange(1, 1000), default=10, show_default=True, help="Rounds of each layer.")
+@click.option("--repeat", type=click.IntRange(1, 1000), help=f"Rounds of each layer that is measured. [{ROUNDS}]")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan as JSON.")
 @click.option("--vpipe", "old_form", type=click.Path(path_type=Path, dir_okay=False), help="Write it in VPipe's form.")
@@ -111,7 +112,7 @@ def command(output: Path | None, old_form: Path | None, check: bool, as_json: bo
 def _config(wanted: Wanted) -> configs.PipelineConfig | None:
     """The config, where the target is one."""
     if wanted.target.suffix in (".json", ".txt"):
-        for flag, value in (("--profile", wanted.profile), ("--set", wanted.overrides)):
+        for flag, value in (("--profile", wanted.profile), ("--set", wanted.overrides), ("--repeat", wanted.repeat)):
             if value:
                 raise UserError(f"{flag} goes with a config; {wanted.target} is a profile already, so leave it out")
         return None
@@ -127,7 +128,9 @@ def _profile(wanted: Wanted, config: configs.PipelineConfig | None, quiet: bool)
     if wanted.profile is None:
         from vpipe.cli.measuring import measure
 
-        return measure(config, wanted.repeat, quiet)
+        return measure(config, wanted.repeat or ROUNDS, quiet)
+    if wanted.repeat is not None:
+        raise UserError(f"--repeat is for measuring, and {wanted.profile} has been measured; leave one of them out")
     found = load_profile(wanted.profile)
     from vpipe.train.measuring import identity_of
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import click
 
 from vpipe import config as configs
+from vpipe.cli.measuring import ROUNDS
 
 
 @click.command("profile")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the profile as JSON.")
-@click.option("--repeat", type=click.IntRange(1, 1000), default=10, show_default=True, help="Rounds of each layer.")
+@click.option("--repeat", type=click.IntRange(1, 1000), default=ROUNDS, show_default=True, help="Rounds of each layer.")
 @click.option(
     "--graph-text", type=click.Path(path_type=Path, dir_okay=False), help="Write PipeDream's graph text as well."
 )

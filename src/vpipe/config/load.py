@@ -189,7 +189,7 @@ def _unknown_names(config: PipelineConfig, names: Mapping[str, Collection[str]])
         value = getattr(getattr(config, section), name)
         if value not in known and str(value).lower() not in {other.lower() for other in known}:
             hint = nearest(str(value), known)
-            listed = ", ".join(sorted(known))
-            text = f"is {value!r}, which is not known{hint}{' Known' if hint else '; known'}: {listed}"
+            remedy = hint or f"; known: {', '.join(sorted(known))}"
+            text = f"is {value!r}, which is not known{remedy}"
             problems.append(Problem(text, (section, name)))
     return problems

@@ -44,6 +44,11 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
         super().__init__(_tell(self.problems))
 
+    @property
+    def sentence(self) -> str:
+        """A line for each problem."""
+        return "\n".join(line if line[:1] != " " else f"  {line.strip()}" for line in str(self).splitlines())
+
 
 def _tell(problems: Sequence[Problem]) -> str:
     """One sentence for one problem; a heading and a line each for several."""

@@ -22,7 +22,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -144,7 +143,7 @@ def keep_store(listener: int, port: int) -> None:
         "127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener
     )
     while store is not None:
-        time.sleep(3600)
+        signal.pause()
 
 
 def main() -> None:

@@ -12,15 +12,13 @@ from typing import Any
 
 from vpipe.observe.measured import Measured
 from vpipe.observe.rundir import RunDirectory
-from vpipe.schedule.action import Kind
-from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import WEIGHT_GRADIENT, live_versions
+from vpipe.schedule.semantics import live_versions, units_in_flight
 
 
 def memory_table(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any]:
     """Rows for the page: one per stage (predicted), one per rank (measured)."""
     program = steps[-1].program if steps else run.facts.program
-    versions, held = live_versions(program), in_flight(program)
+    versions, held = live_versions(program), units_in_flight(program)
     planned = _planned(run)
     stages = []
     for stage, facts in enumerate(run.facts.stages):
@@ -45,20 +43,6 @@ def memory_table(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any]
                 seen[key] = max(value, seen.get(key, 0))
         ranks.append(seen)
     return {"stages": stages, "ranks": ranks}
-
-
-def in_flight(program: Program) -> list[int]:
-    """Per stage, the most units whose activations one of its ranks holds at once."""
-    worst = [0] * program.num_stages
-    for row in program.rows:
-        held = [0] * program.num_stages
-        for stage, kind, _ in row:
-            if kind is Kind.F:
-                held[stage] += 1
-                worst[stage] = max(worst[stage], held[stage])
-            elif kind in WEIGHT_GRADIENT:
-                held[stage] -= 1
-    return worst
 
 
 def _planned(run: RunDirectory) -> list[Mapping[str, Any]]:

@@ -7,7 +7,6 @@ planned: equal layer counts, or a partition file from elsewhere.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +21,7 @@ from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.entry import Entry
 from vpipe.schedule.lower import lower
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import WEIGHT_GRADIENT, live_versions
+from vpipe.schedule.semantics import WEIGHT_GRADIENT, live_versions, most_open, units_in_flight
 from vpipe.schedule.simulate import simulate
 
 
@@ -103,32 +102,9 @@ class Prediction:
     rank_memory: tuple[int, ...]
 
 
-def units_in_flight(program: Program) -> list[int]:
-    """Per stage, the most units whose activations one of its ranks holds at once."""
-    most = [0] * program.num_stages
-    for row in program.rows:
-        held: dict[int, int] = defaultdict(int)
-        for action in row:
-            if action.kind is Kind.F:
-                held[action.stage] += 1
-                most[action.stage] = max(most[action.stage], held[action.stage])
-            elif action.kind in WEIGHT_GRADIENT:
-                held[action.stage] -= 1
-    return most
-
-
 def units_waiting(program: Program) -> list[int]:
     """Per stage, the most units between the start of their backward and the end of their weight gradient."""
-    most = [1] * program.num_stages
-    for row in program.rows:
-        begun: dict[int, int] = defaultdict(int)
-        for action in row:
-            if action.kind is Kind.I:
-                begun[action.stage] += 1
-                most[action.stage] = max(most[action.stage], begun[action.stage])
-            elif action.kind is Kind.W:
-                begun[action.stage] -= 1
-    return most
+    return [max(1, most) for most in most_open(program, (Kind.I,), (Kind.W,))]
 
 
 def stage_facts(program: Program, machine: Machine, share: float = 1.0) -> list[StageFacts]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime import membership
 from vpipe.runtime.engine import Engine
@@ -45,9 +46,14 @@ def under_launcher() -> bool:
     return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def join(timeout: float) -> int:
-    """Join the others; how many there are."""
-    return membership.join(Place.read(os.environ) if "WORLD_SIZE" in os.environ else None, timeout)
+def join(timeout: float, wanted: int | None = None) -> int:
+    """Join the others; how many there are, which must be ``wanted``."""
+    world = membership.join(Place.read(os.environ) if "WORLD_SIZE" in os.environ else None, timeout)
+    if wanted is not None and wanted != world:
+        raise UserError(
+            f"the pipeline wants {wanted} ranks, but the launcher started {world}; start {wanted} processes"
+        )
+    return world
 
 
 def agree(programs: Programs, flow: Flow, seed: int) -> None:

@@ -185,7 +185,7 @@ class Hook:
                 _to_stderr(f"rank {rank} ends because {error}")
         elif isinstance(error, UserError):
             if cause.rank == rank or cause.sentence != str(error):
-                _to_stderr(" ".join(str(error).split()))
+                _to_stderr(error.sentence)
             sys.stdout.flush()
             if self.member:
                 self.member.watchdog.finish()

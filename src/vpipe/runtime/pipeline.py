@@ -20,7 +20,7 @@ from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight, as_layers
 from vpipe.runtime import assembly
 from vpipe.runtime.engine import Compiled, Engine, Job, Result
-from vpipe.runtime.flow import bind_inputs, even_partition, resolve
+from vpipe.runtime.flow import bind_inputs, resolve
 from vpipe.runtime.microbatches import Microbatches, check_rows, split
 from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.runtime.randomness import undisturbed
@@ -30,7 +30,7 @@ from vpipe.runtime.trace import Trace
 from vpipe.runtime.transport import choice
 from vpipe.runtime.transport.inprocess import Hub, PeerFailed
 from vpipe.runtime.treatment import Chosen, stages_with, treated_layers
-from vpipe.runtime.update import LossScale, UpdateOptions
+from vpipe.runtime.update import LossScale, UpdateOptions, checked_scale
 from vpipe.schedule import catalog
 from vpipe.schedule.program import Program
 
@@ -83,33 +83,15 @@ class Pipeline:
         self.num_microbatches = num_microbatches
         self.seed = seed
         self._in_process = not assembly.under_launcher()
-        world = (num_ranks or 1) if self._in_process else assembly.join(timeout)
-        if num_ranks is not None and num_ranks != world:
-            raise UserError(
-                f"the pipeline wants {num_ranks} ranks, but the launcher started {world}; start {num_ranks} processes"
-            )
+        world = (num_ranks or 1) if self._in_process else assembly.join(timeout, num_ranks)
         policy = choose_executor(executor, schedule, priority)
         transport = choice.check(transport, self._in_process, world, threads=policy is not None)
         blocking = blocking or (isinstance(schedule, str) and catalog.get(schedule).blocking)
-        if (
-            loss_scale is not None
-            and loss_scale.dynamic
-            and not ScheduleSpec(schedule, world, num_microbatches).synchronous
-        ):
-            raise UserError(
-                "a dynamic loss scale needs a synchronous schedule, where all stages agree; "
-                "give LossScale(value) or use bf16"
-            )
         spec = ScheduleSpec(schedule, world, num_microbatches, stages_per_rank, replicas, schedule_options or {})
+        loss_scale = checked_scale(loss_scale, spec.synchronous)
         plain = as_layers(layers)
-        partition = list(partition) if partition is not None else even_partition(len(plain), spec.placement.num_stages)
-        if len(partition) != spec.placement.num_stages:
-            raise UserError(
-                f"the partition {partition} has {len(partition)} stages, "
-                f"but {spec.describe()} has {spec.placement.num_stages}"
-            )
-        self.flow = resolve(plain, partition)
-        self.partition = partition
+        self.partition = spec.partition(len(plain), partition)
+        self.flow = resolve(plain, self.partition)
         self.placement = spec.placement
         check_tied(tied, plain, spec)
         recomputed, swapped = treated_layers(recompute, swap, self.flow.bounds)
@@ -118,7 +100,6 @@ class Pipeline:
         )
         assembly.agree(self.programs, self.flow, seed)
         options = UpdateOptions(spec.synchronous, clip_norm, skip_nonfinite, exact_reduction)
-        loss_scale = loss_scale or LossScale()
         pieces = assembly.Pieces(
             plain,
             loss_fn,

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from vpipe.errors import UserError
-from vpipe.runtime.flow import Flow
+from vpipe.runtime.flow import Flow, even_partition
 from vpipe.schedule import catalog
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.lower import is_lowered, lower
@@ -86,6 +86,17 @@ class ScheduleSpec:
         if isinstance(self.schedule, str):
             return catalog.get(self.schedule).mode != "asp"
         return all(len(groups) <= 1 for groups in update_groups(self.program))
+
+    def partition(self, num_layers: int, wanted: Sequence[int] | None) -> list[int]:
+        """Layers per stage: as wanted, or even."""
+        num_stages = self.placement.num_stages
+        if wanted is None:
+            return even_partition(num_layers, num_stages)
+        if len(wanted) != num_stages:
+            raise UserError(
+                f"the partition {list(wanted)} has {len(wanted)} stages, but {self.describe()} has {num_stages}"
+            )
+        return list(wanted)
 
     def describe(self) -> str:
         name = self.schedule if isinstance(self.schedule, str) else "the program"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from vpipe.errors import UserError
 from vpipe.layer import TiedWeight
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
@@ -45,6 +46,16 @@ class LossScale:
             self.value = max(1.0, self.value / 2)
         elif self.good_steps == self.growth_interval:
             self.value, self.good_steps = self.value * 2, 0
+
+
+def checked_scale(scale: LossScale | None, synchronous: bool) -> LossScale:
+    """The user's scale, or none."""
+    if scale is not None and scale.dynamic and not synchronous:
+        raise UserError(
+            "a dynamic loss scale needs a synchronous schedule, where all stages agree; "
+            "give LossScale(value) or use bf16"
+        )
+    return scale or LossScale()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ with itself.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
 from typing import NamedTuple
 
@@ -212,6 +212,25 @@ def live_versions(program: Program, table: VersionTable | None = None) -> list[i
         for _, stage, held in held_versions(row, table):
             worst[stage] = max(worst[stage], held)
     return worst
+
+
+def most_open(program: Program, opens: Collection[Kind], closes: Collection[Kind]) -> list[int]:
+    """Per stage, the most units of one of its ranks that are between an action that opens and one that closes."""
+    most = [0] * program.num_stages
+    for row in program.rows:
+        open_units = [0] * program.num_stages
+        for stage, kind, _ in row:
+            if kind in opens:
+                open_units[stage] += 1
+                most[stage] = max(most[stage], open_units[stage])
+            elif kind in closes:
+                open_units[stage] -= 1
+    return most
+
+
+def units_in_flight(program: Program) -> list[int]:
+    """Per stage, the most units whose activations one of its ranks holds at once."""
+    return most_open(program, (Kind.F,), WEIGHT_GRADIENT)
 
 
 def held_versions(row: Row, table: VersionTable) -> Iterator[tuple[int, int, int]]:
