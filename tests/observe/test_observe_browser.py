@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from observe_runs import MakeRun, write_run
 
-from conftest import MakeRun, write_run
 from vpipe.errors import UserError
 from vpipe.observe.report import write_report
 
@@ -112,6 +112,29 @@ def test_the_step_slider_and_the_replay(browser: Any, make_run: MakeRun) -> None
     assert "step 3 " in page.inner_text("#which")
     page.click("#play")
     shows(page, "#which", "step 4 ")
+    assert not opened.problems
+
+
+def test_what_a_rank_swaps_has_a_lane_of_its_own(browser: Any, make_run: MakeRun) -> None:
+    opened = Opened(browser)
+    page = opened.go(write_report(make_run("gpipe", 2, 4, swapped=[1])).report.as_uri())
+    names = "() => page.%s.lanes.map(lane => [lane.name.trim(), lane.items.map(item => item.kind).join(' ')])"
+    for which in ("measured", "simulated"):
+        lanes = page.evaluate(names % which)
+        assert [name for name, _ in lanes] == ["rank 0", "rank 1", "swaps"]
+        assert lanes[2][1].split().count("OUT") == lanes[2][1].split().count("IN") > 1
+        assert "OUT" not in lanes[1][1]
+    assert "swap out" in page.inner_text("#kinds")
+    spot = page.evaluate(
+        """() => { const t = page.measured, box = t.canvas.getBoundingClientRect(), item = t.lanes[2].items[0];
+          return [box.left + t.x((item.begin + item.end) / 2), box.top + 2 * (t.row + t.gap) + t.row / 2]; }"""
+    )
+    page.mouse.move(*spot)
+    page.wait_for_selector("#tip:not([hidden])")
+    assert "swap out, microbatch 0" in page.inner_text("#tip")
+    page.click("#rows")
+    page.wait_for_timeout(200)
+    assert [name for name, _ in page.evaluate(names % "measured")] == ["stage 0", "stage 1", "swaps"]
     assert not opened.problems
 
 

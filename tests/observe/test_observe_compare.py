@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from observe_runs import Vpipe, write_run
 
-from conftest import Vpipe, write_run
 from vpipe.errors import UserError
 from vpipe.observe import comparison, sweep
 from vpipe.observe.sweep import Case, Sweep

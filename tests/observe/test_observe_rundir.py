@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from observe_runs import MakeRun
 
-from conftest import MakeRun
 from vpipe.errors import UserError
 from vpipe.observe.payload import payload, recorded
 from vpipe.observe.recorder import Recorder

@@ -8,8 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from observe_runs import MakeRun
 
-from conftest import MakeRun
 from vpipe.errors import UserError
 from vpipe.observe import clock
 from vpipe.observe.report import MAX_BYTES, write_report

@@ -8,12 +8,14 @@ shortest bounds the error best, because the answer was read somewhere inside it.
     here    before ────────────┬──────────── after
     there                   answer                       offset = answer - (before + after) / 2,  error ≤ half the trip
 
-Clocks of two machines also drift apart by some 10 µs a second; a trainer that runs for hours asks again from time to
-time and sets ``Recorder.offset_ns``.
+Clocks of two machines also drift apart by some 10 µs a second, so a long run asks again from time to time
+(``train.clocks``) and sets ``Recorder.offset_ns``.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter_ns
@@ -42,10 +44,12 @@ def offset(ask: Callable[[], int], rounds: int = 16, clock: Callable[[], int] = 
 
 
 def identity() -> str:
-    """A name of the clock that this process reads: equal on two ranks whose clocks need no alignment."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        from platform import node
+    """A name of the clock that this process reads: equal on two ranks whose clocks need no alignment.
 
-        return node()
+    A container may have a clock of its own: a time namespace.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return platform.node()

@@ -118,4 +118,11 @@ def from_simulation(simulation: Simulation, scale: float = 1e9) -> Measured:
             row.append(Event(line.flat.action(event), min(free + overhead, ready), ready, end))
             free = end
         ranks.append(tuple(row))
-    return Measured(program, tuple(ranks))
+    swaps = []
+    for lane in line.lanes[program.num_ranks :]:
+        times = [
+            (round((line.begin[event] - origin) * scale), round((line.end[event] - origin) * scale)) for event in lane
+        ]
+        pairs = zip(lane, times, strict=True)
+        swaps.append(tuple(Event(line.flat.action(event), begin, begin, end) for event, (begin, end) in pairs))
+    return Measured(program, tuple(ranks), swaps=tuple(swaps))

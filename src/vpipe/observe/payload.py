@@ -18,7 +18,7 @@ from vpipe.observe.bubbles import CAUSES, NAMES, Bubbles, attribute
 from vpipe.observe.calibrate import calibrate
 from vpipe.observe.measured import Measured, from_simulation, join_all
 from vpipe.observe.memory import memory_table
-from vpipe.observe.rundir import RunDirectory
+from vpipe.observe.rundir import Event, RunDirectory
 from vpipe.observe.waits import meetings
 from vpipe.schedule import draw, svg
 from vpipe.schedule.simulate import Simulation, simulate
@@ -129,7 +129,7 @@ def timeline(step: Measured, bubbles: Bubbles) -> dict[str, Any]:
             times += [begin - at, ready - begin, end - ready]
             at = end
         ranks.append(times)
-    return {
+    found: dict[str, Any] = {
         "step": step.step,
         "iteration": step.iteration,
         "span": step.span // TICK,
@@ -141,6 +141,19 @@ def timeline(step: Measured, bubbles: Bubbles) -> dict[str, Any]:
             "parts": [[part[cause] // TICK for cause in CAUSES] for part in bubbles.parts],
         },
     }
+    if any(step.swaps):
+        found["swaps"] = [_swaps(lane) for lane in step.swaps]
+    return found
+
+
+def _swaps(lane: Sequence[Event]) -> list[list[Any]]:
+    """[kind, stage, microbatch, gap before, took] of everything on a rank's swap lane."""
+    found, at = [], 0
+    for event in lane:
+        begin, end = event.ready // TICK, event.end // TICK
+        found.append([event.action.kind.value, event.action.stage, event.action.microbatch, begin - at, end - begin])
+        at = end
+    return found
 
 
 def _within_budget(

@@ -24,11 +24,11 @@ from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime import membership
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow
+from vpipe.runtime.heap import keep_freed_memory, return_freed_memory
 from vpipe.runtime.meeting import Place
 from vpipe.runtime.priority import Policy
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.stage import Loss, Stage, StageOptions
-from vpipe.runtime.swap_store import return_freed_memory
 from vpipe.runtime.threaded import ThreadedEngine
 from vpipe.runtime.ties import check_owners, refuse_sharing, share_tied
 from vpipe.runtime.transport.base import Transport
@@ -114,8 +114,7 @@ class Pieces:
     def engine(self, transport: Transport, build: BuildModule, lock: threading.Lock | None) -> Engine:
         """The engine of one rank, with the layers of its stages and nobody else's."""
         placement = self.programs.spec.placement
-        if self.swap:
-            return_freed_memory()
+        (return_freed_memory if self.swap else keep_freed_memory)()
         stages = {}
         for index in placement.stages_of[transport.rank]:
             replica = placement.ranks_of[index].index(transport.rank)

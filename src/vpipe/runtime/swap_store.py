@@ -19,23 +19,6 @@ from torch import Tensor, UntypedStorage
 from vpipe.errors import UserError
 
 PAGE = 4096
-MMAP_THRESHOLD = -3
-"""The name of the option for ``mallopt``."""
-LARGE = 1 << 20
-"""Blocks from this size on are given back: a mapping each, which costs a page fault for every 4 KiB. A GPT stage with
-tensors of 1 to 4 MiB took a quarter more processor time at 128 KiB, and half more memory at 2 MiB."""
-
-
-def return_freed_memory() -> None:
-    """Let the C library give large freed blocks back to the system, always.
-
-    glibc raises the size from which it does so with every such block that is freed, up to 32 MiB: what is swapped out
-    would stay with the process, in pieces that the next unit may or may not fit into. Other libraries have no such
-    option, and need none or cannot be asked.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, LARGE)
 
 
 class Extents:

@@ -23,6 +23,8 @@ NAMES = {
     Kind.R: "recompute",
     Kind.REDUCE: "reduce",
     Kind.STEP: "update",
+    Kind.OUT: "swap out",
+    Kind.IN: "swap in",
 }
 _SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 

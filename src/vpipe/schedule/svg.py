@@ -22,6 +22,8 @@ FILLS = {
     Kind.R: ("#d5b6ea", "#74479a"),
     Kind.REDUCE: ("#d0d3d8", "#6a717c"),
     Kind.STEP: ("#d0d3d8", "#6a717c"),
+    Kind.OUT: ("#f0b6ae", "#9b4a40"),
+    Kind.IN: ("#eab4d2", "#944a74"),
 }
 """Kind → fill on a light page, on a dark page."""
 

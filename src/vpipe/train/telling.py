@@ -25,6 +25,7 @@ from vpipe.runtime.weights import count_bytes
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, version_table
+from vpipe.train.clocks import Clocks
 from vpipe.train.gathering import alone, gather_numbers
 from vpipe.train.rundir import Journal
 from vpipe.train.session import Session
@@ -48,6 +49,7 @@ class Teller:
         self._page: Dashboard | None = None
         engines = session.pipeline.engines if self._observe.trace else []
         self._recorders = [Recorder(directory, engine.rank) for engine in engines]
+        self._clocks = Clocks(session.pipeline) if self._recorders else None
         self._recorded: Program | None = None
         self._live: LiveBytes | None = None
         self._num_steps = 0
@@ -64,6 +66,17 @@ class Teller:
         if self.is_leader and self._observe.dashboard:
             self._page = Dashboard(self._directory).start()
             self.say(f"live page: {self._page.url}")
+
+    def align_clocks(self, iteration: int) -> None:
+        """Before an iteration, on all ranks."""
+        if self._clocks is None:
+            return
+        before = self._clocks.error
+        self._clocks.align(iteration)
+        for recorder in self._recorders:
+            recorder.offset_ns = self._clocks.offset.nanoseconds
+        if before is None and self._clocks.error is not None:
+            self.say(f"the ranks read different clocks; aligned within {self._clocks.error / 1e3:.0f} µs")
 
     def counted(self) -> AbstractContextManager[Any]:
         """Around a training step: the second one is counted, when optimizers have their states and others warm up."""

@@ -97,6 +97,7 @@ class Trainer:
     def _train(self) -> None:
         """One iteration; an asynchronous schedule chains several, so that it drains rarely."""
         session, pipeline = self.session, self.session.pipeline
+        self.teller.align_clocks(self.iteration)
         positions = self._chain()
         count = len(positions)
         begin = perf_counter()

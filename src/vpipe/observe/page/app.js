@@ -39,8 +39,8 @@ function showStep(index) {
   slider.max = Math.max(0, steps.length - 1);
   slider.value = page.at;
   document.getElementById("which").textContent = drawn ? `step ${drawn.step} of iteration ${drawn.iteration}, ${ticks(drawn.span)}` : "no step is recorded yet";
-  if (drawn) page.measured.set(drawn.rows || data.rows, drawn.ranks);
-  if (data.simulated) page.simulated.set(data.simulated.rows, data.simulated.ranks);
+  if (drawn) page.measured.set(drawn.rows || data.rows, drawn);
+  if (data.simulated) page.simulated.set(data.simulated.rows, data.simulated);
   document.getElementById("simulated-title").hidden = !data.simulated;
   page.view.setFull(Math.max(drawn ? drawn.span : 0, data.simulated ? data.simulated.span : 0));
   document.getElementById("bubbles").replaceChildren(h("h2", null, "Where the time went"), bubbleTable(data, drawn));

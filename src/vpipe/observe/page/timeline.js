@@ -1,5 +1,8 @@
-/* The drawn timeline: time from left to right, one lane per rank or per stage. Timelines that share a View zoom together. */
+/* The drawn timeline: time from left to right, one lane per rank or per stage, and below it one for what the rank swaps.
+   Timelines that share a View zoom together. */
 const COMPUTE = new Set(["F", "B", "I", "W", "R", "REDUCE", "STEP"]);
+const SWAPS = new Set(["OUT", "IN"]);
+const drawnAsBox = (item) => COMPUTE.has(item.kind) || SWAPS.has(item.kind);
 
 /* What part of time is shown, and which microbatch is looked at. */
 class View {
@@ -52,12 +55,22 @@ function decode(rows, ranks) {
   });
 }
 
+function decodeSwaps(lane, rank) {
+  let at = 0;
+  return lane.map(([kind, stage, microbatch, gap, took]) => {
+    const begin = at + gap;
+    at = begin + took;
+    return { kind, stage, microbatch, rank, begin, ready: begin, end: at };
+  });
+}
+
 class Timeline {
   constructor(view, data, label) {
     this.view = view;
     this.data = data;
     this.label = label;
     this.ranks = [];
+    this.swaps = [];
     this.lanes = [];
     this.canvas = h("canvas", { role: "img", "aria-label": label, tabindex: 0 });
     this.element = h("div.lane", null, this.canvas);
@@ -66,8 +79,9 @@ class Timeline {
     new ResizeObserver(() => view.redraw()).observe(this.element);
   }
 
-  set(rows, times) {
-    this.ranks = rows && times ? decode(rows, times) : [];
+  set(rows, { ranks, swaps }) {
+    this.ranks = decode(rows, ranks).map((items) => items.filter((item) => !SWAPS.has(item.kind)));
+    this.swaps = (swaps || []).map(decodeSwaps);
     this.laid = null;
     this.digits = String(Math.max(0, ...this.ranks.map((row) => row.reduce((most, item) => Math.max(most, item.microbatch), 0)))).length;
     this.view.redraw();
@@ -82,15 +96,21 @@ class Timeline {
     this.ranks.forEach((items, rank) => {
       const stages = [...new Set(items.map((item) => item.stage))].sort((a, b) => a - b);
       stages.forEach((stage) => ranksOf.set(stage, [...(ranksOf.get(stage) || []), rank]));
-      if (!mode) this.lanes.push({ name: "rank " + rank, items, stages, key: rank });
+      if (!mode) this.addLanes("rank " + rank, rank, stages, () => true);
     });
     if (!mode) return;
     for (const stage of [...ranksOf.keys()].sort((a, b) => a - b)) {
       for (const rank of ranksOf.get(stage)) {
         const name = "stage " + stage + (ranksOf.get(stage).length > 1 ? "·r" + rank : "");
-        this.lanes.push({ name, items: this.ranks[rank].filter((item) => item.stage === stage), stages: [stage], key: stage });
+        this.addLanes(name, rank, [stage], (item) => item.stage === stage);
       }
     }
+  }
+
+  addLanes(name, rank, stages, belongs) {
+    this.lanes.push({ name, items: this.ranks[rank].filter(belongs), stages });
+    const swaps = (this.swaps[rank] || []).filter(belongs);
+    if (swaps.length) this.lanes.push({ name: "  swaps", items: swaps, stages });
   }
 
   get left() { return 62; }
@@ -146,7 +166,7 @@ class Timeline {
   drawItem(item, lane, top) {
     const pen = this.pen, focus = this.view.focus;
     const dim = focus && (focus.microbatch !== item.microbatch || item.microbatch < 0);
-    if (!COMPUTE.has(item.kind)) {
+    if (!drawnAsBox(item)) {
       pen.globalAlpha = dim ? 0.25 : 0.9;
       pen.fillStyle = this.ink.send;
       pen.fillRect(this.x(item.begin), top + this.row - 3, Math.max(1, this.x(item.end) - this.x(item.begin)), 3);
@@ -194,7 +214,7 @@ class Timeline {
     if (!lane || x < this.left) return null;
     const slack = this.time(x + 1.5) - this.time(x), time = this.time(x);
     const inside = (item) => item.ready - slack <= time && time <= item.end + slack;
-    return lane.items.find((item) => COMPUTE.has(item.kind) && inside(item)) || lane.items.find((item) => !COMPUTE.has(item.kind) && item.begin - slack <= time && time <= item.end + slack) || { waiting: true, next: lane.items.find((item) => COMPUTE.has(item.kind) && item.ready > time), lane };
+    return lane.items.find((item) => drawnAsBox(item) && inside(item)) || lane.items.find((item) => !drawnAsBox(item) && item.begin - slack <= time && time <= item.end + slack) || { waiting: true, next: lane.items.find((item) => drawnAsBox(item) && item.ready > time), lane };
   }
 
   listen() {

@@ -18,7 +18,7 @@ function whatIf(data) {
       if (number !== asked) return;
       error.textContent = found.error || "";
       if (found.error) return;
-      drawing.set(found.simulated.rows, found.simulated.ranks);
+      drawing.set(found.simulated.rows, found.simulated);
       view.setFull(found.simulated.span);
       const sum = found.summary;
       result.textContent = `${found.title}: makespan ${sum.makespan}, bubble ${percent(sum.bubble)}, peak activations ${sum.peak_activations.join(" ")}, weight versions ${sum.weight_versions.join(" ")}, staleness ${sum.staleness.join(" ")}`;

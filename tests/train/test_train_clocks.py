@@ -1,0 +1,86 @@
+"""Ranks that read different clocks: a time namespace gives one of two processes a clock that is a day ahead."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from train_runs import tiny
+
+from vpipe.observe.measured import Measured
+from vpipe.observe.payload import recorded
+from vpipe.observe.rundir import open_run
+from vpipe.schedule.action import Kind
+
+AHEAD = 86_400
+ELSEWHERE = ("unshare", "--time", "--monotonic", str(AHEAD), "--fork", "--kill-child")
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+
+
+def can_unshare() -> bool:
+    try:
+        return subprocess.run([*ELSEWHERE, "true"], capture_output=True, timeout=10, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def train(folder: Path, *prefixes: tuple[str, ...]) -> tuple[str, list[Measured]]:
+    """A short run whose ranks start with these commands before their own: what rank 0 said, and the recorded steps."""
+    config = tiny({"observe.trace": True, "parallel.transport": "distributed", "training.max_iterations": 6})
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vpipe", "train", "config.yaml", "--output-dir", "run"]
+    ranks = []
+    for rank, prefix in enumerate(prefixes):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(len(prefixes)), "LOCAL_RANK": str(rank)}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks.append(
+            subprocess.Popen(
+                [*prefix, *command], cwd=folder, env=os.environ | place, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+        )  # fmt: skip
+    said = [each.communicate(timeout=120)[0] for each in ranks]
+    assert [each.returncode for each in ranks] == [0] * len(ranks), "\n".join(said)
+    return said[0], recorded(open_run(folder / "run"))
+
+
+def raw_origins(folder: Path) -> list[int]:
+    lines = [(folder / f"run/events/rank{rank}.jsonl").read_text().splitlines()[-1] for rank in range(2)]
+    return [json.loads(line)["origin_ns"] for line in lines]
+
+
+def early(step: Measured) -> int:
+    """Nanoseconds by which a forward of stage 1 began before stage 0 had ended its own, at most."""
+    ends = {e.action.microbatch: e.end for e in step.ranks[0] if e.action.kind is Kind.F}
+    return max(ends[e.action.microbatch] - e.ready for e in step.ranks[1] if e.action.kind is Kind.F)
+
+
+@pytest.mark.skipif(not can_unshare(), reason="time namespaces need root and a Linux that has them")
+def test_ranks_with_different_clocks_are_drawn_on_one(tmp_path: Path) -> None:
+    said, steps = train(tmp_path, (), ELSEWHERE)
+    found = re.search(r"different clocks; aligned within (\d+) µs", said)
+    assert found is not None, said
+    error = 1000 * (int(found[1]) + 1)
+    assert error < 1_000_000_000
+    assert len(steps) == 6
+    for step in steps:
+        assert early(step) <= error
+        assert step.span < 60_000_000_000
+    here, there = raw_origins(tmp_path)
+    assert abs(here - there) < 60_000_000_000
+
+
+def test_ranks_of_one_machine_ask_nobody(tmp_path: Path) -> None:
+    said, steps = train(tmp_path, (), ())
+    assert "different clocks" not in said
+    assert all(early(step) <= 0 for step in steps)
