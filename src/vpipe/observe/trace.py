@@ -16,6 +16,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ def events(steps: Sequence[Measured]) -> Iterator[dict[str, Any]]:
     """The trace events of these steps, one after the other on one clock."""
     if steps:
         yield from _names(steps[0])
-    at = 0
+    at, numbers = 0, count(1)
     for step in steps:
         at += step.lead
         yield from _slices(step, at)
-        yield from _arrows(step, at)
+        yield from _arrows(step, at, numbers)
         yield from _counters(step, at)
         at += step.span
 
@@ -119,8 +120,11 @@ def _slice(
     }
 
 
-def _arrows(step: Measured, at: int) -> Iterator[dict[str, Any]]:
-    """From the end of what made a message to the start of what used it; drawn inside both slices."""
+def _arrows(step: Measured, at: int, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
+    """From the end of what made a message to the start of what used it; drawn inside both slices.
+
+    Perfetto drops an arrow whose id is neither a number nor hexadecimal.
+    """
     made = {event.action: (rank, event) for rank, row in enumerate(step.ranks) for event in row}
     for rank, row in enumerate(step.ranks):
         for event in row:
@@ -128,8 +132,7 @@ def _arrows(step: Measured, at: int) -> Iterator[dict[str, Any]]:
                 peer, maker = made[source]
                 if maker.end == maker.ready or event.end == event.ready:
                     continue
-                number = f"{step.step}.{source}.{event.action}"
-                common = {"cat": "message", "name": "message", "id": number, "tid": COMPUTE}
+                common = {"cat": "message", "name": "message", "id": next(numbers), "tid": COMPUTE}
                 yield {**common, "ph": "s", "pid": peer, "ts": (at + maker.end - 1) / 1000}
                 yield {**common, "ph": "f", "bp": "e", "pid": rank, "ts": (at + event.ready) / 1000}
 
