@@ -47,7 +47,21 @@ def rank(task: dict[str, Any]) -> None:
     )
     peer = TorchPipeline(layers(), loss, schedule, m, [1] * num_stages, sgd)
     x, y = torch.randn(ROWS * m, WIDTH), torch.randn(ROWS * m, WIDTH)
-    sides: dict[str, Any] = {"vpipe": lambda: ours.train_step(x, y), "torch": lambda: peer.train_step(x, y)}
+    modules = layers()[:stages_per_rank]
+    units = [torch.randn(ROWS, WIDTH, requires_grad=True) for _ in range(m)]
+    gradient = torch.ones(ROWS, WIDTH)
+
+    def alone() -> None:
+        """A middle rank's own work: all forwards, then all backwards, of as many modules, and nothing else."""
+        outputs = [module(unit) for module in modules for unit in units]
+        for output in outputs:
+            output.backward(gradient)
+
+    sides: dict[str, Any] = {
+        "vpipe": lambda: ours.train_step(x, y),
+        "torch": lambda: peer.train_step(x, y),
+        "alone": alone,
+    }
     found: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(repeats + 3):
         for name, step in sides.items():
@@ -56,14 +70,7 @@ def rank(task: dict[str, Any]) -> None:
             step()
             if repeat >= 3:
                 found[name].append((time.process_time() - begin) / (m * stages_per_rank) * 1e6)
-    module = layers()[1]
-    own = []
-    for _ in range(200):
-        inputs = torch.randn(ROWS, WIDTH, requires_grad=True)
-        begin = time.process_time()
-        module(inputs).backward(torch.ones(ROWS, WIDTH))
-        own.append((time.process_time() - begin) * 1e6)
-    common.answer(task, {"own": common.summary(own)["median"], **found})
+    common.answer(task, found)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -92,8 +99,10 @@ def main() -> None:
             "transport": transport,
         }
         middle = common.launch(__file__, 3, task)[1]
-        sides = {side: common.summary([value - middle["own"] for value in middle[side]]) for side in ("vpipe", "torch")}
-        rows[name] = {**sides, "own": middle["own"], "ratio": sides["vpipe"]["median"] / sides["torch"]["median"]}
+        own = middle.pop("alone")
+        sides = {side: common.summary([a - b for a, b in zip(middle[side], own, strict=True)]) for side in middle}
+        ratio = sides["vpipe"]["median"] / sides["torch"]["median"]
+        rows[name] = {**sides, "own": common.summary(own)["median"], "ratio": ratio}
     common.finish(arguments, {"question": "overhead", "rows": rows}, table)
 
 

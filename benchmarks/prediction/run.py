@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import common
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "hanayo")
 SIZES = {"hidden_size": 192, "num_heads": 4, "sequence_length": 64, "vocab_size": 4000}
 MODELS = {name: {"name": name, "num_layers": 6, **SIZES} for name in ("gpt", "bert", "llama")}
+CLEAR = 0.05
+"""A difference that a plan may count on."""
 EMULATED_TIMES = ((0.008, 0.010, 0.006), (0.010, 0.010, 0.010), (0.006, 0.012, 0.004))
 """Forward, input gradient and weight gradient of sleeping layers, in turn."""
 
@@ -119,7 +122,7 @@ def group(
     profiles = [profile_from_json(each) for each in found["profiles"]]
     profile = mean(profiles[0], profiles[-1])
     rows = []
-    for (schedule, count), steps in zip(cases, found["steps"], strict=True):
+    for (schedule, count), steps in zip(cases, steadied(found["steps"]), strict=True):
         pipe = Pipe.of(schedule, num_ranks, count)
         layout = Layout.of_counts(even_partition(profile.num_layers, pipe.num_stages))
         predicted = predict(profile, layout, pipe, Machine.of(num_ranks, None)).step_time
@@ -134,6 +137,24 @@ def group(
             }
         )
     return rows
+
+
+def steadied(steps: Sequence[Sequence[float]]) -> list[list[float]]:
+    """A machine that is slow for a round is slow for all its runs: each counts relative to its round, and the usual
+    round makes seconds of it again."""
+    rounds = [statistics.mean(each) for each in zip(*steps, strict=True)]
+    usual = statistics.median(rounds)
+    return [[step / of * usual for step, of in zip(each, rounds, strict=True)] for each in steps]
+
+
+def ordered(rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """Of the pairs whose predictions differ by more than ``CLEAR``: how many were measured in that order, and all."""
+    pairs = [
+        (a, b)
+        for a, b in permutations(rows, 2)
+        if a["group"] == b["group"] and a["predicted"] * (1 + CLEAR) < b["predicted"]
+    ]
+    return sum(a["measured"]["median"] < b["measured"]["median"] for a, b in pairs), len(pairs)
 
 
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -162,6 +183,7 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "largest_error": max(errors),
         "rank_correlation": statistics.median(alike.values()),
         "rank_correlations": alike,
+        "ordered_pairs": ordered(rows),
         "rows": rows,
     }
 
@@ -179,7 +201,8 @@ def table(result: dict[str, Any]) -> str:
             )
         lines.append(
             f"{part}: {found['num_configurations']} configurations, median error {found['median_error']:.1%}, largest "
-            f"{found['largest_error']:.1%}, rank correlation of schedules {found['rank_correlation']:.2f} (median)\n"
+            f"{found['largest_error']:.1%}, rank correlation of schedules {found['rank_correlation']:.2f} (median), "
+            f"{found['ordered_pairs'][0]} of {found['ordered_pairs'][1]} clear pairs in order\n"
         )
     return "\n".join(lines).rstrip()
 
@@ -207,7 +230,7 @@ def real(name: str) -> dict[str, Any]:
 
 def main() -> None:
     arguments = common.options(__doc__ or "", rank)
-    repeats, counts = (8, (4,)) if arguments.quick else (15, (4, 8))
+    repeats, counts = (8, (4,)) if arguments.quick else (25, (4, 8))
     models = ("gpt",) if arguments.quick else tuple(MODELS)
     sizes = (2, 4) if arguments.quick else (2, 4, 8)
     measured = [row for name in models for row in group(name, real(name), 2, counts, repeats)]

@@ -7,12 +7,12 @@ because the program has decided everything.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -21,12 +21,14 @@ from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.region import Pending, Run, detached
 from vpipe.runtime.stage import Stage, Unit
 from vpipe.runtime.swap import Move, Swapper
+from vpipe.runtime.tasks import Hop, Task, Tasks, remote
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.update import Updater
-from vpipe.runtime.wire import Envelope
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import WEIGHT_GRADIENT, VersionTable, version_table
+
+Call = tuple[Action, Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -71,31 +73,13 @@ class Result:
     records: list[Record] = field(default_factory=list)
 
 
-class Route(NamedTuple):
-    """Where the values between two stages go, seen from one of them."""
-
-    stage: int
-    """The other stage."""
-    rank: int
-    is_local: bool
-    values: tuple[Value, ...]
-
-
-class Task(NamedTuple):
-    """One unit at one stage, and the stages that it exchanges values with."""
-
-    stage: Stage
-    microbatch: int
-    writers: tuple[Route, ...]
-    readers: tuple[Route, ...]
-
-
 @dataclass(frozen=True)
 class Compiled:
     """A program, ready to run on one rank."""
 
     program: Program
-    calls: list[tuple[Action, Callable[[], None]]]
+    calls: list[Call]
+    tasks: Tasks
     versions: VersionTable
     uses: dict[int, list[int]]
     """Stage → how many of this rank's units read each version."""
@@ -121,9 +105,7 @@ class Engine:
         self.updater = updater
         self._seed = seed
         self._autocast = autocast
-        self._guard: AbstractContextManager[Any] = lock or nullcontext()
-        self._local: dict[Envelope, Any] = {}
-        self._outbox: dict[Envelope, Any] = {}
+        self._guard: AbstractContextManager[Any] = lock or threading.Lock()  # cheaper than a nullcontext
         self._swapper = Swapper()
         self._moves: dict[Action, Move] = {}
         self._ready = 0
@@ -134,7 +116,7 @@ class Engine:
 
     def compile(self, program: Program) -> Compiled:
         """Bind every action of this rank's row to its handler."""
-        handlers: dict[Kind, Callable[[Task], None]] = {
+        computing: dict[Kind, Callable[[Task], None]] = {
             Kind.F: self._forward,
             Kind.B: partial(self._backward, defer_weights=False),
             Kind.I: partial(self._backward, defer_weights=True),
@@ -142,12 +124,14 @@ class Engine:
             Kind.R: self._recompute,
             Kind.OUT: self._swap_out,
             Kind.IN: self._swap_in,
-            Kind.SEND_F: partial(self._send, False),
-            Kind.SEND_B: partial(self._send, True),
-            Kind.RECV_F: partial(self._post, False),
-            Kind.RECV_B: partial(self._post, True),
             Kind.REDUCE: self._reduce,
             Kind.STEP: self._step,
+        }
+        moving: dict[Kind, Callable[[Task], Callable[[], None]]] = {
+            Kind.SEND_F: lambda task: partial(self._send, remote(task.outputs)),
+            Kind.SEND_B: lambda task: partial(self._send, remote(task.input_gradients)),
+            Kind.RECV_F: lambda task: partial(self._post, remote(task.inputs)),
+            Kind.RECV_B: lambda task: partial(self._post, remote(task.output_gradients)),
         }
         row = program.rows[self.rank]
         versions = version_table(program)
@@ -158,29 +142,18 @@ class Engine:
         for stage, kind, microbatch in row:
             if kind in WEIGHT_GRADIENT:
                 uses[stage][versions[stage, microbatch]] += 1
-        tasks = {(stage, microbatch): self._task(program, stage, microbatch) for stage, _, microbatch in row}
-        calls: list[tuple[Action, Callable[[], None]]] = [
-            (action, partial(handlers[action.kind], tasks[action.stage, action.microbatch])) for action in row
-        ]
-        return Compiled(program, calls, versions, uses)
+        tasks = Tasks(program, self.flow, self.rank, self.stages)
 
-    def _task(self, program: Program, stage: int, microbatch: int) -> Task:
-        def routes(others: Sequence[int], values: Callable[[int], tuple[Value, ...]]) -> tuple[Route, ...]:
-            ranks = [program.placement.rank(other, microbatch) for other in others]
-            return tuple(
-                Route(other, rank, rank == self.rank, values(other)) for other, rank in zip(others, ranks, strict=True)
-            )
+        def bound(action: Action) -> Callable[[], None]:
+            task = tasks[action.stage, action.microbatch]
+            return moving[action.kind](task) if action.kind in moving else partial(computing[action.kind], task)
 
-        return Task(
-            self.stages[stage],
-            microbatch,
-            routes(program.writers[stage], lambda writer: self.flow.sent(writer, stage)),
-            routes(program.readers[stage], lambda reader: self.flow.sent(stage, reader)),
-        )
+        return Compiled(program, [(action, bound(action)) for action in row], tasks, versions, uses)
 
     def run(self, compiled: Compiled, job: Job) -> Result:
         """Run the row. A failure names the action; the other ranks are told."""
         self._program, self._versions, self._job = compiled.program, compiled.versions, job
+        compiled.tasks.begin(job.step)
         self._even = 1 / compiled.program.num_microbatches
         self._result = Result()
         self.updater.begin(self._result.losses, compiled.program.num_microbatches)
@@ -198,6 +171,7 @@ class Engine:
             where = f"rank {self.rank}, stage {action.stage}, action {action}" if action else f"rank {self.rank}"
             unit = f", microbatch {action.microbatch}" if action and action.microbatch >= 0 else ""
             error.add_note(f"vpipe: this happened at {where}{unit}, step {job.step}")
+            compiled.tasks.clear()
             self._abandon()
             self.transport.fail(error)
             raise
@@ -208,17 +182,17 @@ class Engine:
                     stage.weights.end()
         return self._result
 
-    def _execute(self, calls: Sequence[tuple[Action, Callable[[], None]]], records: list[Record]) -> None:
-        """The loop."""
-        for action, call in calls:
+    def _execute(self, calls: Sequence[Call], records: list[Record]) -> None:
+        """The loop. What it writes down takes its form afterwards."""
+        times: list[tuple[int, int, int]] = []
+        now = perf_counter_ns()
+        for action, call in _annotated(calls) if self.annotates else calls:
             self.current = action
-            begin = self._ready = perf_counter_ns()
-            if self.annotates:
-                with record_function(str(action)):
-                    call()
-            else:
-                call()
-            records.append(Record(action, begin, self._ready, perf_counter_ns()))
+            begin = self._ready = now
+            call()
+            now = perf_counter_ns()
+            times.append((begin, self._ready, now))
+        records.extend([Record(action, *each) for (action, _), each in zip(calls, times, strict=True)])
 
     def _settle(self, records: Sequence[Record]) -> None:
         """The swap lane is done: write down when it did what."""
@@ -231,26 +205,18 @@ class Engine:
 
     def _abandon(self) -> None:
         """Drop what a failed step has left, its gradients too: the next step must not add to half of a batch."""
-        self._local.clear()
-        self._outbox.clear()
         self._moves.clear()
         self._swapper.abandon()
         if self._job.training:
             for stage in self.stages.values():
                 stage.abandon()
 
-    def _arrive(self, task: Task, route: Route, backward: bool) -> Any:
+    def _arrive(self, hop: Hop) -> Any:
         """A message, from another rank or from a stage of this one."""
-        envelope = Envelope(self._job.step, route.stage, task.stage.index, task.microbatch, int(backward))
-        return self._local.pop(envelope) if route.is_local else self.transport.take(envelope)
-
-    def _depart(self, task: Task, route: Route, backward: bool, payload: Any) -> None:
-        """A message, to the outbox of the SEND that follows or to a stage of this rank."""
-        envelope = Envelope(self._job.step, task.stage.index, route.stage, task.microbatch, int(backward))
-        if route.is_local:
-            self._local[envelope] = payload if backward else detached(payload)
-        else:
-            self._outbox[envelope] = payload
+        if not hop.is_local:
+            return self.transport.take(hop.envelope)
+        payload, hop.payload = hop.payload, None
+        return payload
 
     def _forward(self, task: Task) -> None:
         """Roughly: ``y = stage(x)``."""
@@ -258,10 +224,10 @@ class Engine:
         index = stage.index
         values: dict[Value, Any] = job.inputs(microbatch) if index == 0 else {}
         share = job.share(microbatch) if index == 0 else self._even
-        for route in task.writers:
-            told, *found = self._arrive(task, route, backward=False)
+        for hop in task.inputs:
+            told, *found = self._arrive(hop)
             share = share if told is None else float(told)
-            values.update(zip(route.values, found, strict=True))
+            values.update(zip(hop.values, found, strict=True))
         run = Run(self._seed, job.first_unit + microbatch, job.training, self._autocast)
         targets = job.targets(microbatch) if stage.is_last else None
         self._ready = perf_counter_ns()
@@ -285,26 +251,24 @@ class Engine:
             self._result.outputs[microbatch] = outputs[0] if len(outputs) == 1 else tuple(outputs)
         # A tensor, so that the layout of messages stays the same.
         told = None if share == self._even else torch.tensor(share, dtype=torch.float64)
-        for route in task.readers:
-            wanted = [given[value] if value in given else values[value] for value in route.values]
-            self._depart(task, route, False, (told, *wanted))
+        for hop in task.outputs:
+            wanted = [given[value] if value in given else values[value] for value in hop.values]
+            hop.payload = detached((told, *wanted)) if hop.is_local else (told, *wanted)
 
     def _backward(self, task: Task, defer_weights: bool) -> None:
         """Roughly: ``dx, dw = backward(dy)``, or ``dx`` alone."""
         pending: Pending = {}
-        for route in task.readers:
-            payload = self._arrive(task, route, backward=True)
-            for value, readers in zip(route.values, payload, strict=True):
+        for hop in task.output_gradients:
+            for value, readers in zip(hop.values, self._arrive(hop), strict=True):
                 pending.setdefault(value, []).extend((layer, gradients) for layer, *gradients in readers)
         self._await_swap(task)
         self._ready = perf_counter_ns()
         with self._guard:
             task.stage.backward(task.microbatch, pending, defer_weights)
-        for route in task.writers:
-            payload = tuple(
-                tuple((layer, *gradients) for layer, gradients in pending.get(value, ())) for value in route.values
+        for hop in task.input_gradients:
+            hop.payload = tuple(
+                [tuple([(layer, *gradients) for layer, gradients in pending.get(value, ())]) for value in hop.values]
             )
-            self._depart(task, route, True, payload)
 
     def _weight_gradient(self, task: Task) -> None:
         """Roughly: ``dw += what I remembered``."""
@@ -337,20 +301,16 @@ class Engine:
             if move is not None:
                 move.done.result()
 
-    def _send(self, backward: bool, task: Task) -> None:
+    def _send(self, hops: Sequence[Hop]) -> None:
         """Roughly: ``isend(y)``."""
-        step, source = self._job.step, task.stage.index
-        for route in task.writers if backward else task.readers:
-            if not route.is_local:
-                envelope = Envelope(step, source, route.stage, task.microbatch, int(backward))
-                self.transport.send(envelope, route.rank, self._outbox.pop(envelope))
+        for hop in hops:
+            payload, hop.payload = hop.payload, None
+            self.transport.send(hop.envelope, hop.peer, payload)
 
-    def _post(self, backward: bool, task: Task) -> None:
+    def _post(self, hops: Sequence[Hop]) -> None:
         """Roughly: ``irecv(x)``, awaited where it is used."""
-        step, target = self._job.step, task.stage.index
-        for route in task.readers if backward else task.writers:
-            if not route.is_local:
-                self.transport.post(Envelope(step, route.stage, target, task.microbatch, int(backward)), route.rank)
+        for hop in hops:
+            self.transport.post(hop.envelope, hop.peer)
 
     def _reduce(self, task: Task) -> None:
         """Roughly: ``dw = sum(dw of the stage's replicas)``."""
@@ -364,3 +324,10 @@ class Engine:
         """Release what the rank holds beside its stages."""
         self._swapper.close()
         self.transport.close()
+
+
+def _annotated(calls: Sequence[Call]) -> Iterator[Call]:
+    """Calls that appear under their actions' names in a torch.profiler trace."""
+    for action, call in calls:
+        with record_function(str(action)):
+            yield action, call

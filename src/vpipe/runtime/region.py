@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ _IN_PLACE = (
     "changes its input in place, which others read again; set the attribute `inplace = True` on that module, "
     "so that it gets a copy, or let it compute a new tensor"
 )
-_NOTHING = nullcontext()
 Gradients = list[Tensor | None]
 Pending = dict[Value, list[tuple[int, Gradients]]]
 """Value → (reading layer, gradients of the value's tensors that need one) of every reader so far."""
@@ -47,7 +46,7 @@ class Treatment(Enum):
     SWAPPED = "swapped"
 
 
-@dataclass
+@dataclass(slots=True)
 class Graph:
     """What a region's forward leaves behind for its backward."""
 
@@ -57,7 +56,7 @@ class Graph:
     """Losses: the unit's own at the last stage, and those that layers added."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Outcome:
     """What a region's forward yields."""
 
@@ -68,8 +67,7 @@ class Outcome:
     """(layer, value) of the losses that layers added."""
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """The circumstances of one forward."""
 
     seed: int
@@ -121,27 +119,14 @@ class Region:
         backward. With ``luggage``, what is saved may be swapped out.
         """
         graph = Graph() if build_graph else None
-        local: dict[Value, Any] = {}
-        added: list[tuple[int, Tensor]] = []
         outcome = Outcome({}, graph)
-        scalars: list[Tensor] = []
         entered = self._versions(values)
-        with torch.set_grad_enabled(run.training), self._around(run, build_graph, luggage), collecting(scalars):
-            for layer, module in self.modules.items():
-                arguments = [
-                    self._within(local[value], value, layer)
-                    if value in local
-                    else self._enter(values[value], value, layer, graph, luggage)
-                    for value in self.reads[layer]
-                ]
-                if run.training:
-                    seed_layer(run.seed, run.unit, layer)
-                self._keep(layer, self._call(layer, module, arguments), local)
-                if scalars:
-                    added.extend((layer, scalar) for scalar in scalars)
-                    scalars.clear()
-            if loss is not None:
-                outcome.loss = self._loss(loss, [local[value] for value in self.given])
+        around = self._around(run, build_graph, luggage)
+        if around is None:
+            local = self._compute(values, run, loss, outcome, luggage)
+        else:
+            with around:
+                local = self._compute(values, run, loss, outcome, luggage)
         if entered != self._versions(values):
             raise UserError(self._changed(entered, values))
         for value in self.given if loss is None else ():
@@ -149,19 +134,55 @@ class Region:
             tensors = self._checked(value, local[value])
             if graph is not None:
                 graph.roots.append((value, [_edge(tensor) for tensor in tensors if tensor.requires_grad]))
-        outcome.added = [(layer, scalar.detach()) for layer, scalar in added]
-        if graph is not None:
-            parts = [scalar for _, scalar in added] + ([outcome.loss] if outcome.loss is not None else [])
-            graph.scalars = [(_edge(scalar), scalar.dtype, scalar.device) for scalar in parts if scalar.requires_grad]
-        if outcome.loss is not None:
-            outcome.loss = outcome.loss.detach()
+        if outcome.added or outcome.loss is not None:
+            self._part_with_scalars(outcome)
         return outcome
 
-    def _around(self, run: Run, build_graph: bool, luggage: Luggage | None) -> AbstractContextManager[Any]:
-        """Number formats, and what becomes of saved tensors; mostly nothing, which should cost nothing."""
-        if luggage is None and run.autocast is nullcontext and (build_graph or not run.training):
-            return _NOTHING
+    def _compute(
+        self,
+        values: Mapping[Value, Any],
+        run: Run,
+        loss: Callable[[Any], Tensor] | None,
+        outcome: Outcome,
+        luggage: Luggage | None,
+    ) -> dict[Value, Any]:
+        """The values that the layers write; ``outcome`` gets the losses."""
+        local: dict[Value, Any] = {}
+        scalars: list[Tensor] = []
+        with collecting(scalars):
+            for layer, module in self.modules.items():
+                arguments = [
+                    self._within(local[value], value, layer)
+                    if value in local
+                    else self._enter(values[value], value, layer, outcome.graph, luggage)
+                    for value in self.reads[layer]
+                ]
+                if run.training:
+                    seed_layer(run.seed, run.unit, layer)
+                self._keep(layer, self._call(layer, module, arguments), local)
+                if scalars:
+                    outcome.added.extend((layer, scalar) for scalar in scalars)
+                    scalars.clear()
+            if loss is not None:
+                outcome.loss = self._loss(loss, [local[value] for value in self.given])
+        return local
+
+    def _part_with_scalars(self, outcome: Outcome) -> None:
+        """Of losses, too, the graph keeps the edges, and the outcome the numbers."""
+        parts = [scalar for _, scalar in outcome.added] + ([outcome.loss] if outcome.loss is not None else [])
+        if outcome.graph is not None:
+            scalars = [(_edge(scalar), scalar.dtype, scalar.device) for scalar in parts if scalar.requires_grad]
+            outcome.graph.scalars = scalars
+        outcome.added = [(layer, scalar.detach()) for layer, scalar in outcome.added]
+        outcome.loss = outcome.loss.detach() if outcome.loss is not None else None
+
+    def _around(self, run: Run, build_graph: bool, luggage: Luggage | None) -> AbstractContextManager[Any] | None:
+        """Number formats, and what becomes of saved tensors; mostly nothing, which costs nothing."""
+        plain = luggage is None and run.autocast is nullcontext and (build_graph or not run.training)
+        if plain and run.training is torch.is_grad_enabled():
+            return None
         with ExitStack() as around:
+            around.enter_context(torch.set_grad_enabled(run.training))
             if run.training and not build_graph:
                 around.enter_context(saved_tensors_hooks(_forget, _forgotten))
             if luggage is not None:

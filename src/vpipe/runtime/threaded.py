@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from time import perf_counter_ns
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from vpipe.errors import UserError
-from vpipe.runtime.engine import Engine, Record
+from vpipe.runtime.engine import Call, Engine, Record
 from vpipe.runtime.priority import Backend, Policy, Turnstile, none, policy
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.program import Program
@@ -32,7 +32,6 @@ from vpipe.schedule.semantics import INPUT_GRADIENT, LANE, SEND_OF, WEIGHT_GRADI
 
 PATIENCE = 2.0
 """Seconds that a failed rank gives its other workers to come to an end before it reports."""
-Call = tuple[Action, Callable[[], None]]
 
 
 def lines(program: Program, action: Action) -> Iterator[Hashable]:
@@ -111,7 +110,7 @@ class ThreadedEngine(Engine):
         self._thread = threading.local()
         self._seen: Action | None = None
         super().__init__(*arguments, **more)
-        self._guard = Turns(self, Turnstile(policy), self._guard or nullcontext())
+        self._guard = Turns(self, Turnstile(policy), self._guard)
 
     @property
     def current(self) -> Action | None:

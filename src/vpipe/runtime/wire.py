@@ -27,6 +27,7 @@ from torch import Tensor
 from vpipe.errors import UserError
 
 ALIGN = 64
+MOST_LAYOUTS = 1024
 _PREFIX = struct.Struct("<8sqiiiiqq")
 _MAGIC = b"vpipe\x00\x00\x01"
 _DTYPES = {
@@ -55,6 +56,8 @@ class Envelope(NamedTuple):
     backward: int
 
     def __str__(self) -> str:
+        if self.source < 0:
+            return f"numbers of all ranks after step {self.step} begins"
         what = "gradients" if self.backward else "activations"
         return f"{what} of step {self.step}, microbatch {self.microbatch}, stage {self.source} → {self.target}"
 
@@ -78,6 +81,9 @@ class Layout(NamedTuple):
     offsets: tuple[int, ...]
     text: bytes
     num_bytes: int
+    templates: tuple[Tensor, ...]
+    """Per tensor one of its form and of no size, dimensions as they lie in memory: ``empty_like`` of it takes less than
+    half of what ``empty`` takes."""
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Structure:
@@ -131,19 +137,20 @@ def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
             return {key: unflatten(part, take) for key, part in structure[1:]}
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MOST_LAYOUTS)
 def _layout(structure: Structure, facts: tuple[Facts, ...]) -> Layout:
     tensors = [[_name(fact.dtype), list(fact.shape), fact.needs_grad, fact.order] for fact in facts]
     text = json.dumps([structure, tensors], separators=(",", ":")).encode()
     offset = _aligned(_PREFIX.size + len(text))
-    offsets = []
+    offsets, templates = [], []
     for fact in facts:
         offsets.append(offset)
         offset = _aligned(offset + fact.dtype.itemsize * _count(fact.shape))
-    return Layout(structure, facts, tuple(offsets), text, offset)
+        templates.append(torch.empty((), dtype=fact.dtype).expand(_in_memory(fact)))
+    return Layout(structure, facts, tuple(offsets), text, offset, tuple(templates))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MOST_LAYOUTS)
 def _parsed(text: bytes) -> Layout:
     structure, tensors = json.loads(text)
     facts = tuple(
@@ -205,8 +212,8 @@ class Packed(NamedTuple):
 
     def write_tensors(self, block: Tensor, base: int) -> None:
         """The tensors alone, as if the message began at ``base`` before the block."""
-        for tensor, fact, offset in zip(self.tensors, self.layout.facts, self.layout.offsets, strict=True):
-            _slot(block, fact, offset - base).copy_(tensor)
+        for slot, tensor in zip(slots(block, self.layout, base), self.tensors, strict=True):
+            slot.copy_(tensor.detach())
 
     @property
     def head_bytes(self) -> int:
@@ -217,8 +224,28 @@ def pack(envelope: Envelope, value: Any) -> Packed:
     """Describe a value; nothing is copied yet."""
     tensors: list[Tensor] = []
     structure = flatten(value, tensors)
-    facts = tuple(Facts(tensor.dtype, tensor.shape, tensor.requires_grad, _order(tensor)) for tensor in tensors)
-    return Packed(envelope, _layout(structure, facts), [tensor.detach() for tensor in tensors])
+    layout = _latest.get(structure)
+    if layout is None or not all(map(_fits, layout.facts, tensors)):
+        facts = tuple(Facts(tensor.dtype, tensor.shape, tensor.requires_grad, _order(tensor)) for tensor in tensors)
+        if len(_latest) >= MOST_LAYOUTS:
+            _latest.clear()
+        layout = _latest[structure] = _layout(structure, facts)
+    return Packed(envelope, layout, tensors)
+
+
+_latest: dict[Structure, Layout] = {}
+"""Structure → the last layout that had it: most messages look like the one before."""
+
+
+def _fits(fact: Facts, tensor: Tensor) -> bool:
+    """Whether a plain tensor is as a layout describes it; others are described anew."""
+    return (
+        tensor.shape == fact.shape
+        and tensor.dtype is fact.dtype
+        and tensor.requires_grad is fact.needs_grad
+        and fact.order is None
+        and tensor.is_contiguous()
+    )
 
 
 def mismatch(expected: Envelope, found: Envelope) -> RuntimeError:
@@ -248,19 +275,30 @@ def read_head(memory: memoryview | mmap, offset: int, expected: Envelope | None 
 
 def unpack(block: Tensor, layout: Layout, base: int = 0) -> Any:
     """The value whose tensors lie in ``block``. The tensors are views; those that need a gradient are marked so."""
-    slots = iter(zip(layout.facts, layout.offsets, strict=True))
+    tensors = [
+        slot.requires_grad_(fact.needs_grad)
+        for fact, slot in zip(layout.facts, slots(block, layout, base), strict=True)
+    ]
+    return unflatten(layout.structure, iter(tensors).__next__)
 
-    def take() -> Tensor:
-        fact, offset = next(slots)
-        return _slot(block, fact, offset - base).requires_grad_(fact.needs_grad)
 
-    return unflatten(layout.structure, take)
+def slots(block: Tensor, layout: Layout, base: int = 0) -> list[Tensor]:
+    """Where the tensors of a message lie in ``block``."""
+    return [_slot(block, fact, offset - base) for fact, offset in zip(layout.facts, layout.offsets, strict=True)]
 
 
 def _slot(block: Tensor, fact: Facts, offset: int) -> Tensor:
     end = offset + fact.dtype.itemsize * _count(fact.shape)
-    flat = block[offset:end].view(fact.dtype)
+    return reordered(block[offset:end].view(fact.dtype).view(_in_memory(fact)), fact)
+
+
+def _in_memory(fact: Facts) -> tuple[int, ...]:
+    """The shape with the dimensions as they lie in memory."""
+    return fact.shape if fact.order is None else tuple(fact.shape[dimension] for dimension in fact.order)
+
+
+def reordered(tensor: Tensor, fact: Facts) -> Tensor:
+    """From dimensions as they lie in memory to those that the tensor had."""
     if fact.order is None:
-        return flat.view(fact.shape)
-    inverse = sorted(range(len(fact.order)), key=fact.order.__getitem__)
-    return flat.view([fact.shape[dimension] for dimension in fact.order]).permute(inverse)
+        return tensor
+    return tensor.permute(sorted(range(len(fact.order)), key=fact.order.__getitem__))

@@ -24,9 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vpipe.runtime.wire import ALIGN, Envelope, Facts, Packed, read_head, unflatten
-
-_CPU = torch.device("cpu")
+from vpipe.runtime.wire import ALIGN, Envelope, Packed, read_head, reordered, unflatten
 
 
 class Ring:
@@ -88,25 +86,14 @@ class Segment:
         if offset + layout.num_bytes > self.size:
             raise RuntimeError(f"{envelope} is said to reach beyond its segment: do all ranks run the same vpipe?")
         base = self._address + offset
-        slots = iter(zip(layout.facts, layout.offsets, strict=True))
-
-        def take() -> Tensor:
-            fact, begin = next(slots)
-            tensor = torch.empty(fact.shape, dtype=fact.dtype, device=_CPU) if fact.order is None else _ordered(fact)
+        copies = []
+        for fact, begin, template in zip(layout.facts, layout.offsets, layout.templates, strict=True):
+            tensor = torch.empty_like(template, memory_format=torch.contiguous_format)
             memmove(tensor.data_ptr(), base + begin, tensor.nbytes)
-            return tensor.requires_grad_() if fact.needs_grad else tensor
-
-        return envelope, unflatten(layout.structure, take)
+            copies.append(reordered(tensor, fact).requires_grad_(fact.needs_grad))
+        return envelope, unflatten(layout.structure, iter(copies).__next__)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the bytes in memory are the values: not on another device, not waiting to be conjugated or negated."""
     return tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _ordered(fact: Facts) -> Tensor:
-    """An empty tensor whose dimensions lie in memory as ``fact.order`` says."""
-    assert fact.order is not None
-    inverse = sorted(range(len(fact.order)), key=fact.order.__getitem__)
-    shape = [fact.shape[dimension] for dimension in fact.order]
-    return torch.empty(shape, dtype=fact.dtype, device=_CPU).permute(inverse)

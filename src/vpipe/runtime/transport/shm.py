@@ -2,7 +2,8 @@
 
 A message over gloo costs tens of microseconds of processor time and a rendezvous. Here it is one copy into a ring that
 both processes see and one record on a socket (``link.py``); the receiver copies it out at once, so the ring stays free.
-Ranks of other machines, and collective operations, go through ``torch.distributed`` as before.
+A few numbers from each of several ranks of this machine (losses, norms) are gathered the same way: the first of them
+takes all and tells all. Ranks of other machines, and large collective operations, go through ``torch.distributed``.
 
 Messages of all channels between two ranks come in the order in which they were sent; a rank that waits for one of them
 puts the others into a mailbox. Of one channel, the message that comes n-th answers the receive that was posted n-th.
@@ -16,10 +17,12 @@ import os
 import select
 import socket
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import Any
 from weakref import WeakSet
+
+from torch import Tensor
 
 from vpipe.runtime.failure import PeerLost
 from vpipe.runtime.transport.distributed import DistributedTransport
@@ -30,6 +33,11 @@ RING_BYTES = 8 * 1024 * 1024
 """How large a ring grows before its sender waits; it holds at least four of the largest message."""
 SPIN = 20e-6
 """Seconds for which a rank looks again before it sleeps, where the machine has more cores than ranks."""
+
+FEW_BYTES = 16 * 1024
+"""Up to here, what a rank gives to a collective operation goes through shared memory."""
+_GATHERING = -1
+"""The stage that messages of such an operation name as source and target."""
 
 Place = tuple[int, int, int, int, int]
 """(peer, source stage, target stage, backward, number within this channel)."""
@@ -49,6 +57,8 @@ class ShmTransport(DistributedTransport):
         self._mail: dict[Place, tuple[Envelope, Any]] = {}
         self._num_expected: dict[tuple[int, int, int, int], int] = defaultdict(int)
         self._num_arrived: dict[tuple[int, int, int, int], int] = defaultdict(int)
+        self._step = 0
+        self._num_gathered: dict[tuple[int, ...], int] = defaultdict(int)
         self._events = select.epoll()
         self._link_of = {link.connection.fileno(): link for link in self.links.values()}
         for descriptor in self._link_of:
@@ -57,6 +67,7 @@ class ShmTransport(DistributedTransport):
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
+        self._step = step
         for (peer, *_), (envelope, _) in self._mail.items():
             if envelope.step < step:
                 raise RuntimeError(
@@ -105,6 +116,27 @@ class ShmTransport(DistributedTransport):
                 self._read(link, f"sends {envelope}", until)
         except (BrokenPipeError, ConnectionResetError):
             raise self._gone(link, f"sends {envelope}") from None
+
+    def all_gather(self, value: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Tensor]:
+        few = sizes is not None and max(sizes) * value.element_size() <= FEW_BYTES
+        if not few or any(rank not in self.links and rank != self.rank for rank in ranks):
+            return super().all_gather(value, ranks, sizes)
+        mine = value.detach().flatten().clone()
+        number = self._num_gathered[tuple(ranks)]
+        self._num_gathered[tuple(ranks)] = number + 1
+        given, told = (Envelope(self._step, _GATHERING, _GATHERING, number % 2**31, back) for back in (0, 1))
+        first, *others = ranks
+        if self.rank != first:
+            self.post(told, first)
+            self.send(given, first, mine)
+            return list(self.take(told))
+        found = [mine]
+        for rank in others:  # one after the other: they share an envelope
+            self.post(given, rank)
+            found.append(self.take(given))
+        for rank in others:
+            self.send(told, rank, found)
+        return found
 
     def _read(self, link: Link, doing: str, until: float) -> None:
         """Wait until anything has come from any rank, for the sake of ``link``, and read it."""
