@@ -61,9 +61,11 @@ def test_perfetto_reads_every_slice_arrow_and_counter(perfetto: str, make_run: M
 
         assert count("stats where severity in ('error', 'data_loss') and value > 0") == 0
         assert count("flow") == 2 * 2 * 2 * 8  # steps · directions · boundaries · microbatches
-        assert count("slice where name = '2F3'") == 2
-        assert count("slice join thread_track on track_id = thread_track.id join thread using (utid) "
-                     "where thread.name = 'swaps'") > 4  # fmt: skip
+        placed = "slice join thread_track on track_id = thread_track.id join thread using (utid)"
+        assert count(f"{placed} where slice.name = '2F3' and thread.name = 'compute'") == 2
+        assert count(f"{placed} where slice.name = '2RECV_F3' and thread.name = 'messages'") == 2
+        assert count(f"{placed} where thread.name = 'swaps'") > 4
+        assert count("thread where name in ('compute', 'messages', 'swaps')") == 3 * 2 + 1
         assert count("process where name = 'rank 1 (stage 1)'") == 1
         assert count("counter") >= 2 * 3
         browser.close()

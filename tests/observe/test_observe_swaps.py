@@ -65,7 +65,9 @@ def test_the_lane_is_calibrated_and_simulated(step: Measured) -> None:
 
 def test_the_exported_trace_has_the_lane_and_reads_back(step: Measured, tmp_path: Path) -> None:
     threads = {
-        each["tid"] for each in trace.events([step]) if each["ph"] == "X" and each["name"].endswith(("OUT0", "IN0"))
+        each["tid"] - each["pid"]
+        for each in trace.events([step])
+        if each["ph"] == "X" and each["name"].endswith(("OUT0", "IN0"))
     }
     assert threads == {trace.SWAPS}
     trace.write(tmp_path / "trace.json.gz", [step])

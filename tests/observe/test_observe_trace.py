@@ -42,8 +42,10 @@ def test_events_are_what_perfetto_wants(make_run: MakeRun) -> None:
         start = starts[end["id"]]
         assert start["pid"] != end["pid"]
         assert start["ts"] <= end["ts"]
-    assert {event["pid"] for event in events} == set(range(4))
-    assert kinds["C"] == 3 * 4
+    threads = {(event["pid"], event["tid"]) for event in events}
+    assert len({process for process, _ in threads}) == 4
+    assert len({thread for _, thread in threads}) == len(threads) == 4 * 2
+    assert kinds["C"] == 3 * 4 * 2
     slices = [event for event in events if event["ph"] == "X"]
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in slices)
     forward = next(event for event in slices if event["name"] == "2F3")

@@ -27,7 +27,10 @@ from vpipe.schedule.action import Action, parse
 from vpipe.schedule.draw import NAMES
 
 COMPUTE, MESSAGES, SWAPS = 0, 1, 2
+"""The threads of a rank."""
 WAIT = "wait"
+_IDS = 10
+"""Numbers between two processes. To Perfetto a number is one thread, whatever its process, and none is 0."""
 
 
 def events(steps: Sequence[Measured]) -> Iterator[dict[str, Any]]:
@@ -60,7 +63,7 @@ def programs(path: str | Path) -> dict[int, list[list[Action]]]:
         found = [each for each in data["traceEvents"] if each["ph"] == "X" and each["cat"] != WAIT]
         steps: dict[int, dict[int, list[tuple[int, Action]]]] = {}
         for each in found:
-            rank = steps.setdefault(each["args"]["step"], {}).setdefault(each["pid"], [])
+            rank = steps.setdefault(each["args"]["step"], {}).setdefault(each["pid"] // _IDS, [])
             rank.append((each["args"]["index"], parse(each["name"])))
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a trace of vpipe, or it is cut off: {error}") from None
@@ -81,7 +84,13 @@ def _names(step: Measured) -> Iterator[dict[str, Any]]:
 
 
 def _meta(name: str, rank: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": args}
+    return {"ph": "M", "name": name, **_where(rank, thread), "args": args}
+
+
+def _where(rank: int, thread: int = COMPUTE) -> dict[str, int]:
+    """The rank's process, whose main thread computes."""
+    process = _IDS * (rank + 1)
+    return {"pid": process, "tid": process + thread}
 
 
 def _slices(step: Measured, at: int) -> Iterator[dict[str, Any]]:
@@ -112,8 +121,7 @@ def _slice(
         "ph": "X",
         "name": name,
         "cat": category,
-        "pid": rank,
-        "tid": thread,
+        **_where(rank, thread),
         "ts": at / 1000,
         "dur": length / 1000,
         "args": args,
@@ -132,13 +140,15 @@ def _arrows(step: Measured, at: int, numbers: Iterator[int]) -> Iterator[dict[st
                 peer, maker = made[source]
                 if maker.end == maker.ready or event.end == event.ready:
                     continue
-                common = {"cat": "message", "name": "message", "id": next(numbers), "tid": COMPUTE}
-                yield {**common, "ph": "s", "pid": peer, "ts": (at + maker.end - 1) / 1000}
-                yield {**common, "ph": "f", "bp": "e", "pid": rank, "ts": (at + event.ready) / 1000}
+                common = {"cat": "message", "name": "message", "id": next(numbers)}
+                yield {**common, **_where(peer), "ph": "s", "ts": (at + maker.end - 1) / 1000}
+                yield {**common, **_where(rank), "ph": "f", "bp": "e", "ts": (at + event.ready) / 1000}
 
 
 def _counters(step: Measured, at: int) -> Iterator[dict[str, Any]]:
     for rank, memory in enumerate(step.memory):
-        if memory:
-            held = {key: value for key, value in memory.items() if value >= 0}
-            yield {"ph": "C", "name": "memory", "pid": rank, "tid": COMPUTE, "ts": at / 1000, "args": held}
+        held = {key: value for key, value in memory.items() if value >= 0}
+        versions = {"held": held.pop("versions")} if "versions" in held else {}
+        for name, args in (("memory", held), ("weight versions", versions)):
+            if args:
+                yield {"ph": "C", "name": name, **_where(rank), "ts": at / 1000, "args": args}

@@ -185,13 +185,11 @@ class Engine:
     def _execute(self, calls: Sequence[Call], records: list[Record]) -> None:
         """The loop. What it writes down takes its form afterwards."""
         times: list[tuple[int, int, int]] = []
-        now = perf_counter_ns()
         for action, call in _annotated(calls) if self.annotates else calls:
             self.current = action
-            begin = self._ready = now
+            begin = self._ready = perf_counter_ns()
             call()
-            now = perf_counter_ns()
-            times.append((begin, self._ready, now))
+            times.append((begin, self._ready, perf_counter_ns()))
         records.extend([Record(action, *each) for (action, _), each in zip(calls, times, strict=True)])
 
     def _settle(self, records: Sequence[Record]) -> None:
