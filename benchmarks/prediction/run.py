@@ -18,6 +18,8 @@ import common
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "hanayo")
 SIZES = {"hidden_size": 192, "num_heads": 4, "sequence_length": 64, "vocab_size": 4000}
 MODELS = {name: {"name": name, "num_layers": 6, **SIZES} for name in ("gpt", "bert", "llama")}
+PROFILES = 6
+"""So often a model is profiled between the runs, and once after them: cores that get slower are slow for both."""
 CLEAR = 0.05
 """A difference that a plan may count on."""
 EMULATED_TIMES = ((0.008, 0.010, 0.006), (0.010, 0.010, 0.010), (0.006, 0.012, 0.004))
@@ -53,7 +55,7 @@ def rank(task: dict[str, Any]) -> None:
     def profiled() -> Profile:
         link, overhead = measure_link(empty.engines[0].transport, 10), measure_overhead(empty, 10)
         dist.barrier()
-        how = Measuring(model.loss, adam, task["repeats"])
+        how = Measuring(model.loss, adam, max(3, task["repeats"] // 3))
         layers, size = measure_layers(model.layers, unit.inputs, unit.targets, how)
         return Profile(
             tuple(layers), size, link_latency=link.latency, link_bandwidth=link.bandwidth, action_overhead=overhead
@@ -73,31 +75,36 @@ def rank(task: dict[str, Any]) -> None:
 
     inputs, targets = Microbatches(lambda _: unit.inputs), Microbatches(lambda _: unit.targets)
     empty = empty_pipeline(dist.get_world_size(), "auto", 600)
-    profiles = [profiled()] if task["profile"] else []
+    profiles = []
     pipelines = [pipeline(schedule, count) for schedule, count in task["cases"]]
     steps: list[list[float]] = [[] for _ in pipelines]
-    for repeat in range(task["repeats"] + 2):  # interleaved: a machine that gets slower is slow for all
+    rounds = task["repeats"] + 2
+    for repeat in range(rounds):  # interleaved: a machine that gets slower is slow for all
+        if task["profile"] and repeat % -(-rounds // PROFILES) == 0:
+            profiles.append(profiled())
         for found, pipe in zip(steps, pipelines, strict=True):
             dist.barrier()
             begin = time.perf_counter()
             pipe.train_step(inputs, targets)
             if repeat >= 2:
                 found.append(time.perf_counter() - begin)
-    profiles += [profiled()] if task["profile"] and pipelines else []
+    profiles += [profiled()] if task["profile"] else []
     common.answer(task, {"profiles": [each.to_json() for each in profiles], "steps": steps})
     dist.barrier()
     dist.destroy_process_group()
 
 
-def mean(first: Any, second: Any) -> Any:
-    """The profile before and the one after, half and half."""
+def mean(profiles: Sequence[Any]) -> Any:
+    """What several profiles of one model say together."""
+
+    def averaged(facts: Sequence[Any], names: Sequence[str]) -> Any:
+        means = {name: statistics.mean(getattr(each, name) for each in facts) for name in names}
+        return replace(facts[0], **means)
+
     times = ("forward", "input_grad", "weight_grad", "update")
-    layers = tuple(
-        replace(a, **{name: (getattr(a, name) + getattr(b, name)) / 2 for name in times})
-        for a, b in zip(first.layers, second.layers, strict=True)
-    )
-    machine = {name: (getattr(first, name) + getattr(second, name)) / 2 for name in ("link_latency", "action_overhead")}
-    return replace(first, layers=layers, **machine)
+    layers = zip(*(profile.layers for profile in profiles), strict=True)
+    found = averaged(profiles, ("link_latency", "action_overhead"))
+    return replace(found, layers=tuple(averaged(alike, times) for alike in layers))
 
 
 def group(
@@ -120,7 +127,7 @@ def group(
         found = common.launch(__file__, num_ranks, task | {"profile": False, "cases": cases})[0]
         found["profiles"] = common.launch(__file__, 2, task | {"profile": True, "cases": []})[0]["profiles"]
     profiles = [profile_from_json(each) for each in found["profiles"]]
-    profile = mean(profiles[0], profiles[-1])
+    profile = mean(profiles)
     rows = []
     for (schedule, count), steps in zip(cases, steadied(found["steps"]), strict=True):
         pipe = Pipe.of(schedule, num_ranks, count)

@@ -70,6 +70,43 @@ def everybody_to_everybody(num_messages: int, length: int, ring_bytes: int) -> i
     return largest
 
 
+def few_numbers() -> tuple[int, list[list[float]]]:
+    """Gathered while a message is under way: how often torch was asked, and what came."""
+    transport = opened(ring_bytes=4096)
+    asked = 0
+    real = torch.distributed.all_gather
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return real(*arguments, **more)
+
+    torch.distributed.all_gather = counted
+    rank, found = transport.rank, []
+    try:
+        transport.begin_step(3)
+        if rank == 0:
+            transport.post(Envelope(3, 2, 0, 0, 0), 2)
+        if rank == 2:
+            transport.send(Envelope(3, 2, 0, 0, 0), 0, torch.zeros(100))
+        for number in range(3):
+            mine = torch.full((1 + rank,), 10.0 * number + rank, dtype=torch.float64)
+            blocks = transport.all_gather(mine, range(3), [1, 2, 3])
+            mine.zero_()
+            found.append(torch.cat(blocks).tolist())
+        if rank == 0:
+            transport.take(Envelope(3, 2, 0, 0, 0))
+        few, asked = asked, 0
+        many = transport.all_gather(torch.full((5000,), rank + 1.0), range(3), [5000] * 3)
+        found.append([float(block.sum()) for block in many])
+        transport.end_step()
+    finally:
+        torch.distributed.all_gather = real
+        transport.close()
+    assert asked == 1
+    return few, found
+
+
 def away() -> list[float]:
     """Rank 1 has posted more than the ring holds and waits in a collective that rank 0 enters after its sends."""
     transport = opened(ring_bytes=4096)

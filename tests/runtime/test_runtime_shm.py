@@ -80,6 +80,11 @@ def test_messages_larger_than_the_ring(worlds: Worlds) -> None:
     worlds.run(2, alone.everybody_to_everybody, 6, 700_000, 4096)
 
 
+def test_few_numbers_are_gathered_without_torch(worlds: Worlds) -> None:
+    numbers = [[10.0 * n, 10.0 * n + 1, 10.0 * n + 1, 10.0 * n + 2, 10.0 * n + 2, 10.0 * n + 2] for n in range(3)]
+    assert worlds.run(3, alone.few_numbers) == [(0, [*numbers, [5000.0, 10000.0, 15000.0]])] * 3
+
+
 def test_a_rank_in_a_collective_is_not_waited_for(worlds: Worlds) -> None:
     assert worlds.run(2, alone.away)[1] == [float(k) for k in range(20)]
 
