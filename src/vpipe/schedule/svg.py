@@ -12,6 +12,7 @@ from math import ceil
 from vpipe.schedule.action import Kind
 from vpipe.schedule.draw import NAMES, figures
 from vpipe.schedule.program import Program
+from vpipe.schedule.semantics import LANE, Lane
 from vpipe.schedule.simulate import Simulation, Span
 
 FILLS = {
@@ -104,7 +105,8 @@ def _key(simulation: Simulation, top: int) -> list[str]:
 
 
 def _document(width: int, height: int, title: str, body: list[str]) -> str:
-    light, dark = ("".join(f".k{kind}{{fill:{fill[scheme]}}}" for kind, fill in FILLS.items()) for scheme in (0, 1))
+    drawn = {kind: fills for kind, fills in FILLS.items() if LANE[kind] is Lane.COMPUTE}
+    light, dark = ("".join(f".k{kind}{{fill:{fill[scheme]}}}" for kind, fill in drawn.items()) for scheme in (0, 1))
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     return "\n".join(
         [
