@@ -175,6 +175,25 @@ def test_nothing_is_left_after_a_step() -> None:
     assert not pipe.engines[0].transport.hub.mail  # type: ignore[attr-defined]
 
 
+def test_nothing_is_left_after_a_step_that_failed() -> None:
+    class Tired(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 3:
+                raise RuntimeError("no more")
+            return super().forward(x)
+
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), Tired(4, 4), nn.Linear(4, 4)]
+    pipe = Pipeline(layers, nn.functional.mse_loss, schedule="zb-v", num_microbatches=4, num_ranks=2)
+    batch = torch.randn(8, 4)
+    with pytest.raises(RuntimeError, match="no more"):
+        pipe.train_step(batch, batch, update=False)
+    assert all(compiled.tasks.are_empty for compiled in pipe._compiled.values())
+    assert not any(stage.units for engine in pipe.engines for stage in engine.stages.values())
+
+
 def test_live_bytes_are_what_operations_make() -> None:
     weight, x = torch.randn(8, 8), torch.randn(4, 8)
     with LiveBytes() as live:

@@ -8,7 +8,10 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +20,10 @@ from train_runs import tiny
 from vpipe.observe.measured import Measured
 from vpipe.observe.payload import recorded
 from vpipe.observe.rundir import open_run
+from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.transport.inprocess import Hub
 from vpipe.schedule.action import Kind
+from vpipe.train import clocks
 
 AHEAD = 86_400
 ELSEWHERE = ("unshare", "--time", "--monotonic", str(AHEAD), "--fork", "--kill-child")
@@ -84,3 +90,29 @@ def test_ranks_of_one_machine_ask_nobody(tmp_path: Path) -> None:
     said, steps = train(tmp_path, (), ())
     assert "different clocks" not in said
     assert all(early(step) <= 0 for step in steps)
+
+
+@pytest.mark.parametrize(("again", "asked"), [(0.0, [0, 1, 2, 3]), (1e9, [0, 1])])
+def test_all_ask_again_when_rank_0_says_so(again: float, asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks, "AGAIN", again)
+    monkeypatch.setattr(clocks, "identity", lambda: threading.current_thread().name)
+    found: dict[int, list[int]] = {0: [], 1: []}
+
+    def rank(transport: Transport) -> None:
+        pipeline: Any = SimpleNamespace(
+            engines=[SimpleNamespace(rank=transport.rank, transport=transport)], placement=SimpleNamespace(num_ranks=2)
+        )
+        mine = clocks.Clocks(pipeline)
+        for iteration in range(4):
+            mine.error = None
+            mine.align(iteration)
+            if mine.error is not None:
+                found[transport.rank].append(iteration)
+                assert abs(mine.offset.nanoseconds) <= mine.error
+
+    threads = [threading.Thread(target=rank, args=(transport,)) for transport in Hub(2).transports()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == {0: asked, 1: asked}
