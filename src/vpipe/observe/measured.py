@@ -108,21 +108,25 @@ def from_simulation(simulation: Simulation, scale: float = 1e9) -> Measured:
     line, program = simulation.timeline, simulation.program
     origin = min((line.begin[lane[0]] for lane in line.lanes[: program.num_ranks] if lane), default=0.0)
     overhead = round(simulation.costs.overhead * scale)
+
+    def at(time: float) -> int:
+        return round((time - origin) * scale)
+
     ranks = []
     for rank in range(program.num_ranks):
         free = 0
         row = []
         for event in line.lanes[rank]:
-            end = round((line.end[event] - origin) * scale)
-            ready = min(round((line.begin[event] - origin) * scale) + overhead, end)
+            end = at(line.end[event])
+            ready = min(at(line.begin[event]) + overhead, end)
             row.append(Event(line.flat.action(event), min(free + overhead, ready), ready, end))
             free = end
         ranks.append(tuple(row))
-    swaps = []
-    for lane in line.lanes[program.num_ranks :]:
-        times = [
-            (round((line.begin[event] - origin) * scale), round((line.end[event] - origin) * scale)) for event in lane
-        ]
-        pairs = zip(lane, times, strict=True)
-        swaps.append(tuple(Event(line.flat.action(event), begin, begin, end) for event, (begin, end) in pairs))
-    return Measured(program, tuple(ranks), swaps=tuple(swaps))
+    swaps = tuple(
+        tuple(
+            Event(line.flat.action(event), at(line.begin[event]), at(line.begin[event]), at(line.end[event]))
+            for event in lane
+        )
+        for lane in line.lanes[program.num_ranks :]
+    )
+    return Measured(program, tuple(ranks), swaps=swaps)

@@ -32,6 +32,7 @@ from vpipe.runtime.stage import Loss, Stage, StageOptions
 from vpipe.runtime.threaded import ThreadedEngine
 from vpipe.runtime.ties import check_owners, refuse_sharing, share_tied
 from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.update import LossScale, UpdateOptions, Updater
 from vpipe.runtime.wire import Envelope, flatten, unflatten
 from vpipe.schedule.placement import Placement
@@ -110,6 +111,18 @@ class Pieces:
     autocast: Callable[[], AbstractContextManager[Any]]
     policy: Policy | None = None
     """Who goes first among the worker threads of a rank; ``None`` without worker threads."""
+
+    def engines_in_threads(self, transports: Sequence[Transport]) -> list[Engine]:
+        """All ranks in this process. One computes at a time, unless their layers say that several may."""
+        alone = len(transports) == 1 or thread_safe(self.layers)
+        lock = None if alone else threading.Lock()
+        copies = CopiesForReplicas(self.programs.spec.placement)
+        return [self.engine(transport, copies, lock) for transport in transports]
+
+    def engine_between(self, transport: DistributedTransport) -> Engine:
+        """The rank that this process is."""
+        transport.prepare_groups(groups(self.programs.spec.placement, self.tied, self.flow))
+        return self.engine(transport, own_module, None)
 
     def engine(self, transport: Transport, build: BuildModule, lock: threading.Lock | None) -> Engine:
         """The engine of one rank, with the layers of its stages and nobody else's."""

@@ -6,7 +6,6 @@ every process is a rank and builds only the layers it owns.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -116,16 +115,12 @@ class Pipeline:
             autocast,
             policy,
         )
-        if self._in_process:
-            self._hub: Hub | None = Hub(world, blocking)
-            lock = threading.Lock() if world > 1 and not assembly.thread_safe(plain) else None
-            copies = assembly.CopiesForReplicas(self.placement)
-            self.engines = [pieces.engine(end, copies, lock) for end in self._hub.transports()]
-        else:
-            self._hub = None
-            carrier = choice.between_processes(transport, blocking=blocking, timeout=timeout)
-            carrier.prepare_groups(assembly.groups(self.placement, tied, self.flow))
-            self.engines = [pieces.engine(carrier, assembly.own_module, None)]
+        self._hub = Hub(world, blocking) if self._in_process else None
+        self.engines = (
+            pieces.engines_in_threads(self._hub.transports())
+            if self._hub is not None
+            else [pieces.engine_between(choice.between_processes(transport, blocking=blocking, timeout=timeout))]
+        )
         self._compiled: dict[tuple[int, Program], Compiled] = {}
         self.step = 0
         self.num_units = 0
