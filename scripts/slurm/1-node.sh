@@ -13,6 +13,8 @@ export MASTER_ADDR=127.0.0.1
 
 run=runs/slurm-"$SLURM_JOB_ID"
 overrides=()
+saved() { compgen -G "$run"/checkpoints/'iteration-*' | sort -V | tail -n 1; }
+before=$(saved)
 resume=()
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && compgen -G "$run"/checkpoints/'iteration-*' >/dev/null; then
   resume=(--resume latest)
@@ -30,6 +32,13 @@ while true; do
 done
 left_early() { [ "$code" -gt 128 ] || grep -qs '"stopped": true' "$run"/summary.json; }
 if [ "$announced" -eq 1 ] && left_early; then
+  mkdir -p "$run"; idle=$(cat "$run"/lives-without-progress 2>/dev/null || echo 0)
+  if [ "$(saved)" = "$before" ]; then idle=$((idle + 1)); else idle=0; fi
+  echo "$idle" > "$run"/lives-without-progress
+  if [ "$idle" -ge 3 ]; then
+    echo "vpipe: 3 times in a row this job saved nothing new before its end: not queued again; raise --time or lower checkpoint.interval" >&2
+    exit "$code"
+  fi
   echo "vpipe: interrupted; queueing again"
   scontrol requeue "$SLURM_JOB_ID" && sleep 60
 fi

@@ -50,6 +50,11 @@ def missing_namespaces() -> str:
     return "" if made else "network namespaces need root"
 
 
+def ip(*words: str) -> None:
+    """Change the network; what it refuses fails the test."""
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
 def _program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 

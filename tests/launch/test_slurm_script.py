@@ -46,7 +46,7 @@ def test_without_requeue_nothing_is_trapped() -> None:
 
 @pytest.mark.parametrize("requeue", [True, False])
 @pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("kind", ["none", "docker", "apptainer", "charliecloud"])
+@pytest.mark.parametrize("kind", ["none", "docker", "apptainer", "charliecloud", "bubblewrap"])
 @pytest.mark.parametrize("points", [(), (("a.b=1",), ("a.b='2'",))])
 def test_bash_can_read_every_script(requeue: bool, nodes: int, kind: str, points: tuple[tuple[str, ...], ...]) -> None:
     container = Container(kind, "image", ("/data",)) if kind != "none" else Container()

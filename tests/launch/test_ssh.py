@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ssh_server import Server, missing, missing_namespaces
+from ssh_server import Server, ip, missing, missing_namespaces
 
 from vpipe.config import PipelineConfig, load
 from vpipe.errors import UserError
@@ -248,10 +248,6 @@ def test_a_configs_machines_become_a_launch(tmp_path: Path) -> None:
     assert launch.command == ("-m", "vpipe", "train", "c.yaml", "--scheduler", "1f1b", "--output-dir", str(tmp_path))
     assert (launch.python, launch.threads, launch.machines) == ("python3", 2, ("a:0", "b:1"))
     assert "apptainer exec" in command(nodes(launch.machines)[0], launch)[-1]
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
 def running(mark: str) -> list[int]:

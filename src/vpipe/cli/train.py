@@ -1,7 +1,7 @@
 """``vpipe train``: from a config file to a trained model, on as many ranks as the config asks for.
 
 Without a launcher it starts the ranks itself: on this machine, by ssh on those of ``launch.machines``, inside
-``launch.container``. Under torchrun or srun each process is one rank and runs the same command.
+``launch.container``. Under torchrun, srun or mpirun each process is one rank and runs the same command.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def command(
       vpipe train configs/gpt_small.yaml --scheduler zb-h1 --set training.learning_rate=3e-4
       vpipe train configs/default.yaml --resume latest
       torchrun --nproc_per_node=4 -m vpipe train configs/gpt_small.yaml
+      mpirun -n 4 vpipe train configs/gpt_small.yaml
     """
     if nproc is not None:
         overrides = (*overrides, f"parallel.model_parallel_size={nproc}")
@@ -77,6 +78,7 @@ def run(config: configs.PipelineConfig, warnings: tuple[str, ...], output_dir: P
     if rank is not None:
         from vpipe.train import worker
 
+        os.environ.update(environment.interface_variables(config.launch.interface))
         return worker.train(**arguments, output_dir=str(output_dir) if output_dir else None)
     _enter_container(config)
     directory = rundir.create(config, output_dir)
@@ -88,7 +90,7 @@ def run(config: configs.PipelineConfig, warnings: tuple[str, ...], output_dir: P
 
 def _here(config: configs.PipelineConfig, directory: Path, arguments: dict[str, Any]) -> int:
     """All ranks on this machine: threads of this process, or processes."""
-    from vpipe.launch.environment import orion_preload
+    from vpipe.launch.environment import interface_variables, orion_preload
 
     if config.parallel.transport == "inprocess" or config.num_ranks == 1:
         from vpipe.train import worker
@@ -97,8 +99,7 @@ def _here(config: configs.PipelineConfig, directory: Path, arguments: dict[str, 
     from vpipe.launch import local
     from vpipe.train import rundir
 
-    interface = config.launch.interface
-    variables = {f"{name}_SOCKET_IFNAME": interface for name in ("GLOO", "NCCL") if interface is not None}
+    variables = interface_variables(config.launch.interface)
     variables[rundir.COMMAND] = json.dumps(rundir.command())
     if config.parallel.use_orion_scheduler:
         variables |= orion_preload(os.environ)

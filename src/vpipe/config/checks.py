@@ -235,7 +235,7 @@ def _launch(config: PipelineConfig) -> Iterator[Problem]:
         )
     if container.kind == "none" and (container.image or container.binds):
         yield _broken(
-            "is none, but an image or binds are given; choose apptainer, singularity, docker or charliecloud",
+            "is none, but an image or binds are given; choose apptainer, docker, charliecloud or bubblewrap",
             "launch.container.kind",
             "launch.container.image",
             "launch.container.binds",

@@ -57,7 +57,7 @@ class ObserveConfig(Section):
 class ContainerConfig(Section):
     """The container in which each rank runs."""
 
-    kind: Literal["none", "apptainer", "singularity", "docker", "charliecloud"] = "none"
+    kind: Literal["none", "apptainer", "singularity", "docker", "charliecloud", "bubblewrap"] = "none"
     """Which program starts it; none runs without a container."""
     image: Annotated[str, Field(max_length=4096, pattern=r"^[A-Za-z0-9/._~][^\x00-\x20\x7f]*$")] | None = worded(
         None, "an image name or a path without spaces that does not begin with a dash, or null"

@@ -23,7 +23,8 @@ from typing import Literal
 
 import psutil
 
-from vpipe.launch.hosts import free_port, interface_of, is_loopback
+from vpipe.launch.hosts import free_port
+from vpipe.network import interface_of, is_loopback
 
 SECONDS = 5
 """How long another program may take to answer."""
@@ -182,7 +183,11 @@ def _ports() -> Iterator[Finding]:
     port = free_port()
     yield Finding("ports", "found", f"127.0.0.1:{port} can be listened on")
     text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    yield Finding("ports", "found", f"ephemeral ports {text[0]} to {text[1]}; SLURM jobs meet at 10000 to 29999")
+    yield Finding(
+        "ports",
+        "found",
+        f"ephemeral ports {text[0]} to {text[1]}; SLURM jobs meet at 10000 to 29999, MPI jobs at 30000 to 31999",
+    )
 
 
 def _slurm() -> Iterator[Finding]:

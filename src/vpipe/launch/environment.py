@@ -1,7 +1,7 @@
 """Who am I? The launcher's answer, in torch's words: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 
-torchrun and ``vpipe run`` speak torch's language; srun does not. ``adopt`` is called before anything else by
-``python -m vpipe train`` and translates what SLURM says:
+torchrun and ``vpipe run`` speak torch's language; srun and mpirun (``launch.mpi``) do not. ``adopt`` is called before
+anything else by ``python -m vpipe train`` and translates what SLURM says:
 
     SLURM_PROCID -> RANK             SLURM_STEP_NUM_TASKS -> WORLD_SIZE        SLURM_LOCALID -> LOCAL_RANK
     the first node's NodeAddr -> MASTER_ADDR                                   SLURM_JOB_ID -> MASTER_PORT
@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
+from vpipe import network
 from vpipe.errors import UserError
 from vpipe.launch import words
-from vpipe.launch.hosts import interface_towards
+from vpipe.launch.mpi import from_mpi
 
 Ask = Callable[[Sequence[str]], str]
 """Command → what it prints."""
@@ -33,16 +34,19 @@ FIRST_PORT, NUM_PORTS = 10_000, 20_000
 
 
 def adopt(environ: MutableMapping[str, str] | None = None, ask: Ask | None = None) -> None:
-    """Translate SLURM's description of this process, if there is one and nobody has translated it yet."""
+    """Translate SLURM's or MPI's description of this process, if there is one and nobody has translated it yet.
+
+    mpirun is asked first: inside a SLURM job it is srun that starts mpirun's helpers, whose task is not the rank.
+    """
     environ = os.environ if environ is None else environ
-    if "RANK" in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) == 1 or "SLURM_PROCID" not in environ:
+    if "RANK" in environ:
         return
-    environ.update(from_slurm(environ, ask or run))
-    several = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))) > 1
-    interface = interface_towards(environ["MASTER_ADDR"]) if several else None
-    if interface:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            environ.setdefault(name, interface)
+    is_task = int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in environ
+    by_mpirun = "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ
+    if by_mpirun or not is_task:
+        environ.update((from_mpi(environ) if by_mpirun or "SLURM_PROCID" not in environ else None) or {})
+    else:
+        environ.update(from_slurm(environ, ask or run))
 
 
 def rank(environ: Mapping[str, str] | None = None) -> int | None:
@@ -55,8 +59,14 @@ def let_rank_0_speak(environ: Mapping[str, str] | None = None) -> None:
     """Before the ranks have met: a mistake in a config is one for all, and torchrun or srun end the others with the
     first that ends. A rank whose mistake is its own, such as a file that only this machine lacks, speaks after that."""
     environ = os.environ if environ is None else environ
-    if environ.get("RANK", environ.get("SLURM_PROCID", "0")) != "0":
+    if _told_rank(environ) != "0":
         time.sleep(POLITENESS)
+
+
+def _told_rank(environ: Mapping[str, str]) -> str:
+    """The rank, also where nobody has translated it yet."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PMIX_RANK")
+    return next((environ[name] for name in names if name in environ), "0")
 
 
 def from_slurm(environ: Mapping[str, str], ask: Ask) -> dict[str, str]:
@@ -131,6 +141,11 @@ def orion_preload(environ: Mapping[str, str]) -> dict[str, str]:
         raise UserError(f"ORION_LIBRARY is {words.shown(library)}; LD_PRELOAD takes no path with a space or a colon")
     others = environ.get("LD_PRELOAD", "")
     return {"LD_PRELOAD": f"{Path(library).resolve()}{':' if others else ''}{others}"}
+
+
+def interface_variables(interface: str | None) -> dict[str, str]:
+    """How gloo and NCCL are told ``launch.interface``."""
+    return dict.fromkeys(network.NAMES, interface) if interface else {}
 
 
 CARRIED = (

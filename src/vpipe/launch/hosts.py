@@ -12,10 +12,9 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
-
 from vpipe.errors import UserError
 from vpipe.launch import words
+from vpipe.network import is_loopback
 
 LOCAL = frozenset({"localhost", "127.0.0.1"})
 
@@ -71,29 +70,6 @@ def meeting_point(addresses: Sequence[str]) -> str:
             "cannot reach it; write the machine's own name instead of localhost"
         )
     return addresses[0]
-
-
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in ("::1", "localhost")
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that holds an address of this machine."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.split("%")[0] == address for each in addresses):
-            return name
-    return "lo" if is_loopback(address) and "lo" in psutil.net_if_addrs() else None
-
-
-def interface_towards(address: str) -> str | None:
-    """The interface by which this machine reaches another: asked of the routing table, nothing is sent."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))
-            return interface_of(str(probe.getsockname()[0]))
-    except OSError:
-        return None
 
 
 def free_port(host: str = "127.0.0.1") -> int:

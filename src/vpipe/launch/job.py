@@ -14,7 +14,7 @@ from typing import Any
 from vpipe.config import PipelineConfig, load
 from vpipe.errors import UserError
 from vpipe.launch.container import PYTHON, Container
-from vpipe.launch.slurm import Job, sweep
+from vpipe.launch.slurm import Job, limit_warning, sweep
 
 
 def plan_job(
@@ -60,7 +60,22 @@ def plan_job(
         points=points,
         array=given.get("array"),
     )
-    return job, loaded.warnings
+    if points and job.array is not None:
+        _check_array(job.array, len(points))
+    late = limit_warning(job)
+    return job, (*loaded.warnings, *([late] if late else []))
+
+
+def _check_array(array: str, num_points: int) -> None:
+    """``--array`` chooses among the runs of the sweep."""
+    wanted = 0
+    for first, last, stride in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", array.partition("%")[0]):
+        wanted = max(wanted, max(range(int(first), int(last or first) + 1, int(stride or 1)), default=0))
+    if wanted >= num_points:
+        raise UserError(
+            f"--array {array} asks for run {wanted}, but the sweep has {num_points}, 0 to {num_points - 1}; "
+            "give fewer, or leave --array away to run all"
+        )
 
 
 def shape(config: PipelineConfig, num_nodes: int, tasks_per_node: int | None) -> tuple[int, int]:

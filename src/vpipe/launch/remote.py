@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import IO
 
-from vpipe.launch.hosts import free_port, interface_of
+from vpipe.launch.hosts import free_port
 from vpipe.launch.process import die_with_parent, kill_group
+from vpipe.network import interface_of
 
 PATIENCE = 5.0
 """Seconds between the request to end and the end."""

@@ -23,6 +23,12 @@ from vpipe.launch.container import NONE, Container, wrap
 GRACE = 60
 """Seconds before the end at which SLURM sends USR1: time for an iteration and a checkpoint."""
 
+USEFUL = 120
+"""Seconds of training below which a time limit is hardly worth the start."""
+
+LIVES = 3
+"""How often in a row a job may be queued again without having saved anything new."""
+
 Point = tuple[str, ...]
 """The overrides of one run of a sweep: ``("training.learning_rate=1e-3", "parallel.scheduler=1f1b")``."""
 
@@ -182,9 +188,41 @@ def _which_run(job: Job) -> list[str]:
     return [*lines, f'  *) echo "vpipe: the sweep has runs 0..{len(job.points) - 1}" >&2; exit 2 ;;', "esac"]
 
 
+def limit_warning(job: Job) -> str | None:
+    """A time limit that leaves next to nothing for training, in a sentence."""
+    if job.time is None or not job.requeue:
+        return None
+    useful = seconds(job.time) - GRACE
+    if useful >= USEFUL:
+        return None
+    return (
+        f"--time {job.time} leaves {max(0, useful)} s before SLURM announces the end ({GRACE} s ahead), and starting "
+        f"takes some of it: the job may be queued again without progress; give at least {GRACE + USEFUL} s"
+    )
+
+
+def seconds(time: str) -> int:
+    """SLURM's times: ``min``, ``min:sec``, ``hours:min:sec``, ``days-hours[:min[:sec]]``."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, secs = (*parts, 0, 0)[:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + secs
+    if len(parts) == 3:
+        return (parts[0] * 60 + parts[1]) * 60 + parts[2]
+    return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)
+
+
+def _checkpoints(job: Job) -> str:
+    """Where the script looks for checkpoints."""
+    return '"$run"/checkpoints' if job.checkpoint_directory is None else shlex.quote(job.checkpoint_directory)
+
+
 def _resume(job: Job) -> list[str]:
-    where = '"$run"/checkpoints' if job.checkpoint_directory is None else shlex.quote(job.checkpoint_directory)
+    where = _checkpoints(job)
     return [
+        f"saved() {{ compgen -G {where}/'iteration-*' | sort -V | tail -n 1; }}",
+        "before=$(saved)",
         "resume=()",
         f"if [ \"${{SLURM_RESTART_COUNT:-0}}\" -gt 0 ] && compgen -G {where}/'iteration-*' >/dev/null; then",
         "  resume=(--resume latest)",
@@ -219,14 +257,29 @@ def _launch(job: Job) -> list[str]:
             "done",
             """left_early() { [ "$code" -gt 128 ] || grep -qs '"stopped": true' "$run"/summary.json; }""",
             'if [ "$announced" -eq 1 ] && left_early; then',
-            '  echo "vpipe: interrupted; queueing again"',
-            '  scontrol requeue "$SLURM_JOB_ID" && sleep 60',
+            *_queue_again(),
             "fi",
             'exit "$code"',
         ]
         if job.requeue
         else [srun, f'  {command} --output-dir "$run" "${{overrides[@]}}" "${{resume[@]}}"']
     )
+
+
+def _queue_again() -> list[str]:
+    """Back into the queue, unless the last lives have saved nothing new: that would go on for ever."""
+    return [
+        '  mkdir -p "$run"; idle=$(cat "$run"/lives-without-progress 2>/dev/null || echo 0)',
+        '  if [ "$(saved)" = "$before" ]; then idle=$((idle + 1)); else idle=0; fi',
+        '  echo "$idle" > "$run"/lives-without-progress',
+        f'  if [ "$idle" -ge {LIVES} ]; then',
+        f'    echo "vpipe: {LIVES} times in a row this job saved nothing new before its end: not queued again; '
+        'raise --time or lower checkpoint.interval" >&2',
+        '    exit "$code"',
+        "  fi",
+        '  echo "vpipe: interrupted; queueing again"',
+        '  scontrol requeue "$SLURM_JOB_ID" && sleep 60',
+    ]
 
 
 _HERE = "/vpipe-working-directory"

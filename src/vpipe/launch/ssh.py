@@ -25,7 +25,7 @@ from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.launch import words
 from vpipe.launch.container import NONE, PYTHON, Container, wrap
-from vpipe.launch.environment import carried
+from vpipe.launch.environment import carried, interface_variables
 from vpipe.launch.hosts import Node, all_local, machinefile, meeting_point, nodes
 from vpipe.launch.remote import PATIENCE, Hello, Order
 
@@ -106,9 +106,7 @@ def order(node: Node, launch: Launch, meeting: str, port: int, hello: Hello) -> 
         "CUDA_VISIBLE_DEVICES": node.visible_gpus,
         "PYTHONUNBUFFERED": "1",
     }
-    interface = launch.interface or hello.interface
-    if interface:
-        common = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} | common
+    common = interface_variables(launch.interface or hello.interface) | common
     if launch.threads:
         common["OMP_NUM_THREADS"] = str(launch.threads)
     ranks = {str(rank): {"RANK": str(rank), "LOCAL_RANK": str(local)} for local, rank in enumerate(node.ranks)}

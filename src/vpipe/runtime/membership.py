@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 import vpipe
 from vpipe.errors import UserError
-from vpipe.runtime.failure import Board, Cause, PeerLost
+from vpipe.network import GLOO, choose_interface
+from vpipe.runtime.failure import Board, Cause, PeerLost, reason
 from vpipe.runtime.meeting import COME_WITHIN, Place, connected
 from vpipe.runtime.watchdog import Watchdog
 
@@ -154,15 +155,29 @@ def join(place: Place | None, timeout: float) -> int:
         hook.member = member = Membership(place, timeout, store, store.clone())
         member.meet()
     else:
+        choose_interface(os.environ, place.host)
         store, watched = connected(place, min(timeout, COME_WITHIN))
         hook.member = member = Membership(place, timeout, store, watched)
         member.meet()
-        group = _stores.PrefixStore("group", store)
-        patience = timedelta(seconds=timeout + SLACK)
-        dist.init_process_group("gloo", store=group, rank=place.rank, world_size=place.num_ranks, timeout=patience)
+        member.start()  # before gloo connects: a rank that cannot, ends those that wait for it
+        _connect(place, _stores.PrefixStore("group", store), timedelta(seconds=timeout + SLACK))
+        _current = member
+        return place.num_ranks
     _current = member
     member.start()
     return place.num_ranks
+
+
+def _connect(place: Place, store: Any, patience: timedelta) -> None:
+    """Connect all ranks to each other by gloo."""
+    try:
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=patience)
+    except RuntimeError as error:
+        interface = os.environ.get(GLOO, "that this machine's name leads to")
+        raise UserError(
+            f"rank {place.rank} cannot connect to the other ranks by the network interface {interface} "
+            f"({reason(error)}); set launch.interface or {GLOO} to one that leads to {place.host}"
+        ) from None
 
 
 class Hook:

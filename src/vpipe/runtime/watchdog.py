@@ -50,6 +50,7 @@ class Watchdog:
         self._process = os.getpid()
         self._stopped = threading.Event()
         self._said = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._parted = False
         self._cause: Cause | None = None
         self._leave_at = float("inf")
@@ -59,8 +60,10 @@ class Watchdog:
         self.end_silent: Callable[[int], None] = lambda rank: None
 
     def start(self) -> None:
-        for name, loop in (("vpipe-heart", self._heart), ("vpipe-guard", self._guard)):
-            threading.Thread(target=loop, name=name, daemon=True).start()
+        loops = {"vpipe-heart": self._heart, "vpipe-guard": self._guard}
+        self._threads = [threading.Thread(target=loop, name=name, daemon=True) for name, loop in loops.items()]
+        for thread in self._threads:
+            thread.start()
 
     def failed(self, error: BaseException) -> Cause:
         """An exception ends this rank: tell the others, or find out what it is the consequence of."""
@@ -113,6 +116,10 @@ class Watchdog:
             self._part()
         except RuntimeError:
             pass  # the store has gone before us
+        # A thread that comes back from the store while the interpreter ends is unwound through C++: the process aborts.
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(MOMENT)
 
     def _part(self) -> None:
         """Say that this rank needs the store no more; whoever keeps it waits until all others have said so."""
