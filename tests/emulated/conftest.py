@@ -1,0 +1,45 @@
+"""The emulated accelerator for the tests of this room: built once, visible while one of them runs, reset after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first of them may have to wait for the compiler."""
+    for item in items:
+        if "emulated" in item.path.parts and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(420))
+
+
+@pytest.fixture(scope="session")
+def emulated() -> Any:
+    """The module of the device; the test is skipped where it cannot be built."""
+    from emulated_build import CannotBuild
+
+    try:
+        import emulated_device
+    except CannotBuild as reason:
+        pytest.skip(str(reason))
+    return emulated_device
+
+
+@pytest.fixture(autouse=True)
+def device(emulated: Any) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with emulated.visible():
+        yield
+        emulated.reset()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["as-is", "lazy", "delays"])
+def mode(request: pytest.FixtureRequest, emulated: Any) -> str:
+    """Each way in which streams may run; no single one shows every forgotten wait."""
+    emulated.settings(**emulated.MODES[request.param])
+    return str(request.param)

@@ -1,0 +1,62 @@
+"""Ranks as processes, each with an emulated device: forked from a server that has torch loaded and no device yet."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+def on_ranks(work: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 30, wait: float = 110) -> list[Any]:
+    """``work(rank, *args)`` on every rank, in a group over gloo and the emulated backend; the results by rank.
+
+    A rank that raises gives its error as text. ``timeout`` is the group's; what has not ended after ``wait`` is killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    with tempfile.TemporaryDirectory() as scratch:
+        pipes, processes = [], []
+        for rank in range(num_ranks):
+            mine, theirs = context.Pipe(duplex=False)
+            given = (rank, num_ranks, str(Path(scratch, "store")), timeout, theirs, work, args)
+            process = context.Process(target=_rank, args=given)
+            process.start()
+            theirs.close()
+            pipes.append(mine)
+            processes.append(process)
+        try:
+            return [pipe.recv() if pipe.poll(wait) else "rank has not answered" for pipe in pipes]
+        except EOFError:
+            return ["a rank has died"] * num_ranks
+        finally:
+            for process in processes:
+                process.join(5)
+                process.kill()
+
+
+def _rank(
+    rank: int, num_ranks: int, store: str, timeout: float, answer: Connection, work: Callable[..., Any], args: Any
+) -> None:
+    import emulated_device  # noqa: F401 - registers the device
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.accelerator.set_device_index(rank)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(
+        "cpu:gloo,emu:fakenccl", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=limit
+    )
+    try:
+        found = work(rank, *args)
+    except Exception as error:
+        answer.send("".join(traceback.format_exception_only(error)))
+        os._exit(0)  # the others may hang in a transfer
+    answer.send(found)
+    dist.destroy_process_group()
