@@ -23,14 +23,15 @@ ROOMS = {
     "data": set(),
     "plan": {"schedule", "runtime", "models"},
     "runtime": {"schedule"},
-    "observe": {"schedule", "config"},
-    "launch": {"config"},
-    "train": {"runtime", "schedule", "plan", "models", "data", "config", "observe"},
-    "cli": {"schedule", "config", "models", "data", "plan", "runtime", "observe", "launch", "train"},
+    "rundir": {"config"},
+    "observe": {"schedule", "config", "rundir"},
+    "launch": {"config", "rundir"},
+    "train": {"runtime", "schedule", "plan", "models", "data", "config", "observe", "rundir"},
+    "cli": {"schedule", "config", "models", "data", "plan", "runtime", "observe", "launch", "train", "rundir"},
 }
 """Room → the other rooms it may import. The modules of the hall (errors, registry, layer, …) are open to all."""
 
-WITHOUT_TORCH = {"schedule", "config", "launch", "observe"}
+WITHOUT_TORCH = {"schedule", "config", "launch", "observe", "rundir"}
 TORCH_IN_PLAN = {"profile", "transfer"}
 """Modules of ``plan`` that may import torch, and runtime and models with it: they measure."""
 

@@ -22,9 +22,9 @@ overrides=()
 saved() { compgen -G "$run"/checkpoints/'iteration-*' | sort -V | tail -n 1; }
 before=$(saved)
 resume=()
-if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && compgen -G "$run"/checkpoints/'iteration-*' >/dev/null; then
-  resume=(--resume latest)
-  echo "vpipe: queued again ($SLURM_RESTART_COUNT); going on from the latest checkpoint"
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+  resume=(--resume latest)  # where there is no checkpoint yet, it begins anew
+  echo "vpipe: queued again ($SLURM_RESTART_COUNT); going on from the latest checkpoint, if there is one"
 fi
 
 announced=0 step=
@@ -36,8 +36,8 @@ while true; do
   wait "$step"; code=$?
   kill -0 "$step" 2>/dev/null || break  # a signal ends a wait before the step has ended
 done
-left_early() { [ "$code" -gt 128 ] || grep -qs '"stopped": true' "$run"/summary.json; }
-if [ "$announced" -eq 1 ] && left_early; then
+# 75: saved a checkpoint and left; above 128: ended by a signal before it could
+if [ "$announced" -eq 1 ] && { [ "$code" -eq 75 ] || [ "$code" -gt 128 ]; }; then
   mkdir -p "$run"; idle=$(cat "$run"/lives-without-progress 2>/dev/null || echo 0)
   if [ "$(saved)" = "$before" ]; then idle=$((idle + 1)); else idle=0; fi
   echo "$idle" > "$run"/lives-without-progress

@@ -60,7 +60,7 @@ def test_the_failing_rank_speaks_and_the_others_are_folded(
 @slow
 def test_a_killed_rank_is_named(ran: Callable[..., Running]) -> None:
     run = ran("kill", "1")
-    assert run.wait() == 1
+    assert run.wait() == 137
     assert run.err.splitlines()[0].startswith("rank 1 failed: it was killed by SIGKILL")
     assert "Traceback" not in run.err
     run.assert_clean()
@@ -88,7 +88,7 @@ def test_a_layer_that_returns_garbage_is_one_sentence(ran: Callable[..., Running
 @slow
 def test_a_stopped_rank_is_found_by_its_silence(ran: Callable[..., Running]) -> None:
     run = ran("stop", "1", "6")
-    assert run.wait() == 1
+    assert run.wait() == 69
     assert run.err.startswith("rank 1 has been silent for 6 s")
     run.assert_clean()
 

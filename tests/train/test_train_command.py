@@ -169,7 +169,7 @@ def test_a_warning_signal_ends_a_run_in_good_order(tmp_path: Path) -> None:
     running.send_signal(signal.SIGUSR1)
     said, _ = running.communicate(timeout=60)
     assert "asked to stop (SIGUSR1)" in said
-    assert running.returncode == 0
+    assert running.returncode == 75
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"] is True
     assert len(checkpoints(tmp_path / "run" / "checkpoints")) == 1
 

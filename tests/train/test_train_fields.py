@@ -28,9 +28,10 @@ from vpipe.errors import UserError
 from vpipe.launch import local, ssh
 from vpipe.launch.job import plan_job
 from vpipe.launch.slurm import script
+from vpipe.rundir import claim
 from vpipe.runtime.priority import Turnstile
 from vpipe.runtime.transport.inprocess import InProcessTransport
-from vpipe.train import rundir, session, worker
+from vpipe.train import session, worker
 
 
 def leaves(model: type[BaseModel], path: str = "") -> list[str]:
@@ -193,6 +194,9 @@ def launched(bench: Bench, config: dict[str, Any]) -> Any:
         def call(*args: Any, **options: Any) -> int:
             options.pop("arguments", None)
             options.pop("log_dir", None)
+            options.pop("concluded", None)
+            if "grace" in options:
+                options["grace"] = options["grace"]()
             started.append((what, repr(args), sorted(options.items(), key=str) if what != "worker" else None))
             if what == "container":
                 raise Became
@@ -223,7 +227,7 @@ def threads(bench: Bench, config: dict[str, Any]) -> Any:
 
 def run_directory(bench: Bench, config: dict[str, Any]) -> Any:
     bench.patch.chdir(bench.tmp_path)
-    return rundir.create(PipelineConfig.from_dict(config), None).parent
+    return claim.take(PipelineConfig.from_dict(config), None).directory.parent
 
 
 def resumed(bench: Bench, config: dict[str, Any]) -> Any:
@@ -380,6 +384,7 @@ CASES: dict[str, Case] = {
     "launch.slurm.time": Case(submitted, "01:30:00", {}, "--time=01:30:00"),
     "launch.slurm.requeue": Case(submitted, False, {}, "--no-requeue"),
     "launch.threads": Case(threads, 2, SHORT, "2"),
+    "launch.grace": Case(launched, 123.0, PROCESSES, "123.0"),
     "launch.interface": Case(launched, "eth7", PROCESSES, "eth7"),
     "launch.master_port": Case(launched, 23456, PROCESSES, "23456"),
 }

@@ -31,4 +31,5 @@ def test_events_are_named_like_actions(scheduler: str, tmp_path: Path) -> None:
 def test_leaving_after_the_profile(tmp_path: Path) -> None:
     found = run(tiny({"training.profile_iteration": 1, "training.exit_after_profile": True}), tmp_path)
     assert found.trainer.iteration == 2
-    assert found.summary["stopped"] is True
+    assert found.summary["stopped"] is False
+    assert found.trainer.ended.kind == "finished"

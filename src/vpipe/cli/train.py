@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ import click
 
 from vpipe import config as configs
 from vpipe.errors import UserError
+from vpipe.rundir import endings
+from vpipe.rundir.claim import CLAIMED, Claim
+from vpipe.rundir.endings import Ending, Kind
+from vpipe.rundir.layout import CONFIG, LOGS
+from vpipe.rundir.state import Beat
 from vpipe.schedule import catalog
 
 
@@ -32,6 +38,7 @@ from vpipe.schedule import catalog
     help="The run directory; by default a new one under observe.directory.",
 )
 @click.option("--resume", metavar="DIR|latest", help="Go on from a checkpoint, a run directory, or the latest run.")
+@click.option("--overwrite", is_flag=True, help="Remove the run that --output-dir holds, and begin anew.")
 @click.option("--print-config", is_flag=True, help="Print the resolved config with comments, and stop.")
 def command(
     config: Path,
@@ -40,6 +47,7 @@ def command(
     nproc: int | None,
     output_dir: Path | None,
     resume: str | None,
+    overwrite: bool,
     print_config: bool,
 ) -> int:
     """Train a model from a config file.
@@ -59,13 +67,23 @@ def command(
     if print_config:
         click.echo(configs.commented(loaded.config), nl=False)
         return 0
-    return run(loaded.config, loaded.warnings, output_dir, resume or loaded.config.checkpoint.resume)
+    resume = resume or loaded.config.checkpoint.resume
+    if overwrite and resume:
+        raise UserError(f"--overwrite removes the run that --resume {resume} would go on from; give one of them")
+    return run(loaded.config, loaded.warnings, output_dir, resume, overwrite)
 
 
-def run(config: configs.PipelineConfig, warnings: tuple[str, ...], output_dir: Path | None, resume: str | None) -> int:
+def run(
+    config: configs.PipelineConfig,
+    warnings: tuple[str, ...],
+    output_dir: Path | None,
+    resume: str | None,
+    overwrite: bool = False,
+) -> int:
     """Train a checked config here and now."""
     from vpipe.launch import environment
-    from vpipe.train import limits, rundir
+    from vpipe.rundir import claim
+    from vpipe.train import limits
 
     environment.adopt()
     rank = environment.rank()
@@ -79,16 +97,17 @@ def run(config: configs.PipelineConfig, warnings: tuple[str, ...], output_dir: P
         from vpipe.train import worker
 
         os.environ.update(environment.interface_variables(config.launch.interface))
-        return worker.train(**arguments, output_dir=str(output_dir) if output_dir else None)
+        where = str(output_dir) if output_dir else None
+        return worker.train(**arguments, output_dir=where, overwrite=overwrite, continues=resume is not None)
     _enter_container(config)
-    directory = rundir.create(config, output_dir)
-    code = _by_ssh(config, directory, start)
+    taken = claim.take(config, output_dir, resume=resume is not None, overwrite=overwrite)
+    code = _by_ssh(config, taken, start)
     if code is not None:
         return code
-    return _here(config, directory, arguments | {"directory": str(directory)})
+    return _here(config, taken, arguments | {"directory": str(taken.directory), "run": taken.run})
 
 
-def _here(config: configs.PipelineConfig, directory: Path, arguments: dict[str, Any]) -> int:
+def _here(config: configs.PipelineConfig, taken: Claim, arguments: dict[str, Any]) -> int:
     """All ranks on this machine: threads of this process, or processes."""
     from vpipe.launch.environment import interface_variables, orion_preload
 
@@ -97,10 +116,10 @@ def _here(config: configs.PipelineConfig, directory: Path, arguments: dict[str, 
 
         return worker.train(**arguments)
     from vpipe.launch import local
-    from vpipe.train import rundir
+    from vpipe.rundir import claim
 
     variables = interface_variables(config.launch.interface)
-    variables[rundir.COMMAND] = json.dumps(rundir.command())
+    variables[claim.COMMAND] = json.dumps(claim.command())
     if config.parallel.use_orion_scheduler:
         variables |= orion_preload(os.environ)
     sys.stdout.flush()
@@ -108,20 +127,33 @@ def _here(config: configs.PipelineConfig, directory: Path, arguments: dict[str, 
         "vpipe.train.worker:train",
         config.num_ranks,
         arguments=arguments,
-        log_dir=directory / "logs",
+        log_dir=taken.directory / LOGS,
         environment=variables,
         threads=config.launch.threads,
         port=config.launch.master_port,
         preload=(*local.PRELOAD, "vpipe.train.worker"),
+        grace=lambda: config.launch.grace or Beat.patience(taken.directory),
+        concluded=lambda ending: _conclude(taken, ending),
     )
 
 
-def _by_ssh(config: configs.PipelineConfig, directory: Path, start: Path | None) -> int | None:
+def _conclude(taken: Claim, ending: Ending) -> str:
+    """Write down an ending that no rank could write; what else there is to say."""
+    beat = Beat.read(taken.directory)
+    if beat is not None and beat.run == taken.run:
+        ending = ending.at(beat.iteration, beat.saved, beat.checkpoint)
+    with suppress(OSError):
+        endings.conclude(taken.directory, taken.run, ending)
+    said = ending.code != endings.MISTAKE and (ending.checkpoint is not None or ending.kind is Kind.INTERRUPTED)
+    return ending.remedy(taken.directory) if said else ""
+
+
+def _by_ssh(config: configs.PipelineConfig, taken: Claim, start: Path | None) -> int | None:
     """Run on the machines of the config; ``None`` where they are all this one. The ranks read the resolved config."""
     from vpipe.launch import ssh
 
-    words = [str(directory / "config.yaml"), *(("--resume", str(start)) if start else ())]
-    launch = ssh.from_config(config, words, directory)
+    words = [str(taken.directory / CONFIG), *(("--resume", str(start)) if start else ())]
+    launch = ssh.from_config(config, words, taken.directory, {CLAIMED: taken.run})
     return None if launch is None else ssh.run(launch, click.echo)
 
 

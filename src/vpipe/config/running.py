@@ -109,6 +109,8 @@ class LaunchConfig(Section):
     """What `vpipe submit` asks of SLURM."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processor threads of each rank inside one operation; 0 shares the cores among the ranks of a machine."""
+    grace: Annotated[float, Field(gt=0, le=86400)] | None = worded(None, "seconds above 0, at most 86400, or null")
+    """Seconds that ranks get to end their update and save when asked to stop; null: as measured, at least 10."""
     interface: Name | None = worded(None, WORD)
     """Network interface that gloo and NCCL use, such as eth0; null lets them choose."""
     master_port: Annotated[int, Field(ge=0, le=65535)] = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from vpipe.errors import UserError
 from vpipe.launch.loop import Launch
 from vpipe.launch.output import Output, Stream
 from vpipe.launch.process import num_cores
+from vpipe.rundir.endings import Ending
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "vpipe.runtime.pipeline")
 """An optimizer imports torch._dynamo in its first step: two seconds of processor time, here once for all ranks."""
@@ -41,11 +42,12 @@ def run(
     quiet: bool = False,
     environment: Mapping[str, str] | None = None,
     preload: Sequence[str] = PRELOAD,
-    grace: float = STOP_GRACE,
+    grace: float | Callable[[], float] = STOP_GRACE,
     threads: int = 0,
     port: int = 0,
     stdout: Stream | None = None,
     stderr: Stream | None = None,
+    concluded: Callable[[Ending], str] | None = None,
 ) -> int:
     """Run ``target`` as ranks 0..num_ranks-1 and wait for all of them; the exit code.
 
@@ -54,6 +56,8 @@ def run(
     int, that is the rank's exit code. ``preload`` names the modules that are imported once, before the ranks are
     forked. ``threads`` are those of each rank inside one operation; 0 shares the cores. The ranks meet at ``port`` of
     the loopback interface; 0 takes a free one. ``quiet`` shows failures only; the log files have everything.
+    ``grace`` are the seconds from a request to stop to the end of patience. ``concluded`` is told an ending that the
+    ranks could not tell themselves, and returns what else to say.
     """
     if num_ranks < 1:
         raise UserError(f"{num_ranks} ranks cannot run anything; give at least 1")
@@ -72,7 +76,7 @@ def run(
     )
     with ExitStack() as stack:
         stack.callback(output.close)
-        launch = Launch(num_ranks, output, grace)
+        launch = Launch(num_ranks, output, grace if callable(grace) else lambda: grace)
         stack.callback(launch.close)
         launch.start(
             {"target": target, "arguments": dict(arguments or {}), "preload": list(preload)},
@@ -80,7 +84,12 @@ def run(
             port,
         )
         stack.enter_context(launch.catching_signals())
-        return launch.loop()
+        code = launch.loop()
+        if launch.ending is not None and concluded is not None:
+            said = concluded(launch.ending)
+            if said:
+                output.say(f"vpipe: {said}")
+        return code
 
 
 def _environment(num_ranks: int, threads: int, given: Mapping[str, str]) -> dict[str, str]:

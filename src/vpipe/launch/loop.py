@@ -24,7 +24,8 @@ from typing import Any
 from vpipe.errors import UserError
 from vpipe.launch.output import Output
 from vpipe.launch.process import kill_group
-from vpipe.launch.verdict import INTERRUPTED, Report, Verdict
+from vpipe.launch.verdict import IN_ORDER, Report, Verdict
+from vpipe.rundir.endings import BY_SIGNAL, Ending, Kind
 
 FAILURE_GRACE = 3.0
 """Seconds that the other ranks get after one has failed."""
@@ -35,7 +36,7 @@ CAUSE_PATIENCE = 5.0
 class Launch:
     """One run: the zygote, the streams of its ranks, and what is known of their ends."""
 
-    def __init__(self, num_ranks: int, output: Output, grace: float) -> None:
+    def __init__(self, num_ranks: int, output: Output, grace: Callable[[], float]) -> None:
         self._num_ranks = num_ranks
         self._output = output
         self._grace = grace
@@ -44,6 +45,10 @@ class Launch:
         self._unread = b""
         self._reports: dict[int, tuple[int, bytes]] = {}
         self._stop_signal = 0
+        self._waited = 0.0
+        self._out_of_patience = False
+        self.ending: Ending | None = None
+        """How it ended, where the ranks could not say so themselves."""
         self._kill_at = float("inf")
         self._judge_at = float("inf")
         self._broken: str | None = None
@@ -166,6 +171,7 @@ class Launch:
         now = time.monotonic()
         if now >= self._kill_at:
             self._kill_at = float("inf")
+            self._out_of_patience = True
             self._signal(signal.SIGKILL)
         if self._verdict.failed and not self._stop_signal and not self._verdict.ended_by_us:
             if self._verdict.settled or now >= self._judge_at:
@@ -188,12 +194,13 @@ class Launch:
     def stop(self, signum: int) -> None:
         """The user wants to stop: once in good order, twice at once."""
         if self._stop_signal:
-            self._kill_at = 0.0
+            self._kill_at, self._waited = 0.0, 0.0
             return
         self._stop_signal = signum
+        self._waited = self._grace()
         again = "; Ctrl-C again ends them at once" if signum == signal.SIGINT else ""
-        self._output.say(f"vpipe: stopping {self._num_ranks} ranks, at most {self._grace:g} s{again}")
-        self._end(signum, self._grace)
+        self._output.say(f"vpipe: stopping {self._num_ranks} ranks, at most {self._waited:.3g} s{again}")
+        self._end(signum, self._waited)
 
     @contextmanager
     def catching_signals(self) -> Iterator[None]:
@@ -235,16 +242,36 @@ class Launch:
 
     def _conclude(self) -> int:
         if self._stop_signal:
-            interrupted = INTERRUPTED in self._verdict.statuses.values()
-            return INTERRUPTED if interrupted else 128 + self._stop_signal
+            return self._stopped()
         if self._verdict.failed:
             for line in self._verdict.lines():
                 self._output.say(line)
+            self.ending = self._verdict.ending()
             return self._verdict.exit_code()
         if self._broken:
             self._output.say(f"vpipe: {self._broken}")
-            return 1
+            self.ending = Ending.of(Kind.FAILED, self._broken)
+            return self.ending.code
         return self._verdict.exit_code()
+
+    def _stopped(self) -> int:
+        """The user has asked for the end: in order, or with what was there."""
+        codes = set(self._verdict.statuses.values())
+        if self._verdict.all_ended and codes == {0}:
+            return 0  # they were done
+        in_order = next((code for code in IN_ORDER if code in codes), None)
+        if in_order is not None and codes <= {0, *IN_ORDER}:
+            return in_order
+        name = signal.Signals(self._stop_signal).name
+        if self._out_of_patience and self._waited:
+            why = f"the ranks did not end within {self._waited:.3g} s of {name} and were killed; raise launch.grace"
+            self._output.say(f"vpipe: {why}")
+        else:
+            why = f"{name} ended the ranks before their update was complete"
+        asked = BY_SIGNAL[signal.Signals(self._stop_signal)]
+        kind = Kind.INTERRUPTED if asked is Kind.INTERRUPTED else Kind.KILLED
+        self.ending = Ending.of(kind, why, 128 + self._stop_signal)
+        return self.ending.code
 
     def close(self) -> None:
         """End whatever is left, and wait for it."""

@@ -16,9 +16,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from vpipe.config import PipelineConfig
@@ -53,6 +53,8 @@ class Launch:
     interface: str | None = None
     port: int = 0
     threads: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """More variables for every rank; they go through the connection."""
 
     def __post_init__(self) -> None:
         words.path(self.directory, "the working directory")
@@ -63,7 +65,9 @@ class Launch:
             words.option(self.interface, "launch.interface")
 
 
-def from_config(config: PipelineConfig, arguments: Sequence[str], run_directory: Path) -> Launch | None:
+def from_config(
+    config: PipelineConfig, arguments: Sequence[str], run_directory: Path, environment: Mapping[str, str] | None = None
+) -> Launch | None:
     """The launch of a config whose ``machines`` are not all this one; ``arguments`` are those of ``vpipe train``.
 
     Every rank runs the same command with the same run directory, and finds out who it is from its environment.
@@ -82,6 +86,7 @@ def from_config(config: PipelineConfig, arguments: Sequence[str], run_directory:
         interface=section.interface,
         port=section.master_port,
         threads=section.threads,
+        environment=dict(environment or {}),
     )
 
 
@@ -97,15 +102,19 @@ def command(node: Node, launch: Launch) -> list[str]:
 
 def order(node: Node, launch: Launch, meeting: str, port: int, hello: Hello) -> Order:
     """What a node is asked to run: the ranks' variables in torch's words."""
-    common = carried(os.environ) | {
-        "WORLD_SIZE": str(len(launch.machines)),
-        "LOCAL_WORLD_SIZE": str(len(node.ranks)),
-        "GROUP_RANK": str(node.index),
-        "MASTER_ADDR": meeting,
-        "MASTER_PORT": str(port),
-        "CUDA_VISIBLE_DEVICES": node.visible_gpus,
-        "PYTHONUNBUFFERED": "1",
-    }
+    common = (
+        carried(os.environ)
+        | dict(launch.environment)
+        | {
+            "WORLD_SIZE": str(len(launch.machines)),
+            "LOCAL_WORLD_SIZE": str(len(node.ranks)),
+            "GROUP_RANK": str(node.index),
+            "MASTER_ADDR": meeting,
+            "MASTER_PORT": str(port),
+            "CUDA_VISIBLE_DEVICES": node.visible_gpus,
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
     common = interface_variables(launch.interface or hello.interface) | common
     if launch.threads:
         common["OMP_NUM_THREADS"] = str(launch.threads)

@@ -6,16 +6,19 @@ within a moment and in any order. A rank that only saw another one go is never t
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from vpipe.launch.process import signal_name
+from vpipe.rundir.endings import CODES, MISTAKE, RESUME_ME, Ending, Kind
 
-INTERRUPTED = os.EX_TEMPFAIL
-"""Exit code of a rank that was told to save and leave, and did: see ``preemption``."""
+IN_ORDER = (RESUME_ME, 128 + signal.SIGINT, 128 + signal.SIGHUP)
+"""Exit codes of a rank that was told to save and leave, and did."""
+
+
+MOST_DETAILS = 8_000
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Verdict:
         self.statuses[rank] = status
         if self.ended_by_us and status in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT):
             self._ours.add(rank)
-        elif status not in (0, INTERRUPTED):
+        elif status not in (0, *IN_ORDER):
             self._note(rank)
 
     def _note(self, rank: int) -> None:
@@ -97,15 +100,33 @@ class Verdict:
         return any(report.cause["kind"] in ("silent", "missing") for report in self.reports.values() if report.cause)
 
     def exit_code(self) -> int:
-        """0: all well; 75: interrupted in good order; 2: a user's mistake; else the failing rank's own code or 1."""
-        if not self.failed:
-            return INTERRUPTED if INTERRUPTED in self.statuses.values() else 0
+        """0: all well; else the code of the ending: see ``endings``."""
+        if self.failed:
+            return self.ending().code
+        return next((code for code in IN_ORDER if code in self.statuses.values()), 0)
+
+    def ending(self) -> Ending:
+        """What the first cause makes of the run."""
         rank = self.cause()
         report = self.reports.get(rank) if rank is not None else None
-        if report is not None and report.kind == "user":
-            return 2
-        status = self.statuses.get(rank, 1) if rank is not None else 1
-        return status if status > 0 else 1
+        if rank is None or (report is not None and report.kind == "lost"):
+            return Ending.of(Kind.LOST, next(self.lines()), rank=rank)
+        why = self._why(rank)
+        if report is not None:
+            code = MISTAKE if report.kind == "user" else None
+            return Ending.of(Kind.FAILED, why, code, rank=rank, details=report.traceback[-MOST_DETAILS:])
+        sentence = why if why.startswith("rank ") else f"rank {rank} failed: {why}"
+        if self._seen_as(rank, "silent", "missing"):
+            return Ending.of(Kind.LOST, sentence, rank=rank)
+        status = self.statuses.get(rank, 0)
+        if status > 0:
+            return Ending.of(Kind.FAILED, sentence, status, rank=rank)
+        return Ending.of(Kind.KILLED, sentence, 128 - status if status else CODES[Kind.KILLED], rank=rank)
+
+    def _seen_as(self, rank: int, *kinds: str) -> bool:
+        """Whether another rank has found this one so."""
+        causes = [report.cause for report in self.reports.values() if report.cause]
+        return any(cause.get("rank") == rank and cause.get("kind") in kinds for cause in causes)
 
     def lines(self) -> Iterator[str]:
         """The first cause with its traceback, then a line for each of the others."""

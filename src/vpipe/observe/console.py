@@ -23,6 +23,9 @@ from vpipe.observe.words import count, duration, memory
 
 Metrics = Mapping[str, Any]
 
+_HEADINGS = {"stopped": "stopped", "interrupted": "interrupted"}
+"""How the last line begins, by the ending."""
+
 
 class Console:
     """Tells a person how the run goes.
@@ -106,7 +109,10 @@ class Console:
             parts.append(f"MFU {mfu:.1%}")
         if (directory := self._facts.get("directory")) is not None:
             parts.append(f"'vpipe report {directory}' shows it")
-        self._say("done: " + ", ".join(parts))
+        ending = summary.get("ending") or {}
+        self._say(f"{_HEADINGS.get(str(ending.get('kind')), 'done')}: " + ", ".join(parts))
+        if ending.get("kind") != "finished" and summary.get("remedy"):
+            self._say(f"{ending.get('sentence')}; {summary['remedy']}")
 
     def close(self) -> None:
         """Leave the terminal as it was, also after an error."""

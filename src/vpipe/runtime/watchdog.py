@@ -58,6 +58,8 @@ class Watchdog:
         self._seen = (self._next(rank), "", monotonic())
         self.doing: Callable[[], str] = lambda: ""
         self.end_silent: Callable[[int], None] = lambda rank: None
+        self.leaving: Callable[[Cause], None] = lambda cause: None
+        """Called when this process is about to end because of another rank."""
 
     def start(self) -> None:
         loops = {"vpipe-heart": self._heart, "vpipe-guard": self._guard}
@@ -215,6 +217,8 @@ class Watchdog:
     def leave(self, cause: Cause) -> NoReturn:
         """Say why in one line and end the process, wherever its main thread is."""
         self.say(cause)
+        with suppress(Exception):
+            self.leaving(cause)
         if self._keeper == self._rank:
             with suppress(RuntimeError):
                 self._part()

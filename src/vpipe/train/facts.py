@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from vpipe import __version__
+from vpipe.rundir.claim import command
 from vpipe.schedule.text import to_csv
-from vpipe.train.rundir import command
 from vpipe.train.session import Session
 
 

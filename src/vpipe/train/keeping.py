@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
+from vpipe.rundir.state import Beat
 from vpipe.runtime.update import LossScale
 from vpipe.train import checkpoint
 from vpipe.train.checkpoint import Checkpoint, DamagedCheckpoint, Standing
@@ -19,13 +21,20 @@ from vpipe.train.session import Session
 
 
 class Keeper:
-    """The checkpoints of one run. ``say`` tells the user a sentence."""
+    """The checkpoints of one run. ``say`` tells the user a sentence, ``beat`` changes the heartbeat."""
 
-    def __init__(self, session: Session, directory: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        directory: Path,
+        say: Callable[[str], None],
+        beat: Callable[[Callable[[Beat], None]], None],
+    ) -> None:
         chosen = session.config.checkpoint.directory
         self.directory = Path(chosen) if chosen is not None else directory / "checkpoints"
         self._session = session
         self._say = say
+        self._beat = beat
         self._kept: int | None = None
 
     def save(self, iteration: int, position: Position) -> None:
@@ -51,8 +60,11 @@ class Keeper:
         if session.model.vocab_size > 0:  # a checkpoint must stand without the data set
             config["model"]["vocab_size"] = session.model.vocab_size
         try:
-            checkpoint.save(self.directory, pipeline, standing, config, keep=session.config.checkpoint.keep)
+            begin = perf_counter()
+            self._beat(lambda beat: setattr(beat, "phase", "saving"))
+            path = checkpoint.save(self.directory, pipeline, standing, config, keep=session.config.checkpoint.keep)
             self._kept = iteration
+            self._beat(lambda beat: _saved(beat, iteration, path, perf_counter() - begin))
         except OSError as error:
             self._say(
                 f"warning: no checkpoint at iteration {iteration}: {error}; earlier ones are intact and the run goes on"
@@ -76,6 +88,7 @@ class Keeper:
             position = self._position(found.standing)
             self._say(f"resumed from {path}: epoch {position[0]}, batch {position[1]}")
             self._kept = found.standing.iteration if path.parent == self.directory else None
+            self._beat(lambda beat, at=found.standing.iteration, where=path: _saved(beat, at, where, 0.0))  # type: ignore[misc]
             return position
         raise UserError(f"no checkpoint of {where} is whole; start anew, or restore one from a copy")
 
@@ -119,6 +132,10 @@ class Keeper:
         if rest:
             self._say(f"warning: the batch size has changed; {rest} examples of epoch {standing.epoch} are read again")
         return (standing.epoch, batch) if batch < feed.num_batches else (standing.epoch + 1, 0)
+
+
+def _saved(beat: Beat, iteration: int, path: Path, seconds: float) -> None:
+    beat.saved, beat.checkpoint, beat.save_seconds = iteration, str(path), max(beat.save_seconds, seconds)
 
 
 def load_layer(tensors: Mapping[str, Tensor], module: nn.Module, optimizer: Any = None) -> None:

@@ -1,4 +1,5 @@
-"""USR1 (a cluster's warning) and TERM end a run after the iteration, on all ranks together."""
+"""Requests to end a run: USR1 (a cluster's warning), TERM, Ctrl-C and HUP end it after the update, on all ranks
+together, with a checkpoint. A second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
@@ -7,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vpipe.rundir.endings import BY_SIGNAL
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.train.gathering import gather_numbers
-
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class Stopping:
@@ -24,7 +24,7 @@ class Stopping:
     def listening(self) -> Iterator[None]:
         """Catch the signals while the body runs; where this is not the main thread, they are somebody else's."""
         try:
-            before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+            before = {number: signal.signal(number, self._hear) for number in BY_SIGNAL}
         except ValueError:
             yield
             return
@@ -35,9 +35,11 @@ class Stopping:
                 signal.signal(number, handler)
 
     def _hear(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT and self.heard == signal.SIGINT:
+            raise KeyboardInterrupt
         self.heard = number
 
-    def agreed(self) -> str:
-        """The name of the signal that any rank has heard; empty where none has. Every rank calls this."""
+    def agreed(self) -> signal.Signals | None:
+        """The signal that any rank has heard. Every rank calls this."""
         heard = max(int(numbers[0]) for numbers in gather_numbers(self._pipeline, [self.heard]))
-        return signal.Signals(heard).name if heard else ""
+        return signal.Signals(heard) if heard else None

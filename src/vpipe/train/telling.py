@@ -6,7 +6,7 @@ Every rank has a ``Teller``; what only one should do, the leader's does: the pro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import time
@@ -19,6 +19,9 @@ from vpipe.observe.console import Console
 from vpipe.observe.dashboard import Dashboard
 from vpipe.observe.loggers import LOGGERS
 from vpipe.observe.recorder import Recorder
+from vpipe.rundir.endings import Ending
+from vpipe.rundir.journal import Journal
+from vpipe.rundir.state import Beat, Heart
 from vpipe.runtime.engine import Engine, Record
 from vpipe.runtime.live import LiveBytes
 from vpipe.runtime.weights import count_bytes
@@ -27,7 +30,6 @@ from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, version_table
 from vpipe.train.clocks import Clocks
 from vpipe.train.gathering import alone, gather_numbers
-from vpipe.train.rundir import Journal
 from vpipe.train.session import Session
 
 KINDS = tuple(Kind)
@@ -37,12 +39,13 @@ COUNTED_STEP = 2
 class Teller:
     """Tells what happens in a run."""
 
-    def __init__(self, session: Session, directory: Path, console: Console | None) -> None:
+    def __init__(self, session: Session, directory: Path, run: str, console: Console | None) -> None:
         self._session = session
         self._observe = session.config.observe
         self.is_leader = session.pipeline.engines[0].rank == 0
         self._console = console
-        self._journal = Journal(directory, self.say) if self.is_leader else None
+        self._journal = Journal(directory, run, self.say) if self.is_leader else None
+        self._heart = Heart(directory, _beat(directory, run)).start() if self.is_leader else None
         self._directory = directory
         wanted = [make for name, make in LOGGERS.items() if self.is_leader and getattr(self._observe, name)]
         self._loggers = [make(directory, session.config.model_dump(mode="json")) for make in wanted]
@@ -66,6 +69,11 @@ class Teller:
         if self.is_leader and self._observe.dashboard:
             self._page = Dashboard(self._directory).start()
             self.say(f"live page: {self._page.url}")
+
+    def beat(self, change: Callable[[Beat], None]) -> None:
+        """Change what the heartbeat says."""
+        if self._heart is not None:
+            self._heart.tell(change)
 
     def align_clocks(self, iteration: int) -> None:
         """Before an iteration, on all ranks."""
@@ -147,22 +155,32 @@ class Teller:
             parts = [f"{kind.value} {each:.1f} ms" for kind, each in zip(KINDS, spent, strict=True) if each]
             self.say(f"iteration {iteration}  rank {rank}  {'  '.join(parts)}  waiting {waited:.1f} ms")
 
-    def finish(self, summary: dict[str, Any]) -> None:
-        if self._journal is not None:
-            self._journal.summary(summary)
+    def finish(self, summary: dict[str, Any], ending: Ending) -> None:
+        """The run came to an end of its own."""
+        if self._heart is not None and self._journal is not None:
+            ending = ending.at(None, self._heart.beat.saved, self._heart.beat.checkpoint)
+            self._journal.summary(summary, ending)
         if self._console is not None:
-            self._console.finish(summary)
+            self._console.finish(summary | {"ending": ending.fields(), "remedy": ending.remedy(self._directory)})
 
     def close(self) -> None:
         for recorder in self._recorders:
             recorder.close()
             if recorder.problem:
                 self.say(f"warning: {recorder.problem}")
-        for end in (self._journal, *self._loggers, self._console):
+        for end in (*self._loggers, self._console):
             if end is not None:
                 end.close()
+        if self._heart is not None:
+            self._heart.stop()
         if self._page is not None:
             self._page.stop()
+
+
+def _beat(directory: Path, run: str) -> Beat:
+    """The first beat of this process; whoever made the directory stays known as its launcher."""
+    known = Beat.read(directory)
+    return Beat(run, launcher=known.launcher if known is not None and known.run == run else None)
 
 
 def _spent(records: Sequence[Record]) -> list[float]:

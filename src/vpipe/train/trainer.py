@@ -8,11 +8,17 @@ Every rank runs this loop in the same order.
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
+from signal import Signals
 from time import perf_counter
 from typing import Any
 
 from vpipe.observe.console import Console
+from vpipe.rundir import lineage
+from vpipe.rundir.endings import Ending, Kind
+from vpipe.rundir.state import Beat
+from vpipe.train import ending
 from vpipe.train.evaluation import Evaluation
 from vpipe.train.facts import run_facts
 from vpipe.train.feed import Position, Units, accumulated
@@ -31,7 +37,9 @@ MAX_CHAINED_UNITS = 256
 class Trainer:
     """One run of one session, on this rank."""
 
-    def __init__(self, session: Session, directory: Path, console: Console | None = None) -> None:
+    def __init__(
+        self, session: Session, directory: Path, console: Console | None = None, run: str | None = None
+    ) -> None:
         config, pipeline, training = session.config, session.pipeline, session.config.training
         self.session = session
         self.directory = directory
@@ -45,8 +53,9 @@ class Trainer:
         self.num_updates = -(-self.num_iterations // training.gradient_accumulation) * per_iteration
         self.rate = learning_rate(training, self.num_updates)
         pipeline.set_learning_rate(self.rate)
-        self.teller = Teller(session, directory, console)
-        self.keeper = Keeper(session, directory, self.teller.say)
+        self.run_id = run or lineage.new_id()
+        self.teller = Teller(session, directory, self.run_id, console)
+        self.keeper = Keeper(session, directory, self.teller.say, self.teller.beat)
         self.evaluation = Evaluation(session) if training.evaluation_interval >= 0 else None
         self.stopping = Stopping(pipeline)
         self.metrics = Metrics(
@@ -57,7 +66,12 @@ class Trainer:
             config.observe.warmup_iterations,
         )
         self._last_loss: float | None = None
+        self.ended: Ending = ending.finished(0)
         self._owes_checkpoint = False
+        self._asked: Signals | None = None
+        self._updates: deque[float] = deque(maxlen=16)
+        """Seconds of the latest updates."""
+        self._since_update = perf_counter()
         self._accumulating: list[Units] = []
         """The iterations of this update that are read but not yet trained on."""
 
@@ -67,20 +81,25 @@ class Trainer:
         self.iteration = self.position[0] * self.session.feed.num_batches + self.position[1]
 
     def run(self) -> dict[str, Any]:
-        """Train to the end, or until somebody asks to stop; the summary."""
+        """Train to the end, or until somebody asks to stop; the summary. ``ended`` says how."""
         training = self.session.config.training
         try:
             self.teller.start(self._facts())
             if self.evaluation is not None and not self.evaluation.num_batches:
                 self.teller.say(f"warning: there is no evaluation: {self.evaluation.why_not}")
             with self.stopping.listening():
+                self._since_update = perf_counter()
                 while self.iteration < self.num_iterations and not self._stops():
                     self._train()
                     self._evaluate_and_save()
                     if training.exit_after_profile and self._profiles(self.iteration - 1):
                         break
+            if self._asked is not None:
+                self.ended = ending.asked(self._asked, self.iteration)
+            else:
+                self.ended = ending.finished(self.iteration)
             summary = self._summary()
-            self.teller.finish(summary)
+            self.teller.finish(summary, self.ended)
             return summary
         finally:
             self.teller.close()
@@ -122,6 +141,13 @@ class Trainer:
         for _ in range(count):
             self.metrics.add(seconds / count, tokens / count, samples / count, counts=not watched)
         self.teller.iteration(self._line(positions[-1][0], loss, tokens, seconds, count))
+        if self._ends_update(self.iteration):
+            self._updates.append(perf_counter() - self._since_update)
+        self.teller.beat(self._beats)
+
+    def _beats(self, beat: Beat) -> None:
+        beat.phase, beat.iteration, beat.iterations = "training", self.iteration, self.num_iterations
+        beat.update_seconds = max(self._updates, default=0.0)
 
     def _read(self, positions: list[Position]) -> Units:
         """The units of these iterations. Where gradients are accumulated, all iterations of the update are read first:
@@ -218,17 +244,19 @@ class Trainer:
         """Whether any rank was asked to stop: all stop together, between two updates, after a checkpoint."""
         if not self._ends_update(self.iteration):
             return False
-        asked = self.stopping.agreed()
-        if asked:
-            self.teller.say(f"asked to stop ({asked}) after iteration {self.iteration}")
-        if asked and self.iteration:
+        self._since_update = perf_counter()
+        self._asked = self.stopping.agreed()
+        if self._asked is None:
+            return False
+        self.teller.say(f"asked to stop ({self._asked.name}) after iteration {self.iteration}")
+        if self.iteration:
             self.keeper.save(self.iteration, self.position)
-        return bool(asked)
+        return True
 
     def _summary(self) -> dict[str, Any]:
         return self.metrics.summary() | {
             "final_loss": self._last_loss,
             "iterations_done": self.iteration,
-            "stopped": self.iteration < self.num_iterations,
+            "stopped": self.ended.kind is not Kind.FINISHED,
             "scheduler": self.session.config.parallel.scheduler,
         }

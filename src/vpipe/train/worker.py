@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,38 +12,90 @@ import torch.distributed as dist
 
 from vpipe.config import PipelineConfig
 from vpipe.observe.console import Console
-from vpipe.runtime import assembly
+from vpipe.rundir import claim
+from vpipe.rundir.claim import CLAIMED, Claim
+from vpipe.rundir.endings import Ending
+from vpipe.runtime import assembly, membership
 from vpipe.runtime.pipeline import Pipeline
-from vpipe.train import rundir
-from vpipe.train.gathering import gather_text
+from vpipe.train import ending
+from vpipe.train.gathering import first_text, gather_text
 from vpipe.train.session import open_session
 from vpipe.train.trainer import Trainer
 
 
 def train(
-    config: dict[str, Any], directory: str | None = None, resume: str | None = None, output_dir: str | None = None
+    config: dict[str, Any],
+    directory: str | None = None,
+    run: str | None = None,
+    resume: str | None = None,
+    output_dir: str | None = None,
+    overwrite: bool = False,
+    continues: bool = False,
 ) -> int:
-    """Train as one of the ranks that a launcher started, or alone; the exit code."""
+    """Train as one of the ranks that a launcher started, or alone; the exit code.
+
+    ``directory`` is the one that our launcher has taken for ``run``; without it rank 0 takes one. ``continues`` allows
+    one that a run has used: the user said ``--resume``, even if there was no checkpoint yet.
+    """
     checked = PipelineConfig.from_dict(config)
     if checked.launch.threads:
         torch.set_num_threads(checked.launch.threads)
-    in_process = not assembly.under_launcher()
     rank = 0
-    if not in_process:
+    if assembly.under_launcher():
         assembly.join(checked.parallel.timeout)
         rank = dist.get_rank()
-    session = open_session(checked)
-    where = Path(directory) if directory else _agree_on_directory(session.pipeline, checked, output_dir, rank)
-    observe = checked.observe
-    console = Console(line_format=observe.line_format, log_interval=observe.log_interval) if rank == 0 else None
-    trainer = Trainer(session, where, console)
-    if resume is not None:
-        trainer.resume(Path(resume))
-    trainer.run()
-    return 0
+    taken = Claim(Path(directory), run) if directory and run else None
+    with _concluding(taken, rank) as conclusion:
+        session = open_session(checked)
+        if taken is None:
+            taken = _take(
+                session.pipeline, checked, Path(output_dir) if output_dir else None, rank, overwrite, continues
+            )
+            conclusion.claim = taken
+        observe = checked.observe
+        console = Console(line_format=observe.line_format, log_interval=observe.log_interval) if rank == 0 else None
+        trainer = Trainer(session, taken.directory, console, taken.run)
+        if resume is not None:
+            trainer.resume(Path(resume))
+        trainer.run()
+        if trainer.ended.code:
+            gather_text(session.pipeline, "")  # a launcher ends the others with the first that ends so: all are ready
+        return trainer.ended.code
 
 
-def _agree_on_directory(pipeline: Pipeline, config: PipelineConfig, output_dir: str | None, rank: int) -> Path:
-    """Rank 0 makes the run directory and tells the others its name."""
-    mine = str(rundir.create(config, Path(output_dir) if output_dir else None)) if rank == 0 else ""
-    return Path(gather_text(pipeline, mine)[0])
+class _concluding:
+    """Around a run on rank 0: whatever ends it is written down, also where a watchdog ends the process."""
+
+    def __init__(self, taken: Claim | None, rank: int) -> None:
+        self.claim = taken
+        self._rank = rank
+
+    def __enter__(self) -> _concluding:
+        member = membership.current()
+        if member is not None and self._rank == 0:
+            member.watchdog.leaving = lambda cause: self._write(ending.of_cause(cause))
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._rank == 0:
+            self._write(ending.of_error(error))
+
+    def _write(self, how: Ending) -> None:
+        if self.claim is not None:
+            with suppress(OSError):
+                ending.conclude(self.claim.directory, self.claim.run, how)
+
+
+def _take(
+    pipeline: Pipeline, config: PipelineConfig, output_dir: Path | None, rank: int, overwrite: bool, continues: bool
+) -> Claim:
+    """Rank 0 takes the run directory, unless a launcher of ours has, and tells the others its name."""
+    mine = None
+    told = os.environ.get(CLAIMED)
+    if told and output_dir is not None:
+        mine = Claim(output_dir, told)
+    elif rank == 0:
+        mine = claim.take(config, output_dir, resume=continues, overwrite=overwrite)
+    where = first_text(pipeline, str(mine.directory) if mine else "")
+    run = first_text(pipeline, mine.run if mine else "")
+    return mine or Claim(Path(where), run)

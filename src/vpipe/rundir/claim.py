@@ -1,0 +1,109 @@
+"""Taking a run directory: made, locked, its config written, before anything is computed.
+
+A directory that a run has used is only taken by one that continues it (``--resume``) or replaces it (``--overwrite``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from vpipe.config import PipelineConfig
+from vpipe.errors import UserError
+from vpipe.rundir import lineage
+from vpipe.rundir.layout import CHECKPOINTS, CONFIG, METRICS, OF_A_RUN, PLAN, RUN, STATE
+from vpipe.rundir.lock import Lock
+from vpipe.rundir.process import Process
+from vpipe.rundir.state import Beat
+
+COMMAND = "VPIPE_COMMAND"
+"""The variable in which a launcher tells its ranks what its user has typed, as JSON."""
+CLAIMED = "VPIPE_RUN"
+"""The variable in which a launcher tells its ranks the id of the run whose directory it has taken for them."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A run directory that is ours."""
+
+    directory: Path
+    run: str
+    lock: Lock | None = None
+    """``None`` where the launcher holds it."""
+
+
+def command() -> list[str]:
+    """What the user has typed."""
+    told = os.environ.get(COMMAND)
+    return [str(word) for word in json.loads(told)] if told else [Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
+def take(config: PipelineConfig, output_dir: Path | None, *, resume: bool = False, overwrite: bool = False) -> Claim:
+    """A directory for a new run: ``output_dir``, or a new one of this second's name below ``observe.directory``."""
+    run = lineage.new_id()
+    path = output_dir or Path(config.observe.directory)
+    plan = config.parallel.partition
+    try:
+        path = _fresh(path) if output_dir is None else output_dir.resolve()
+        path.mkdir(parents=True, exist_ok=True)
+        lock = Lock(path, run, shlex.join(command()))
+        _refuse_used(path, resume, overwrite)
+        config.to_yaml(path / CONFIG)
+        if isinstance(plan, str) and plan != "auto":
+            (path / PLAN).write_bytes(Path(plan).read_bytes())
+        me = Process.here()
+        Beat(run, writer=me, launcher=me).write(path)
+    except OSError as error:
+        raise UserError(
+            f"the run directory {path} cannot be written: {error.strerror}; choose another with --output-dir"
+        ) from None
+    return Claim(path.resolve(), run, lock)
+
+
+def _fresh(parent: Path) -> Path:
+    """A name that no other run of this second has: making the directory decides."""
+    parent.mkdir(parents=True, exist_ok=True)
+    started = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S")
+    number = 1
+    while True:
+        path = parent / (started if number == 1 else f"{started}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return path.resolve()
+
+
+def used(directory: Path) -> str:
+    """Which traces of a run there are, in words; empty where there are none."""
+    known = lineage.current(directory)
+    if known is not None:
+        return f"run {known.line.run} of {known.started}"
+    checkpoints = directory / CHECKPOINTS
+    kept = any(checkpoints.glob("iteration-*")) if checkpoints.is_dir() else False
+    beat = Beat.read(directory)
+    if beat is not None and not kept and not (directory / METRICS).exists():
+        return ""  # one that ended before it trained: there is nothing to lose
+    traces = [name for name in (RUN, METRICS, STATE) if (directory / name).exists()]
+    return f"a run ({', '.join(traces or [CHECKPOINTS])})" if traces or kept else ""
+
+
+def _refuse_used(directory: Path, resume: bool, overwrite: bool) -> None:
+    if overwrite:
+        for name in OF_A_RUN:
+            path = directory / name
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        return
+    what = used(directory)
+    if what and not resume:
+        raise UserError(
+            f"{directory} holds {what}; --resume {directory} continues it, --overwrite removes it and begins anew, and "
+            "another --output-dir leaves it alone"
+        )

@@ -1,0 +1,33 @@
+"""The names in a run directory, stated once for whoever writes or reads them.
+
+config.yaml             the resolved config
+plan.json               optional: the plan that the run follows
+lineage.json            the runs that have trained here, each with its parent (``lineage``)
+lock                    held by the one process that may write (``lock``)
+state.json              the heartbeat: where the run is, and whose run it is (``state``)
+run.json                what runs: schedule, program, placement, stages, versions of the software
+metrics.jsonl           one line per training iteration or evaluation, and one where a run was resumed
+events/rank<r>.jsonl    the last steps of a rank, action by action
+summary.json            written at the end, however the run ends, with its ending (``endings``)
+checkpoints/iteration-<n>/, logs/rank<r>.log, report.html, trace.json.gz
+"""
+
+from __future__ import annotations
+
+CONFIG = "config.yaml"
+PLAN = "plan.json"
+LINEAGE = "lineage.json"
+LOCK = "lock"
+STATE = "state.json"
+RUN = "run.json"
+METRICS = "metrics.jsonl"
+EVENTS = "events"
+SUMMARY = "summary.json"
+CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+
+OF_A_RUN = (
+    *(CONFIG, PLAN, LINEAGE, STATE, RUN, METRICS, EVENTS, SUMMARY, CHECKPOINTS, LOGS),
+    *("report.html", "trace.json.gz", "tensorboard", "wandb", "command_history.log", "machinefile"),
+)
+"""What ``--overwrite`` removes; files of other names are the user's own."""

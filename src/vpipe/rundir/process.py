@@ -1,0 +1,93 @@
+"""Which process is it? A pid alone says little: it is given to the next one.
+
+A process is known by its machine (until the next start of it), its pid namespace (a container has pids of its own), its
+pid and its start, in clock ticks after the machine's. ``alive`` answers only where it can know.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process, now and for ever."""
+
+    host: str
+    machine: str
+    pid: int
+    started: int
+
+    @classmethod
+    def here(cls) -> Process:
+        pid = os.getpid()
+        return cls(socket.gethostname(), machine(), pid, _started(pid) or 0)
+
+    @classmethod
+    def parse(cls, found: Any) -> Process | None:
+        """What ``fields`` wrote; ``None`` for anything else."""
+        if not isinstance(found, dict):
+            return None
+        host, where, pid, started = (found.get(key) for key in ("host", "machine", "pid", "started"))
+        if not (isinstance(host, str) and isinstance(where, str) and _is_count(pid) and _is_count(started)):
+            return None
+        return cls(host, where, pid, started)  # type: ignore[arg-type]
+
+    def fields(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def alive(self) -> bool | None:
+        """``None`` for a process of another machine or container."""
+        if self.machine != machine():
+            return None
+        return _started(self.pid) == self.started
+
+    def kill(self) -> bool:
+        """End it, if it is on this machine and still itself; whether it was. The descriptor is opened before the
+        start is compared, so the signal cannot reach a process that got the pid in between."""
+        if self.machine != machine() or self.pid <= 1:
+            return False
+        with suppress(OSError):
+            handle = os.pidfd_open(self.pid)
+            try:
+                if _started(self.pid) == self.started:
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                    return True
+            finally:
+                os.close(handle)
+        return False
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _started(pid: int) -> int | None:
+    """Clock ticks from the machine's start to the process's; ``None`` where there is none, or only its remains."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    state, *rest = text.rpartition(")")[2].split()
+    return None if state in "ZX" else int(rest[18])
+
+
+@cache
+def machine() -> str:
+    """This machine until its next start, and the pid namespace of this process."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    words = [boot.read_text().strip()] if boot.exists() else [socket.gethostname()]
+    with suppress(OSError):
+        words.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(words)

@@ -1,0 +1,67 @@
+"""Writing so that a reader, or the next run after a crash, finds the old or the new, never half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 16 * 2**20
+"""Of the small files of this room: a larger one was not written here."""
+
+
+def replace(path: Path, value: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Write JSON beside ``path`` and put it in its place; ``durable`` survives a power cut as well."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    data = (json.dumps(value, indent=1) + "\n").encode()
+    try:
+        write(fresh, data, durable=durable)
+        os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync(path.parent)
+
+
+def write(path: Path, data: bytes, *, durable: bool) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(handle, view) :]
+        if durable:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def append(path: Path, line: Mapping[str, Any]) -> None:
+    """Whole lines only: one write."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(handle, (json.dumps(line) + "\n").encode())
+    finally:
+        os.close(handle)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the entries of a directory, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; ``None`` where there is no readable one."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            return None
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,55 @@
+"""What the end of a rank means for its run: an exception, or what the watchdog found, as an ending of the table."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from pathlib import Path
+
+from vpipe.errors import UserError
+from vpipe.rundir import endings
+from vpipe.rundir.endings import BY_SIGNAL, MISTAKE, Ending, Kind
+from vpipe.rundir.state import Beat
+from vpipe.runtime.failure import Cause, PeerLost
+
+MOST_DETAILS = 8_000
+"""Characters of a traceback that are kept: its end says what it was."""
+
+
+def asked(number: signal.Signals, iteration: int) -> Ending:
+    """The run ended because somebody asked for it."""
+    kind = BY_SIGNAL[number]
+    word = "stopped on request" if kind is Kind.STOPPED else "interrupted"
+    code = None if kind is Kind.STOPPED else 128 + number
+    return Ending.of(kind, f"{word} ({number.name}) after iteration {iteration}", code, iteration=iteration)
+
+
+def finished(iteration: int) -> Ending:
+    return Ending.of(Kind.FINISHED, f"finished after iteration {iteration}", iteration=iteration)
+
+
+def of_error(error: BaseException) -> Ending:
+    """The run ended by an exception of this rank."""
+    if isinstance(error, UserError):
+        return Ending.of(Kind.FAILED, error.sentence, MISTAKE)
+    if isinstance(error, KeyboardInterrupt):
+        return Ending.of(Kind.INTERRUPTED, "interrupted at once")
+    if isinstance(error, PeerLost):
+        return of_cause(Cause(**error.cause)) if error.cause else Ending.of(Kind.LOST, str(error), rank=error.peer)
+    told = "".join(traceback.format_exception(error))[-MOST_DETAILS:]
+    return Ending.of(Kind.FAILED, "".join(traceback.format_exception_only(error)).splitlines()[0], details=told)
+
+
+def of_cause(cause: Cause) -> Ending:
+    """The run ended because of another rank."""
+    kind = {"gone": Kind.KILLED, "silent": Kind.LOST, "missing": Kind.LOST, "interrupt": Kind.INTERRUPTED}
+    code = MISTAKE if cause.kind == "user" else None
+    return Ending.of(kind.get(cause.kind, Kind.FAILED), str(cause), code, rank=cause.rank)
+
+
+def conclude(directory: Path, run: str, ending: Ending) -> None:
+    """Write the ending of a run that did not come to its own; what the heartbeat knows is added."""
+    beat = Beat.read(directory)
+    if beat is not None and beat.run == run:
+        ending = ending.at(beat.iteration, beat.saved, beat.checkpoint)
+    endings.conclude(directory, run, ending)
