@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from runtime_models import build
 from runtime_support import Case, check, pipeline
 
-from vpipe import UserError
+from vpipe import Pipeline, UserError
 from vpipe.schedule import catalog
 from vpipe.schedule.action import Action, Kind, parse
 from vpipe.schedule.placement import loop
 from vpipe.schedule.program import Program
+from vpipe.schedule.text import from_csv
+
+schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
 def _program(*rows: str, num_microbatches: int, stages_per_rank: int = 1) -> Program:
@@ -51,8 +58,8 @@ def test_updates_that_come_early() -> None:
 def test_a_program_that_cannot_run() -> None:
     program = _program("0B0 0F0 0STEP", num_microbatches=1)
     model = build("plain", 4)
-    with pytest.raises(UserError, match="is not a valid program"):
-        pipeline(Case(program, "plain", 1, 1), model, 1).train_step(*model.data(2, 0))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="is not a valid program"):  # when it is given, not at the first step
+        pipeline(Case(program, "plain", 1, 1), model, 1)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="the program is for 1 ranks, but there are 2"):
         pipeline(Case(program, "plain", 2, 1), model, 2)  # type: ignore[arg-type]
 
@@ -66,3 +73,76 @@ def test_another_number_of_microbatches_for_one_step(num_microbatches: int) -> N
         other = pipeline(Case(schedule, "plain", 2, num_microbatches), twin, 2)
         inputs, targets = model.data(2 * num_microbatches, 0)
         assert pipe.train_step(inputs, targets, num_microbatches=num_microbatches) == other.train_step(inputs, targets)
+
+
+def torch_dump(name: str, file: Path, communication: bool = False) -> Path:
+    """A schedule of torch.distributed.pipelining, 2 ranks, 4 microbatches, as torch itself writes it."""
+
+    class Stage(schedules._PipelineStageBase):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.num_stages, self.group_size, self.group_rank, self.group = 4, 2, 0, None
+            self.submod = torch.nn.Identity()
+
+        def _create_grad_recv_info(self, *args: object) -> tuple[()]:
+            return ()
+
+        def _prepare_forward_infra(self, n_microbatches: int) -> None: ...
+
+        def _prepare_backward_infra(self, n_microbatches: int) -> None: ...
+
+    schedule = getattr(schedules, name)([Stage(), Stage()], 4)
+    if communication:
+        schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    schedule._dump_csv(file, format="compute_comms" if communication else "compute_only")
+    return file
+
+
+@pytest.mark.parametrize("communication", [False, True])
+@pytest.mark.parametrize("name", ["ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+def test_a_dump_of_torch_trains(name: str, communication: bool, tmp_path: Path) -> None:
+    """It has no updates: each stage gets its one at the end. LoopedBFS adds its gradients in decreasing order."""
+    file = torch_dump(name, tmp_path / "dump.csv", communication)
+    assert "STEP" not in file.read_text()
+    pipe = check(Case(str(file), "batch_norm", 2, 4, num_layers=8, clip_norm=0.5))
+    assert pipe.num_updates == 2
+    assert pipe.num_microbatches == 4
+
+
+def test_the_order_of_the_sum_is_the_programs() -> None:
+    """Increasing and decreasing order train two models that differ in last bits, each equal to its own replay."""
+    forwards = "0F0 0F1 0F2 0F3 "
+    up = _program(forwards + "0B0 0B1 0B2 0B3", num_microbatches=4)
+    down = _program(forwards + "0B3 0B2 0B1 0B0", num_microbatches=4)
+    states = [
+        check(Case(program, "plain", 1, 4, optimizer="sgd", num_steps=3)).state_dict()  # type: ignore[arg-type]
+        for program in (up, down)
+    ]
+    assert any(not torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_stages_with_orders_of_their_own() -> None:
+    """Forwards, too: buffers advance as each stage takes its units."""
+    rows = ("0F2 0F0 0F1 0B1 0B2 0B0", "1F0 1F2 1F1 1B1 1B2 1B0")
+    check(Case(_program(*rows, num_microbatches=3), "batch_norm", 2, 3, num_steps=3))  # type: ignore[arg-type]
+    split = "0F0 0F1 0F2 0I2 0I1 0I0 0W2 0W0 0W1"
+    check(Case(_program(split, num_microbatches=3), "convolution", 1, 3, num_steps=3))  # type: ignore[arg-type]
+
+
+def test_numbers_of_a_program() -> None:
+    program = _program("0F0 0F1 0B0 0B1", num_microbatches=2)
+    model = build("plain", 4)
+    given = {"num_ranks": 1, "optimizer": torch.optim.SGD}
+    assert Pipeline(model.layers, model.loss, schedule=program, **given).num_microbatches == 2  # type: ignore[arg-type]
+    for wrong, words in (
+        ({"num_microbatches": 3}, "the program is for 2 microbatches, but there are 3"),
+        ({"stages_per_rank": 2}, "the program has 1 stage per rank, not 2"),
+        ({"schedule_options": {"depths": [1]}}, "the program has no option 'depths'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            Pipeline(model.layers, model.loss, schedule=program, **given, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [("0F0 1F1 0B0 1B1", "1F0 0F1 1B0 0B1"), ("0F0 1F1 0B0 1B1 0STEP 1STEP", "1F0 0F1 1B0 0B1 1STEP 0STEP")])  # fmt: skip
+def test_two_directions_as_users_write_them(rows: tuple[str, str]) -> None:
+    program = from_csv("\n".join(row.replace(" ", ",") for row in rows))
+    check(Case(program, "plain", 2, 2, num_steps=3, clip_norm=0.5))  # type: ignore[arg-type]

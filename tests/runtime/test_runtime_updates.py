@@ -12,6 +12,7 @@ from runtime_support import OPTIMIZERS, Case, check, differing, pipeline
 from torch import Tensor, nn
 
 from vpipe import Pipeline
+from vpipe.runtime.flow import even_partition
 from vpipe.runtime.update import LossScale
 from vpipe.schedule import catalog
 
@@ -201,3 +202,42 @@ def test_clipping_is_by_the_norm_of_all_stages() -> None:
         pipe.train_step(*model.data(8, 0))
         norms |= {engine.updater.last_norm for engine in pipe.engines}
     assert len(norms) == 1
+
+
+def test_a_loss_scale_grows_after_an_interval_of_good_steps_and_never_falls_below_one() -> None:
+    scale = LossScale(4.0, dynamic=True, growth_interval=3)
+    seen = []
+    for finite in (True, True, True, True, True, False, True, True, True, False, False, False, False, False):
+        scale.update(finite)
+        seen.append(scale.value)
+    #      grows at the third good step    a bad one halves it, and counting begins anew     the floor
+    assert seen == [4.0, 4.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 4.0, 2.0, 1.0, 1.0, 1.0]
+    still = LossScale(4.0, growth_interval=1)
+    still.update(True)
+    still.update(False)
+    assert still.value == 4.0
+
+
+def test_a_skipped_update_counts_for_the_learning_rate() -> None:
+    """Update n uses rate(n) on every stage, whether update n - 1 was made or skipped."""
+    model = build("plain", 10)
+    pipe = pipeline(Case("1f1b", "plain", 2, 4, optimizer="sgd"), model, 2)
+    pipe.set_learning_rate(lambda update: 0.1 * (update + 1))
+    inputs, targets = model.data(8, 0)
+    rates = []
+    for step in range(3):
+        before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        bad = torch.full_like(inputs, torch.nan) if step == 1 else inputs
+        pipe.train_step(bad, targets)
+        rates.append({group["lr"] for made in pipe.optimizers.values() for group in made.param_groups})
+        changed = any(not torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
+        assert changed == (step != 1)
+    assert [round(rate, 6) for (rate,) in rates] == [0.1, 0.1, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes"),
+    [(8, [2, 2, 2, 2]), (9, [2, 3, 2, 2]), (10, [2, 3, 3, 2]), (11, [3, 3, 3, 2]), (7, [2, 2, 2, 1])],
+)
+def test_surplus_layers_go_to_the_middle(num_layers: int, sizes: list[int]) -> None:
+    assert even_partition(num_layers, 4) == sizes

@@ -7,7 +7,8 @@ a queue of its own.
 
 Values are interned: equal numbers mean equal expressions. The meaning of a program is, for every stage, the chain of
 its updates (which gradients, of which forwards, on which weights, added in which order), what was left over, and the
-order in which its forwards advanced the stage's buffers. A program that hangs or uses what does not exist has none.
+order in which its forwards advanced the stage's buffers. The order of sums and buffers is the author's: it belongs to
+the meaning only where a stage updates several times. A program that hangs or uses what does not exist has none.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def meaning(program: Program, known: Known) -> Hashable:
 class _Machine:
     def __init__(self, program: Program, known: Known) -> None:
         self.program, self.known = program, known
+        steps = [[stage for stage, kind, _ in row if kind is Kind.STEP] for row in program.rows]
+        self.ordered = any(len(stages) > len(set(stages)) for stages in steps)
         self.ranks = [_Rank(self, rank) for rank in range(program.num_ranks)]
         self.posted: dict[tuple[int, ...], list[tuple[Action, int]]] = defaultdict(list)
         """(source, target[, writer, reader of a skip]) → receives posted and not yet matched: (receive, writer)."""
@@ -104,8 +107,10 @@ class _Rank:
 
     def result(self) -> Hashable:
         stages = self.program.placement.stages_of[self.rank]
+        order = tuple if self.machine.ordered else sorted
         return tuple(
-            (tuple(self.updates[stage]), tuple(self.gathered[stage]), tuple(self.buffers[stage])) for stage in stages
+            (tuple(self.updates[stage]), tuple(order(self.gathered[stage])), tuple(order(self.buffers[stage])))
+            for stage in stages
         )
 
     def execute(self, action: Action) -> Iterator[None]:
@@ -241,7 +246,8 @@ class _Rank:
             raise Wrong(f"stage {stage} steps alone")
         self.reduced.discard(stage)
         before = self.updates[stage][-1] if self.updates[stage] else ("start", stage)
-        self.updates[stage].append(self.machine.intern("step", before, tuple(grads)))
+        taken = grads if self.machine.ordered else sorted(grads)
+        self.updates[stage].append(self.machine.intern("step", before, tuple(taken)))
         yield from ()
 
     def others(self, place: Place, stages: tuple[int, ...]) -> list[int]:

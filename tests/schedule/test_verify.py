@@ -23,6 +23,7 @@ def changed(program: Program, *changes: tuple[str, str]) -> Program:
 
 
 ONE = build("1f1b", 3, 4)
+TWO = build("pipedream", 3, 4)
 LOW = lower(ONE)
 
 
@@ -36,7 +37,7 @@ LOW = lower(ONE)
         (changed(ONE, ("1B2,", "2B2,")), 1, "2B2", "belongs on rank 2"),
         (changed(ONE, ("2F3", "2F9")), 2, "2F9", "there is no microbatch 9: the program has 0..3"),
         (changed(ONE, ("2F3", "5F3")), 2, "5F3", "there is no stage 5: the program has stages 0..2"),
-        (changed(ONE, ("0F0,0F1", "0F1,0F0")), 0, "0F0", "runs after 0F1, but microbatches go in increasing order"),
+        (changed(TWO, ("0F0,0F1", "0F1,0F0")), 0, "0F0", "runs after 0F1, but where stages update several times"),
         (changed(ONE, ("2F0,2B0", "2B0,2F0")), 2, "2B0", "needs 2F0, which comes later in the row"),
         (changed(ONE, ("0B2,0B3,0STEP", "0B2,0STEP,0B3")), 0, "", "no 0STEP follows 0B3"),
         (changed(ONE, ("0B3,0STEP", "0B3,0STEP,0STEP")), 0, "0STEP", "stage 0 has no new gradient to apply"),

@@ -18,6 +18,7 @@ import click
 from vpipe.cli.timing import TIMES
 from vpipe.errors import UserError
 from vpipe.schedule.catalog import get
+from vpipe.schedule.own import names_file
 from vpipe.schedule.program import Program, Versions
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def program_options(command: Function) -> Function:
 
 
 def _is_file(target: str) -> bool:
-    return target == "-" or target.lower().endswith(".csv") or "/" in target or Path(target).is_file()
+    return target == "-" or names_file(target) or Path(target).is_file()
 
 
 def _build(name: str, counts: dict[str, int | None], options: dict[str, Any], times: dict[str, Any]) -> Program:

@@ -19,8 +19,18 @@ from vpipe import config as configs
 @click.option(
     "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config; may be repeated."
 )
+@click.option(
+    "--reference",
+    type=click.Choice(["auto", "plain", "replay"]),
+    default="auto",
+    show_default=True,
+    help="Compare with a plain loop that shares no code with the pipeline, or with the replay of weight versions; "
+    "auto: plain, or replay for an asynchronous schedule.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(config: Path, steps: int, scheduler: str | None, overrides: tuple[str, ...], as_json: bool) -> int:
+def command(
+    config: Path, steps: int, scheduler: str | None, overrides: tuple[str, ...], reference: str, as_json: bool
+) -> int:
     """Train pipelined and in one process, and compare loss, gradients and weights to the bit.
 
     Exit code 0: equal. 1: not equal, with the first tensor that differs.
@@ -43,7 +53,9 @@ def command(config: Path, steps: int, scheduler: str | None, overrides: tuple[st
         from vpipe.train.session import open_session
 
         torch.set_num_threads(1)
-        expected = parity.sequential(open_session(chosen), steps)
+        session = open_session(chosen)
+        reference = parity.choose_reference(reference, session)
+        expected = parity.sequential(session, steps, reference)
         result = parity.compare(Path(directory), expected, steps)
     if as_json:
         facts = {
@@ -54,16 +66,20 @@ def command(config: Path, steps: int, scheduler: str | None, overrides: tuple[st
             "largest_difference": result.largest,
             "scheduler": chosen.parallel.scheduler,
             "ranks": chosen.num_ranks,
+            "reference": reference,
         }
         click.echo(json.dumps(facts))
     elif result.equal:
         click.echo(
             f"equal to the bit: {result.num_tensors} tensors (loss, gradients, weights) over {steps} steps, "
-            f"{chosen.parallel.scheduler} on {chosen.num_ranks} ranks against one process"
+            f"{chosen.parallel.scheduler} on {chosen.num_ranks} ranks against one process ({_LOOPS[reference]})"
         )
     else:
         click.echo(f"not equal: {result.difference}")
     return 0 if result.equal else 1
+
+
+_LOOPS = {"plain": "a plain loop", "replay": "the replay of weight versions"}
 
 
 def _pipelined(config: configs.PipelineConfig, directory: str, steps: int) -> int:

@@ -27,6 +27,7 @@ def command(program: Program, source: Source, transport: str, max_activations: f
     from vpipe.schedule.grid import around
     from vpipe.schedule.timeline import Transport
     from vpipe.schedule.verify import verify
+    from vpipe.schedule.violation import folded
 
     found = verify(program, transport=Transport(transport), max_activations=max_activations)
     if as_json:
@@ -41,6 +42,6 @@ def command(program: Program, source: Source, transport: str, max_activations: f
     click.echo(f"{source.name}: {len(found)} {noun} under {transport} ({shape})\n")
     first = next((each for each in found if each.index >= 0), found[0])
     click.echo(around(program, first, found) + "\n")
-    for each in found:
-        click.echo(f"  {source.describe(each)}")
+    for fold in folded(found):
+        click.echo(f"  {source.describe(fold.first)}{fold.more}")
     return 1

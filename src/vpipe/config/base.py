@@ -12,6 +12,11 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,127}$")]
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """A path or another line of text: no control characters, so that one value cannot pose as two lines of a script."""
 
+ScheduleName = Annotated[
+    str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9_.+-]{0,127}|[^\x00-\x1f\x7f]{1,4092}\.[cC][sS][vV])$")
+]
+"""The name of a schedule, or the path of a CSV file with a program."""
+
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Interval = Annotated[int, Field(ge=-1, le=2**31)]
 Numbers = tuple[float, ...]

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from vpipe.config.checks import check, touches
 from vpipe.config.document import Document, parse, read_yaml
 from vpipe.config.idle import idle_keys
-from vpipe.config.paths import absolute_paths
+from vpipe.config.paths import absolute_paths, is_program
 from vpipe.config.pipeline import PipelineConfig
 from vpipe.config.problems import ConfigError, Key, Problem, dotted, from_pydantic, short
 from vpipe.config.vpipe_yaml import is_vpipe, translate
@@ -187,6 +187,8 @@ def _unknown_names(config: PipelineConfig, names: Mapping[str, Collection[str]])
     for dotted_key, known in names.items():
         section, name = dotted_key.split(".")
         value = getattr(getattr(config, section), name)
+        if is_program(str(value)):
+            continue  # a file, which says what is wrong with it when it is read
         if value not in known and str(value).lower() not in {other.lower() for other in known}:
             hint = nearest(str(value), known)
             remedy = hint or f"; known: {', '.join(sorted(known))}"

@@ -25,6 +25,7 @@ READ: tuple[Key, ...] = (
     ("model", "directory"),
     ("dataset", "path"),
     ("parallel", "partition"),
+    ("parallel", "scheduler"),
     ("launch", "container", "image"),
 )
 
@@ -47,11 +48,18 @@ def absolute(text: str, folder: Path) -> str:
     return os.path.abspath(folder / os.path.expanduser(text))
 
 
+def is_program(scheduler: str) -> bool:
+    """Whether ``parallel.scheduler`` is the path of a program instead of a name."""
+    return scheduler.lower().endswith(".csv")
+
+
 def _is_path(key: Key, value: str) -> bool:
     if not value or not value.isprintable():
         return False  # refused by its field
     if key == ("parallel", "partition"):
         return value != "auto"
+    if key == ("parallel", "scheduler"):
+        return is_program(value)
     if key[-1] == "image":
         return value.startswith((".", "/", "~")) or value.endswith((".sif", ".simg"))
     return True

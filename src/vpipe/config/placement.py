@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vpipe.config.base import Name, Section, Text, worded
+from vpipe.config.base import ScheduleName, Section, Text, worded
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Small = Annotated[int, Field(ge=1, le=65536)]
@@ -15,10 +15,10 @@ Small = Annotated[int, Field(ge=1, le=65536)]
 class ParallelConfig(Section):
     """How it is spread over ranks, and in which order the ranks work."""
 
-    scheduler: Name = "async_threaded"
+    scheduler: ScheduleName = worded("async_threaded", "the name of a schedule, or the path of a .csv file")
     """The schedule: gpipe, naive, async_threaded, 1f1b, eager-1f1b, interleaved, looped-bfs, zb-h1 (zerobubble), zb-h2,
     zb-v, zb-auto, v-half, v-min, hanayo, dualpipe-v, pipedream, pipedream-2bw, or a registered one; `vpipe schedules`
-    lists them. --scheduler overrides it."""
+    lists them. A path that ends in .csv is a program of your own, torch's dumps included. --scheduler overrides it."""
     model_parallel_size: Small = 4
     """Ranks of one pipeline; also the number of stages where a rank holds one stage."""
     data_parallel_size: Small = 1

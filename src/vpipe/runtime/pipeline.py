@@ -33,14 +33,16 @@ from vpipe.runtime.update import LossScale, UpdateOptions, checked_scale
 from vpipe.schedule import catalog
 from vpipe.schedule.program import Program
 
+DEFAULT_MICROBATCHES = 4
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Pipeline:
     """A model cut into stages and trained by a schedule.
 
-    ``schedule`` is a name of the catalogue (``vpipe schedules``) or a ``Program``. ``num_microbatches`` is the number
-    of units of one ``train_step``. Without a launcher, ``num_ranks`` ranks run as threads of this process.
+    ``schedule`` is a name of the catalogue (``vpipe schedules``), a ``Program``, or a CSV file with one, torch's dumps
+    included. ``num_microbatches`` is the number of units of one ``train_step``: 4, or what the program has. Without a
+    launcher, ``num_ranks`` ranks run as threads of this process.
     ``recompute`` is the part of each stage's layers that is computed again instead of kept (the last ones), one number
     or one a stage, or a set of layer indices; ``swap`` is the part (those before) whose saved tensors wait in a file
     instead of memory, in a temporary directory (``TMPDIR``). ``transport`` between processes: "shm" (shared memory
@@ -56,7 +58,7 @@ class Pipeline:
         loss_fn: Callable[[Any, Any], Tensor],
         *,
         schedule: str | Program = "1f1b",
-        num_microbatches: int = 4,
+        num_microbatches: int | None = None,
         optimizer: OptimizerFactory | None = None,
         num_ranks: int | None = None,
         partition: Sequence[int] | None = None,
@@ -79,13 +81,16 @@ class Pipeline:
         timeout: float = 1800.0,
         schedule_options: Mapping[str, Any] | None = None,
     ) -> None:
+        entry = catalog.find(schedule)
+        if num_microbatches is None:
+            num_microbatches = entry.num_microbatches or DEFAULT_MICROBATCHES
         self.num_microbatches = num_microbatches
         self.seed = seed
         self._in_process = not assembly.under_launcher()
         world = (num_ranks or 1) if self._in_process else assembly.join(timeout, num_ranks)
         policy = choose_executor(executor, schedule, priority)
         transport = choice.check(transport, self._in_process, world, threads=policy is not None)
-        blocking = blocking or (isinstance(schedule, str) and catalog.get(schedule).blocking)
+        blocking = blocking or entry.blocking
         spec = ScheduleSpec(schedule, world, num_microbatches, stages_per_rank, replicas, schedule_options or {})
         loss_scale = checked_scale(loss_scale, spec.synchronous)
         plain = as_layers(layers)
@@ -97,6 +102,7 @@ class Pipeline:
         self.programs = Programs(
             spec, self.flow, stages_with(recomputed, self.flow.bounds), stages_with(swapped, self.flow.bounds)
         )
+        self.programs.training()  # a wrong program is refused here, not by the first step
         assembly.agree(self.programs, self.flow, seed)
         options = UpdateOptions(spec.synchronous, clip_norm, skip_nonfinite, exact_reduction)
         pieces = assembly.Pieces(

@@ -6,21 +6,24 @@ placement. Each is made once, verified with the model's own skip connections, an
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.runtime.flow import Flow, even_partition
 from vpipe.schedule import catalog
 from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.entry import Entry
 from vpipe.schedule.lower import is_lowered, lower
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
 from vpipe.schedule.replicas import replicate
-from vpipe.schedule.semantics import update_groups
+from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, update_groups
 from vpipe.schedule.verify import verify
+from vpipe.schedule.violation import folded
 
 
 @dataclass(frozen=True)
@@ -35,28 +38,27 @@ class ScheduleSpec:
     options: Mapping[str, Any] | None = None
 
     @cached_property
+    def entry(self) -> Entry:
+        """The catalogue's entry, or that of the user's own program: whoever asks for a trait asks it."""
+        return catalog.find(self.schedule)
+
+    @cached_property
     def program(self) -> Program:
         """The author's program: only F, B, I, W and STEP (or whatever a program of the user's own says)."""
-        if isinstance(self.schedule, Program):
-            if self.schedule.num_ranks != self.num_ranks:
-                raise UserError(f"the program is for {self.schedule.num_ranks} ranks, but there are {self.num_ranks}")
-            return self.schedule
         options = dict(self.options or {})
         replicas = self._replicas()
-        build = partial(catalog.build, self.schedule)
-        if catalog.get(self.schedule).mode == "asp":
-            if replicas is not None:
-                options["replicas"] = replicas
-            return build(self.num_ranks, self.num_microbatches, self.stages_per_rank, **options)
-        if replicas is None:
-            return build(self.num_ranks, self.num_microbatches, self.stages_per_rank, **options)
-        if len(set(replicas)) > 1:
-            raise UserError(
-                f"{self.schedule} has the same number of replicas on every stage, not {list(replicas)}; "
-                f"give one number, or use pipedream"
-            )
-        program = build(self.num_ranks // replicas[0], self.num_microbatches, self.stages_per_rank, **options)
-        return replicate(program, replicas[0])
+        ranks, copies = self.num_ranks, 1
+        if replicas is not None and "replicas" in self.entry.options:
+            options["replicas"] = replicas
+        elif replicas is not None:
+            if len(set(replicas)) > 1:
+                raise UserError(
+                    f"{self.entry.name} has the same number of replicas on every stage, not {list(replicas)}; "
+                    f"give one number, or use pipedream"
+                )
+            ranks, copies = len(replicas), replicas[0]
+        program = self.entry.build(ranks, self.num_microbatches, self.stages_per_rank, **options)
+        return replicate(program, copies) if copies > 1 else program
 
     def _replicas(self) -> tuple[int, ...] | None:
         """Replicas per rank of one pipeline; ``None`` where nothing is replicated."""
@@ -83,9 +85,7 @@ class ScheduleSpec:
     @cached_property
     def synchronous(self) -> bool:
         """Whether every unit of a step reads the same weights and each stage updates once at the end."""
-        if isinstance(self.schedule, str):
-            return catalog.get(self.schedule).mode != "asp"
-        return all(len(groups) <= 1 for groups in update_groups(self.program))
+        return not self.entry.asynchronous
 
     def partition(self, num_layers: int, wanted: Sequence[int] | None) -> list[int]:
         """Layers per stage: as wanted, or even."""
@@ -99,8 +99,7 @@ class ScheduleSpec:
         return list(wanted)
 
     def describe(self) -> str:
-        name = self.schedule if isinstance(self.schedule, str) else "the program"
-        return f"{name} on {self.num_ranks} ranks"
+        return f"{self.entry.name} on {self.num_ranks} ranks"
 
 
 class Programs:
@@ -134,15 +133,18 @@ class Programs:
 
     @property
     def stashes(self) -> frozenset[int]:
-        """Stages whose I run out of the order of units, or between whose I and W an update may come."""
+        """Stages whose I run in another order than their W, or between whose I and W an update may come."""
         found: set[int] = set()
-        last: dict[tuple[int, int], int] = {}
-        for rank, action in self.spec.program.actions():
-            if action.kind is Kind.I:
-                if not self.synchronous or last.get((rank, action.stage), -1) > action.microbatch:
-                    found.add(action.stage)
-                last[rank, action.stage] = action.microbatch
-        return frozenset(found)
+        for row in self.spec.program.rows:
+            begun: dict[int, list[int]] = defaultdict(list)
+            ended: dict[int, list[int]] = defaultdict(list)
+            for stage, kind, microbatch in row:
+                if kind in INPUT_GRADIENT:
+                    begun[stage].append(microbatch)
+                if kind in WEIGHT_GRADIENT:
+                    ended[stage].append(microbatch)
+            found |= {stage for stage in begun if not self.synchronous or begun[stage] != ended[stage]}
+        return self.splits & found
 
     def training(self, update: bool = True, num_microbatches: int | None = None) -> Program:
         """One step; without ``update`` the same without REDUCE and STEP."""
@@ -189,8 +191,9 @@ class Programs:
         if self.synchronous:
             program = updates_last(program)
         if violations := _verified(program):
+            kinds = "; ".join(map(str, folded(violations)[:3]))
             raise UserError(
-                f"{self.spec.describe()} is not a valid program: {violations[0]} "
+                f"{self.spec.describe()} is not a valid program: {kinds} "
                 f"({len(violations)} in all; 'vpipe verify' lists them)"
             )
         return program

@@ -7,10 +7,10 @@ whole-model forwards through one autograd graph, ``functional_call`` for old wei
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from vpipe.layer import TiedWeight, collecting
 from vpipe.runtime.flow import Flow, Value, bind_inputs
 from vpipe.runtime.randomness import seed_layer, undisturbed
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import VersionTable, update_groups, version_table
+from vpipe.schedule.semantics import VersionTable, forward_orders, update_groups, version_table
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,84 @@ class ReplayUnit:
     """What its gradient is multiplied by."""
     share: float | None = None
     """Its part of the reported loss; the weight if not given."""
+
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass
+class Flight:
+    """A unit on its way through the stages."""
+
+    number: int
+    unit: ReplayUnit
+    values: dict[Value, Any] = field(default_factory=dict)
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    added: list[Tensor] = field(default_factory=list)
+    parts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Stage → what it adds to the unit's loss."""
+    loss: Any = None
+
+
+class Walk:
+    """Which forward is next: one unit as far as it gets, then the next; every stage takes them in its own order."""
+
+    def __init__(self, forwards: Sequence[Sequence[int]], replicas: Sequence[int]) -> None:
+        self._replicas = replicas
+        self._waiting: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+        for stage, order in enumerate(forwards):
+            for unit in order:
+                self._waiting[stage, unit % replicas[stage]].append(unit)
+        self._at = dict.fromkeys(sorted(forwards[0]), 0)
+        """Unit → the stage that it comes to next."""
+
+    def next(self, has_weights: Callable[[int, int], bool]) -> tuple[int, int]:
+        """(stage, unit); the weights that the unit reads there must have been made."""
+        for unit, stage in self._at.items():
+            queue = self._waiting[stage, unit % self._replicas[stage]]
+            if queue[0] == unit and has_weights(stage, unit):
+                queue.popleft()
+                self._at[unit] += 1
+                if self._at[unit] == len(self._replicas):
+                    del self._at[unit]
+                return stage, unit
+        raise AssertionError("no unit can go on: the tables contradict each other")
+
+
+class Sums:
+    """The gradients of one stage, added replica by replica in the order that the program has."""
+
+    def __init__(self, groups: Sequence[Sequence[int]], num_replicas: int) -> None:
+        self._groups = [[[k for k in group if k % num_replicas == r] for r in range(num_replicas)] for group in groups]
+        self._has = [[bool(mine) for mine in group] for group in self._groups]
+        self._there: dict[int, Mapping[str, Tensor | None]] = {}
+        self._added: list[Gradients] = [{} for _ in range(num_replicas)]
+
+    def add(self, unit: int, gradients: Mapping[str, Tensor | None]) -> None:
+        """A unit's gradients are there; they are added when it is their turn."""
+        self._there[unit] = gradients
+        for total, order in zip(self._added, self._groups[0] if self._groups else (), strict=False):
+            while order and order[0] in self._there:
+                for name, gradient in self._there.pop(order.pop(0)).items():
+                    if gradient is not None:
+                        total[name] = total[name] + gradient if name in total else gradient
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything of the next update is there."""
+        return bool(self._groups) and not any(self._groups[0])
+
+    def take(self) -> list[Gradients]:
+        """Per replica that has units in the update, the sum of their gradients."""
+        del self._groups[0]
+        found, self._added = (
+            [total for total, has in zip(self._added, self._has.pop(0), strict=True) if has],
+            [{} for _ in self._added],
+        )
+        for unit in list(self._there):  # what came early for the next update
+            if unit in self._there:
+                self.add(unit, self._there[unit])
+        return found
 
 
 class Replay:
@@ -73,81 +151,89 @@ class Replay:
 
     def run(self, program: Program, units: Sequence[ReplayUnit]) -> float:
         """Train on the units of one program; the mean loss."""
-        return self.train(version_table(program), update_groups(program), units, program.num_stages)
+        tables = (version_table(program), update_groups(program), forward_orders(program))
+        return self.train(*tables, units)
 
     def train(
         self,
         versions: VersionTable,
         groups: Sequence[Sequence[Sequence[int]]],
+        forwards: Sequence[Sequence[int]],
         units: Sequence[ReplayUnit],
-        num_stages: int,
     ) -> float:
-        """The same from the tables themselves: versions per (stage, unit), and per stage the units of each update."""
-        history = [[self._snapshot(stage)] for stage in range(num_stages)]
-        gathered: list[dict[int, dict[str, Tensor]]] = [defaultdict(dict) for _ in range(num_stages)]
+        """The same from the tables themselves: versions per (stage, unit); per stage the units of each update, in the
+        order in which their gradients are added; per stage the units in the order of their forwards."""
+        history = [[self._snapshot(stage)] for stage in range(len(groups))]
         synchronous = all(len(of_stage) <= 1 for of_stage in groups)
-        total = 0.0
+        walk = Walk(forwards, self._replicas)
+        sums = [Sums(of_stage, self._replicas[stage]) for stage, of_stage in enumerate(groups)]
+        flying = {number: Flight(number, unit) for number, unit in enumerate(units)}
+        total: dict[int, list[float]] = {}
         with undisturbed():
-            for number, unit in enumerate(units):
-                weights = {
-                    name: leaf
-                    for stage in range(num_stages)
-                    for name, leaf in history[stage][versions[stage, number]].items()
-                }
-                leaves = {
-                    name: leaf.detach().clone().requires_grad_(leaf.requires_grad) for name, leaf in weights.items()
-                }
-                share = unit.weight if unit.share is None else unit.share
-                for parts in self._forward_backward(leaves, unit, number):
-                    total += share * sum(parts)
-                for stage in range(num_stages):
-                    self._gather(gathered[stage][number % self._replicas[stage]], self._parameters[stage], leaves)
-                ending = [stage for stage in range(num_stages) if any(max(group) == number for group in groups[stage])]
-                if ending:
-                    self._update(ending, gathered, synchronous)
-                for stage in ending:
-                    history[stage].append(self._snapshot(stage))
+            while flying:
+                stage, number = walk.next(lambda stage, unit: versions[stage, unit] < len(history[stage]))
+                flight = flying[number]
+                self._forward(flight, stage, history[stage][versions[stage, number]])
+                if stage < len(groups) - 1:
+                    continue
+                total[number] = self._backward(flying.pop(number))
+                for mine, parameters in zip(sums, self._parameters, strict=True):
+                    mine.add(number, {name: flight.leaves[name].grad for name in parameters})
+                ending = [stage for stage, mine in enumerate(sums) if mine.complete]
+                if ending and (not synchronous or len(ending) == len(groups)):
+                    self._update(ending, [sums[stage].take() for stage in ending], synchronous)
+                    for each in ending:
+                        history[each].append(self._snapshot(each))
         self._num_units += len(units)
-        return total
+        mean = 0.0
+        for number in range(len(units)):
+            for part in total[number]:
+                mean += part
+        return mean
 
     def _snapshot(self, stage: int) -> dict[str, Tensor]:
         return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in self._parameters[stage].items()}
 
-    def _forward_backward(self, leaves: Mapping[str, Tensor], unit: ReplayUnit, number: int) -> list[list[float]]:
-        """Per stage, what its layers and the loss function add to the unit's loss."""
-        parts_of_loss: list[list[float]] = [[] for _ in self.flow.bounds]
-        with self._autocast():
-            loss = self._forward(leaves, unit, number, parts_of_loss)
+    def _backward(self, flight: Flight) -> list[float]:
+        """Per stage, what its layers and the loss function add to the unit's loss, times its share."""
+        unit, loss = flight.unit, flight.loss
+        for scalar in flight.added:
+            loss = loss + scalar
         if loss.requires_grad:
             (loss * unit.weight).backward()
-        return parts_of_loss
+        share = unit.weight if unit.share is None else unit.share
+        return [share * sum(flight.parts[stage]) for stage in range(self.flow.num_stages)]
 
-    def _forward(
-        self, leaves: Mapping[str, Tensor], unit: ReplayUnit, number: int, parts_of_loss: list[list[float]]
-    ) -> Any:
-        values = dict(bind_inputs(self.flow, unit.inputs))
-        added: list[Tensor] = []
-        for layer, module in self.modules.items():
-            module.train()
-            seed_layer(self._seed, self._num_units + number, layer)
-            prefix = f"{layer}."
-            mine = {name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)}
-            scalars: list[Tensor] = []
-            with collecting(scalars):
-                result = functional_call(
-                    module, mine, tuple(self._read(values, value) for value in self.flow.reads[layer])
-                )
-            added += scalars
-            parts_of_loss[self.flow.stage_of(("", layer))] += [float(scalar.detach()) for scalar in scalars]
-            names = self.flow.layers[layer].writes
-            parts = (result,) if len(names) == 1 else result
-            values.update({(name, layer): part for name, part in zip(names, parts, strict=True)})
-        outputs = [values[value] for value in self.flow.outputs()]
-        loss: Any = self._loss(outputs[0] if len(outputs) == 1 else tuple(outputs), unit.targets)
-        parts_of_loss[-1].append(float(loss.detach()))
-        for scalar in added:
-            loss = loss + scalar
-        return loss
+    def _forward(self, flight: Flight, stage: int, weights: Mapping[str, Tensor]) -> None:
+        """One stage of a unit's way; its graph goes on where the stage before has ended."""
+        if not stage:
+            flight.values = dict(bind_inputs(self.flow, flight.unit.inputs))
+        leaves = {name: leaf.detach().clone().requires_grad_(leaf.requires_grad) for name, leaf in weights.items()}
+        flight.leaves |= leaves
+        with self._autocast():
+            for layer in range(*self.flow.bounds[stage]):
+                self._layer(flight, stage, layer, leaves)
+            if stage == self.flow.num_stages - 1:
+                outputs = [flight.values[value] for value in self.flow.outputs()]
+                loss: Any = self._loss(outputs[0] if len(outputs) == 1 else tuple(outputs), flight.unit.targets)
+                flight.loss = loss
+                flight.parts[stage].append(float(loss.detach()))
+
+    def _layer(self, flight: Flight, stage: int, layer: int, leaves: Mapping[str, Tensor]) -> None:
+        module = self.modules[layer]
+        module.train()
+        seed_layer(self._seed, self._num_units + flight.number, layer)
+        prefix = f"{layer}."
+        mine = {name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)}
+        scalars: list[Tensor] = []
+        with collecting(scalars):
+            read = tuple(self._read(flight.values, value) for value in self.flow.reads[layer])
+            result = functional_call(module, mine, read)
+        flight.added += scalars
+        flight.parts[stage] += [float(scalar.detach()) for scalar in scalars]
+        names = self.flow.layers[layer].writes
+        parts = (result,) if len(names) == 1 else result
+        flight.values.update({(name, layer): part for name, part in zip(names, parts, strict=True)})
 
     def _read(self, values: Mapping[Value, Any], value: Value) -> Any:
         """A value of several readers is given to each by an edge of its own: gradients are added reader by reader."""
@@ -157,17 +243,8 @@ class Replay:
             Tensor, lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, values[value]
         )
 
-    def _gather(
-        self, total: dict[str, Tensor], parameters: Mapping[str, nn.Parameter], leaves: Mapping[str, Tensor]
-    ) -> None:
-        for name in parameters:
-            gradient = leaves[name].grad
-            if gradient is not None:
-                total[name] = total[name] + gradient if name in total else gradient
-
-    def _update(self, stages: Sequence[int], gathered: list[dict[int, dict[str, Tensor]]], synchronous: bool) -> None:
-        for stage in stages:
-            replicas = [gathered[stage][replica] for replica in sorted(gathered[stage])]
+    def _update(self, stages: Sequence[int], gathered: Sequence[list[Gradients]], synchronous: bool) -> None:
+        for stage, replicas in zip(stages, gathered, strict=True):
             for name, parameter in self._parameters[stage].items():
                 parts = [replica[name] for replica in replicas if name in replica]
                 if parts:
@@ -175,7 +252,6 @@ class Replay:
                     for part in parts[1:]:
                         gradient = gradient + part
                     parameter.grad = gradient if synchronous or len(replicas) == 1 else gradient / len(replicas)
-            gathered[stage].clear()
         self._sum_tied()
         self._clip([p for stage in stages for p in self._counted(stage)] if synchronous else None, stages)
         for stage in stages:

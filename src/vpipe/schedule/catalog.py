@@ -3,6 +3,7 @@
     build("1f1b", 4, 8)                      4 ranks, 8 microbatches
     build("interleaved", 4, 8, 2)            2 stages per rank
     build("pipedream", 4, 32, update_interval=2)
+    build("my.csv", 4, 8)                    a program of the user's own
 
 The table itself is ``catalog_entries.py``. Options of a schedule are the keyword-only parameters of its function, so
 that an option which nobody reads cannot exist. A schedule of another package is entered in
@@ -19,9 +20,10 @@ from vpipe.errors import UserError, nearest
 from vpipe.registry import SCHEDULE_REGISTRY
 from vpipe.schedule.catalog_entries import CATALOG
 from vpipe.schedule.entry import Entry
+from vpipe.schedule.own import entry_of, from_file, names_file
 from vpipe.schedule.program import Program
 
-__all__ = ["Entry", "build", "entries", "get"]
+__all__ = ["Entry", "build", "entries", "find", "get"]
 
 _taken = SCHEDULE_REGISTRY.list_registered()  # once: to look for entry points is to look at every package
 for _each in CATALOG:
@@ -40,13 +42,21 @@ def build(
 
 
 def get(name: str) -> Entry:
-    """The entry of that name or alias, whatever its case; an unknown name is answered with the nearest."""
+    """The entry of that name or alias, whatever its case, or of a CSV file; an unknown name is answered with the
+    nearest."""
+    if names_file(str(name)):
+        return from_file(str(name))
     found = _NAMES.get(str(name).lower(), name)
     if found in SCHEDULE_REGISTRY:
         return _entry(found)
     known = SCHEDULE_REGISTRY.list_registered()
     hint = nearest(str(name).lower(), [*_NAMES, *known]) or ";"
     raise UserError(f"there is no schedule {name!r}{hint} known: {', '.join(known)}")
+
+
+def find(schedule: str | Program) -> Entry:
+    """The entry of whatever a user may give as a schedule."""
+    return entry_of(schedule) if isinstance(schedule, Program) else get(schedule)
 
 
 def entries() -> list[Entry]:

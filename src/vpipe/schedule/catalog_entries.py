@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vpipe.schedule.dualpipe import dualpipe_v
-from vpipe.schedule.entry import Entry
+from vpipe.schedule.entry import Chain, Entry
 from vpipe.schedule.gpipe import gpipe, naive
 from vpipe.schedule.interleaved import interleaved, interleaved_zb, looped_bfs
 from vpipe.schedule.one_f_one_b import eager_1f1b, one_f_one_b
@@ -160,6 +160,7 @@ CATALOG: tuple[Entry, ...] = (
         pipedream,
         "asynchronous 1f1b: no flush, each unit keeps the weights it began with",
         mode="asp",
+        chains=Chain.UNITS,
         needs="any p and m; with replicas, m is a multiple of every stage's replicas",
         bubble="0 between two drains",
         memory="rank r: p-r",
@@ -170,6 +171,7 @@ CATALOG: tuple[Entry, ...] = (
         pipedream_2bw,
         "asynchronous 1f1b that updates once per batch and keeps two weight versions",
         mode="asp",
+        chains=Chain.BATCHES,
         needs="m ≥ p-1",
         bubble="0 between two drains",
         memory="rank r: p-r",

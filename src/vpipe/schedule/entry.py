@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from vpipe.errors import UserError, nearest
@@ -13,6 +14,20 @@ from vpipe.schedule.program import Program
 
 Author = Callable[..., object]
 """(num_ranks, num_microbatches[, stages_per_rank], *, options) -> Program; what another package returns is checked."""
+
+
+class Chain(StrEnum):
+    """How an entry writes several batches that follow each other without a drain."""
+
+    NOT = "not"
+    """It does not: it drains after each batch, or its program is what it is."""
+    UNITS = "units"
+    """As so many more microbatches."""
+    BATCHES = "batches"
+    """By its option ``num_batches``."""
+
+
+BATCHES = "num_batches"
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,15 @@ class Entry:
     """Whether v is free. Where it is not, only the default is accepted."""
     blocking: bool = False
     """Whether the runtime is to end every transfer before it goes on (``naive``)."""
+    chains: Chain = Chain.NOT
+    """How several batches run without a drain between them."""
+    num_microbatches: int | None = None
+    """The only m that it builds for: a program of the user's own has its number in itself."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether units of several updates are in flight together."""
+        return self.mode == "asp"
 
     @property
     def options(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from itertools import groupby
 
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.communication import POST_AHEAD, communicate
@@ -82,18 +83,25 @@ def swap(program: Program, stages: Collection[int]) -> Program:
 
 
 def reduce(program: Program) -> Program:
-    """``REDUCE`` before every ``STEP`` of a stage that has replicas, where it is not there already."""
+    """``REDUCE`` before every ``STEP`` of a stage that has replicas, where it is not there already.
+
+    Updates that follow each other are reduced before the first of them, in the order of stages: ranks that hold the
+    same stages meet in the same order, in whatever order their updates are written.
+    """
 
     def row(actions: Row) -> Iterator[Action]:
         reduced: set[int] = set()
-        for action in actions:
-            stage, kind, _ = action
-            if kind is Kind.STEP and program.placement.num_replicas(stage) > 1 and stage not in reduced:
-                yield Action(stage, Kind.REDUCE)
-            if kind is Kind.REDUCE:
-                reduced.add(stage)
-            elif kind is Kind.STEP or kind in WEIGHT_GRADIENT:
-                reduced.discard(stage)
-            yield action
+        for updates, group in groupby(actions, lambda action: action.kind is Kind.STEP):
+            block = list(group)
+            if updates:
+                owed = {stage for stage, _, _ in block if program.placement.num_replicas(stage) > 1} - reduced
+                yield from (Action(stage, Kind.REDUCE) for stage in sorted(owed))
+                reduced -= {stage for stage, _, _ in block}
+            for stage, kind, _ in () if updates else block:
+                if kind is Kind.REDUCE:
+                    reduced.add(stage)
+                elif kind in WEIGHT_GRADIENT:
+                    reduced.discard(stage)
+            yield from block
 
     return program.with_rows(map(row, program.rows)) if program.placement.has_replicas else program

@@ -137,20 +137,37 @@ VersionTable = dict[tuple[int, int], int]
 
 
 def update_groups(program: Program) -> list[list[list[int]]]:
-    """``groups[stage][n]``: the units whose gradients the stage's update ``n`` consumes, in order.
+    """``groups[stage][n]``: the units whose gradients the stage's update ``n`` consumes, in the order of the program.
 
-    With replicas, update ``n`` of a stage is the round of all its replicas' updates ``n``. Gradients after the last
-    ``STEP`` form a last, open group; a program without ``STEP`` has one such group.
+    That is the order in which they are added: floating-point sums depend on it, and it is the author's. With replicas,
+    update ``n`` of a stage is the round of all its replicas' updates ``n``, replica 0 first: each adds its own units,
+    then the replicas' sums are added. Gradients after the last ``STEP`` form a last, open group; a program without
+    ``STEP`` has one such group.
     """
     groups: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(program.num_stages)]
-    for row in program.rows:
-        update: dict[int, int] = defaultdict(int)
-        for stage, kind, microbatch in row:
-            if kind is Kind.STEP:
-                update[stage] += 1
-            elif kind in WEIGHT_GRADIENT:
-                groups[stage][update[stage]].append(microbatch)
-    return [[sorted(found[n]) for n in sorted(found)] for found in groups]
+    turns = range(max(map(len, program.placement.ranks_of)))
+    for turn in turns:
+        holders = {ranks[turn] for ranks in program.placement.ranks_of if turn < len(ranks)}
+        for rank in sorted(holders):
+            update: dict[int, int] = defaultdict(int)
+            for stage, kind, microbatch in program.rows[rank]:
+                ranks = program.placement.ranks_of[stage]
+                if turn >= len(ranks) or ranks[turn] != rank:
+                    continue
+                if kind is Kind.STEP:
+                    update[stage] += 1
+                elif kind in WEIGHT_GRADIENT:
+                    groups[stage][update[stage]].append(microbatch)
+    return [[found[n] for n in sorted(found)] for found in groups]
+
+
+def forward_orders(program: Program) -> list[list[int]]:
+    """``orders[stage]``: the units in the order of their forwards, replica by replica: what advances its buffers."""
+    orders: list[list[int]] = [[] for _ in range(program.num_stages)]
+    for stage, ranks in enumerate(program.placement.ranks_of):
+        for rank in ranks:
+            orders[stage] += [k for other, kind, k in program.rows[rank] if other == stage and kind is Kind.F]
+    return orders
 
 
 def version_table(program: Program) -> VersionTable:

@@ -2,7 +2,8 @@
 
 A program that breaks them runs to its end and trains something else. ``verify`` asks here.
 
-    order      per stage, forwards and weight gradients each run in increasing microbatch: sums and buffers have one
+    order      the author's: a stage's gradients are added, and its buffers advance, as the program has it; where a
+               stage updates several times, in increasing microbatch, because versions and updates count units
     updates    every gradient is applied once, with those of the replicas; all stages update in step
     versions   the version that unit k reads is max(0, k - W) // u, for one W of the stage and u units per update
 """
@@ -10,11 +11,11 @@ A program that breaks them runs to its end and trains something else. ``verify``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.program import Program, Versions
+from vpipe.schedule.program import Program, Row, Versions
 from vpipe.schedule.semantics import WEIGHT_GRADIENT, version_table
 from vpipe.schedule.violation import Violation
 
@@ -31,7 +32,9 @@ def violations(program: Program, lowered: bool) -> Iterator[Violation]:
 
 
 def _disorder(program: Program) -> Iterator[Violation]:
-    """F advances a stage's buffers, B and W add to its gradient: each in increasing microbatch. I is free."""
+    """Of a program with several updates of a stage: F, and B or W, each in increasing microbatch. I is free."""
+    if all(count <= 1 for row in program.rows for count in _update_counts(row)):
+        return
     for rank, row in enumerate(program.rows):
         last: dict[tuple[int, bool], Action] = {}
         for index, action in enumerate(row):
@@ -40,9 +43,17 @@ def _disorder(program: Program) -> Iterator[Violation]:
                 before = last.get((stage, kind is Kind.F))
                 if before is not None and before.microbatch > microbatch:
                     yield Violation(
-                        rank, index, str(action), f"runs after {before}, but microbatches go in increasing order"
+                        rank,
+                        index,
+                        str(action),
+                        f"runs after {before}, but where stages update several times microbatches go in increasing "
+                        "order: updates count them",
                     )
                 last[stage, kind is Kind.F] = action
+
+
+def _update_counts(row: Row) -> Iterable[int]:
+    return Counter(stage for stage, kind, _ in row if kind is Kind.STEP).values()
 
 
 def _lost_gradients(program: Program) -> Iterator[Violation]:

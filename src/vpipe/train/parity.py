@@ -1,14 +1,16 @@
 """``vpipe parity``: a few steps pipelined, the same steps in one process, every bit compared.
 
-The pipelined side is the real thing, run by the config's own schedule on its own ranks. The other side is ``Replay``:
-one unit after the other through the whole model. Loss, gradients (as the optimizer gets them) and weights are compared
-after every step; the first tensor that differs is named.
+The pipelined side is the real thing, run by the config's own schedule on its own ranks. The other side is ``Plain``, a
+loop that shares nothing with the engine; of an asynchronous schedule, whose units read old weights, ``Replay``. Loss,
+gradients (as the optimizer gets them) and weights are compared after every step; the first tensor that differs is
+named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.config import PipelineConfig
+from vpipe.errors import UserError
 from vpipe.runtime.replay import Replay, ReplayUnit
-from vpipe.schedule import catalog
-from vpipe.train.feed import Position
+from vpipe.schedule.entry import Chain
+from vpipe.schedule.program import Program
+from vpipe.train.feed import Position, Units
 from vpipe.train.learning_rate import learning_rate
 from vpipe.train.optimizers import optimizer
+from vpipe.train.plain import Plain, PlainUnit, additions
 from vpipe.train.precision import autocast
-from vpipe.train.session import BATCHES, Session, open_session
+from vpipe.train.session import Session, open_session
 
 LOSS = "loss"
 
@@ -74,8 +79,8 @@ def _rate(session: Session, steps: int) -> Callable[[int], float]:
 
 def _positions(session: Session, step: int) -> list[Position]:
     """The batches of a step: one, or two of a schedule that delays updates from one to the next."""
-    count = 2 if BATCHES in catalog.get(session.config.parallel.scheduler).options else 1
-    return [divmod(step * count + i, session.feed.num_batches) for i in range(count)]
+    chained = 2 if session.pipeline.programs.spec.entry.chains is Chain.BATCHES else 1
+    return [divmod(step * chained + i, session.feed.num_batches) for i in range(chained)]
 
 
 def _watch(made: Optimizer, names: Mapping[int, str], note: Callable[[str, Tensor], None]) -> None:
@@ -92,8 +97,20 @@ def _watch(made: Optimizer, names: Mapping[int, str], note: Callable[[str, Tenso
     made.register_step_pre_hook(before)
 
 
-def sequential(session: Session, steps: int) -> dict[str, Tensor]:
-    """The same steps by replay. ``session`` gives the program, the data and the model; its pipeline is not trained."""
+def choose_reference(wanted: str, session: Session) -> str:
+    """``plain`` where the schedule has one version of the weights, else ``replay``."""
+    synchronous = session.pipeline.programs.synchronous
+    if wanted == "plain" and not synchronous:
+        raise UserError(
+            f"the plain reference has one version of the weights, but {session.config.parallel.scheduler} keeps "
+            "several; use --reference replay"
+        )
+    return ("plain" if synchronous else "replay") if wanted == "auto" else wanted
+
+
+def sequential(session: Session, steps: int, reference: str = "auto") -> dict[str, Tensor]:
+    """The same steps in one process, by the chosen reference. ``session`` gives the program, the data and the model;
+    its pipeline is not trained."""
     config, pipeline = session.config, session.pipeline
     num_microbatches = session.prepare(len(_positions(session, 0)))
     program = pipeline.programs.training(num_microbatches=num_microbatches)
@@ -102,45 +119,88 @@ def sequential(session: Session, steps: int) -> dict[str, Tensor]:
     step = 0
     names = {id(p): f"{layer}.{name}" for layer, module in modules.items() for name, p in module.named_parameters()}
     make = optimizer(config.training)
-    rate = _rate(session, steps)
+    options: dict[str, Any] = {
+        "seed": config.training.seed,
+        "tied": session.model.tied,
+        "clip_norm": config.training.gradient_clipping or None,
+        "autocast": autocast(config.training),
+    }
 
     def watched(parameters: Iterable[nn.Parameter]) -> Optimizer:
         made = make(parameters)
-        count = 0
+        _watch(made, names, lambda name, gradient: seen.__setitem__(f"{step}/grad/{name}", gradient))
+        return made
+
+    make_loop = _plain if choose_reference(reference, session) == "plain" else _replay
+    train, state = make_loop(session, program, modules, watched, _rate(session, steps), options)
+    for step in range(steps):
+        loss = train(session.feed.read(_positions(session, step)))
+        seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
+        seen |= {f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in state().items()}
+    return seen
+
+
+Loop = tuple[Callable[[Units], float], Callable[[], dict[str, Tensor]]]
+"""What trains on the units of a step and returns the loss; what the weights are."""
+Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def _plain(
+    session: Session,
+    program: Program,
+    modules: Mapping[int, nn.Module],
+    make: Factory,
+    rate: Callable[[int], float],
+    options: dict[str, Any],
+) -> Loop:
+    model = session.model
+    loop = Plain(model.layers, list(modules.values()), model.loss, make, **options)
+    sums = additions(program.rows, session.pipeline.flow.bounds)
+    updates = count()
+
+    def train(units: Units) -> float:
+        pairs = zip(units.batches, units.shares(), strict=True)
+        return loop.step([PlainUnit(batch.inputs, batch.targets, s) for batch, s in pairs], sums, rate(next(updates)))
+
+    return train, loop.state_dict
+
+
+def _replay(
+    session: Session,
+    program: Program,
+    modules: Mapping[int, nn.Module],
+    make: Factory,
+    rate: Callable[[int], float],
+    options: dict[str, Any],
+) -> Loop:
+    def with_rates(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        made = make(parameters)
+        updates = count()
 
         def set_rate(chosen: Optimizer, args: Any, kwargs: Any) -> None:
-            nonlocal count
+            update = next(updates)
             for group in chosen.param_groups:
-                group["lr"] = rate(count)
-            count += 1
+                group["lr"] = rate(update)
 
-        _watch(made, names, lambda name, gradient: seen.__setitem__(f"{step}/grad/{name}", gradient))
         made.register_step_pre_hook(set_rate)
         return made
 
-    replay = Replay(
-        pipeline.flow,
-        modules,
-        session.model.loss,
-        watched,
-        seed=config.training.seed,
-        tied=session.model.tied,
-        clip_norm=config.training.gradient_clipping or None,
-        autocast=autocast(config.training),
-        replicas=[len(ranks) for ranks in program.placement.ranks_of],
-    )
+    pipeline = session.pipeline
+    replicas = [len(ranks) for ranks in program.placement.ranks_of]
+    replay = Replay(pipeline.flow, modules, session.model.loss, with_rates, replicas=replicas, **options)
     weights = pipeline.programs.gradient_weights(program)
-    for step in range(steps):
-        units = session.feed.read(_positions(session, step))
+
+    def train(units: Units) -> float:
         shares = units.shares()
-        given = [
-            ReplayUnit(batch.inputs, batch.targets, shares[k] if weights is None else weights[k], shares[k])
-            for k, batch in enumerate(units.batches)
-        ]
-        loss = replay.run(program, given)
-        seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
-        seen |= {f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in replay.state_dict().items()}
-    return seen
+        return replay.run(
+            program,
+            [
+                ReplayUnit(batch.inputs, batch.targets, shares[k] if weights is None else weights[k], shares[k])
+                for k, batch in enumerate(units.batches)
+            ],
+        )
+
+    return train, replay.state_dict
 
 
 def compare(directory: Path, expected: Mapping[str, Tensor], steps: int) -> Comparison:

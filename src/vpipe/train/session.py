@@ -22,6 +22,7 @@ from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priority import Backend
 from vpipe.runtime.programs import Programs
 from vpipe.schedule import catalog as schedule_catalog
+from vpipe.schedule.entry import BATCHES, Chain
 from vpipe.train.cutting import cut
 from vpipe.train.feed import Feed
 from vpipe.train.limits import refuse
@@ -29,9 +30,6 @@ from vpipe.train.optimizers import optimizer
 from vpipe.train.precision import autocast, loss_scale
 from vpipe.train.sharing import share_device
 from vpipe.train.skeleton import Skeleton
-
-BATCHES = "num_batches"
-"""The option of a schedule that runs several batches without a drain: here, iterations."""
 
 
 @dataclass
@@ -63,13 +61,14 @@ class Session:
         one of its batches."""
         own = self.config.training.num_microbatches
         programs = self.pipeline.programs
-        if BATCHES in schedule_catalog.get(self.config.parallel.scheduler).options:
+        chains = programs.spec.entry.chains
+        if chains is Chain.BATCHES:
             if num_iterations not in self._programs:
                 options = dict(programs.spec.options or {}) | {BATCHES: num_iterations}
                 self._programs[num_iterations] = programs.with_options(options)
             self.pipeline.programs = self._programs[num_iterations]
             return own
-        return own if programs.synchronous else own * num_iterations * self.num_replicas
+        return own * num_iterations * self.num_replicas if chains is Chain.UNITS else own
 
     def close(self) -> None:
         self.feed.close()
@@ -115,7 +114,7 @@ def schedule_options(config: PipelineConfig) -> dict[str, Any]:
         "vertical_sync": parallel.vertical_sync or None,
         "update_interval": config.training.update_interval if config.training.update_interval != 1 else None,
         "depths": parallel.depths,
-        BATCHES: 1 if BATCHES in entry.options else None,
+        BATCHES: 1 if entry.chains is Chain.BATCHES else None,
     }
     chosen = {name: value for name, value in wanted.items() if value is not None}
     for name in chosen:
@@ -150,7 +149,7 @@ def open_session(config: PipelineConfig) -> Session:
         model.layers,
         model.loss,
         schedule=parallel.scheduler,
-        num_microbatches=training.num_microbatches * (replicas if entry.mode == "asp" else 1),
+        num_microbatches=training.num_microbatches * (replicas if entry.chains is Chain.UNITS else 1),
         optimizer=optimizer(training),
         num_ranks=config.num_ranks,
         partition=chosen.partition,
@@ -164,7 +163,6 @@ def open_session(config: PipelineConfig) -> Session:
         exact_reduction=parallel.exact_reduction,
         loss_scale=loss_scale(training),
         autocast=autocast(training),
-        blocking=entry.blocking,
         transport=parallel.transport if assembly.under_launcher() else "auto",
         timeout=parallel.timeout,
         schedule_options=schedule_options(config),
@@ -184,8 +182,7 @@ def _num_stages(config: PipelineConfig) -> int:
     """Ask the schedule itself, on a small program."""
     parallel = config.parallel
     options = schedule_options(config)
-    asynchronous = schedule_catalog.get(parallel.scheduler).mode == "asp"
-    if parallel.replicas is not None and asynchronous:
+    if parallel.replicas is not None and "replicas" in schedule_catalog.get(parallel.scheduler).options:
         options["replicas"] = parallel.replicas
     ranks = config.num_ranks if "replicas" in options else parallel.model_parallel_size
     return schedule_catalog.build(

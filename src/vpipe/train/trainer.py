@@ -19,6 +19,8 @@ from vpipe.rundir import lineage
 from vpipe.rundir.endings import Ending, Kind
 from vpipe.rundir.state import Beat
 from vpipe.train import ending
+from vpipe.schedule.entry import Chain
+from vpipe.schedule.own import short_name
 from vpipe.train.evaluation import Evaluation
 from vpipe.train.facts import run_facts
 from vpipe.train.feed import Position, Units, accumulated
@@ -121,7 +123,7 @@ class Trainer:
         count = len(positions)
         begin = perf_counter()
         units = self._read(positions) if session.reads_data else None
-        name = f"profiler_{session.config.parallel.scheduler}"
+        name = f"profiler_{short_name(session.config.parallel.scheduler)}"
         watched = self._profiles(self.iteration)
         around = profiled(pipeline.engines, self.directory / name) if watched else self.teller.counted()
         with around:
@@ -170,7 +172,7 @@ class Trainer:
         """The iterations of one program: as many as fit before the next thing that needs a drain."""
         config, feed = self.session.config, self.session.feed
         positions = [self.position]
-        if self.session.pipeline.programs.synchronous:
+        if self.session.pipeline.programs.spec.entry.chains is Chain.NOT:
             return positions
         intervals = [
             config.training.evaluation_interval,
