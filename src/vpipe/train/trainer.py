@@ -18,9 +18,9 @@ from vpipe.observe.console import Console
 from vpipe.rundir import lineage
 from vpipe.rundir.endings import Ending, Kind
 from vpipe.rundir.state import Beat
-from vpipe.train import ending
 from vpipe.schedule.entry import Chain
 from vpipe.schedule.own import short_name
+from vpipe.train import ending
 from vpipe.train.evaluation import Evaluation
 from vpipe.train.facts import run_facts
 from vpipe.train.feed import Position, Units, accumulated
