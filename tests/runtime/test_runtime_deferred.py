@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from vpipe.runtime import deferred
 from vpipe.runtime.deferred import WeightQueue
 
 COUNT = settings(max_examples=25, deadline=None)
@@ -22,15 +22,16 @@ SIZES = st.integers(1, 9)
 
 def _same(
     module: nn.Module, inputs: list[Tensor], *, input_grad: bool = True, autocast: bool = False, copied: Any = None
-) -> None:
-    """Two units through the split module and through autograd: outputs, input and weight gradients."""
+) -> set[str]:
+    """Four units by I and W and by autograd: outputs, input and weight gradients. The first of a structure is compared by
+    the engine itself. Returns the weights that waited."""
     module.zero_grad()
     split = copied(module) if copied is not None else copy.deepcopy(module)
-    queue = WeightQueue()
-    deferred.install([split], queue)
+    weights = dict(split.named_parameters())
+    queue = WeightQueue(list(weights))
     context = (lambda: torch.autocast("cpu", torch.bfloat16)) if autocast else nullcontext
     waiting = []
-    for number, x in enumerate(inputs):
+    for number, x in enumerate([*inputs, *inputs]):
         wants = input_grad and x.is_floating_point()
         mine, theirs = _leaf(x, wants), _leaf(x, wants)
         with context():
@@ -40,8 +41,8 @@ def _same(
         if not expected.requires_grad:
             continue
         dy = torch.randn_like(expected)
-        queue.open(number)
-        found.backward(dy)
+        queue.open(number, weights.values())
+        queue.backward([get_gradient_edge(found)], [dy])
         queue.close()
         waiting.append(number)
         expected.backward(dy)
@@ -53,6 +54,8 @@ def _same(
     for (name, p), q in zip(split.named_parameters(), module.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
         assert p.grad is None or torch.equal(p.grad, q.grad), name
+        assert p.grad is None or p.grad.stride() == q.grad.stride(), name
+    return queue.waited()
 
 
 def _leaf(x: Tensor, wants: bool) -> Tensor:
@@ -81,13 +84,32 @@ def test_linear(data: Any, width: int, out: int, bias: bool, frozen: bool, input
     _same(module, data.draw(_inputs(width, (1, 2, 3, 4))), input_grad=input_grad, autocast=autocast)
 
 
+@pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4), (2, 3, 5, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("input_grad", [False, True])
+def test_a_linear_waits(shape: tuple[int, ...], dtype: torch.dtype, bias: bool, input_grad: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(4, 3, bias=bias, dtype=dtype)
+    inputs = [torch.randn(*shape).to(dtype) for _ in range(2)]
+    found = _same(module, inputs, input_grad=input_grad)
+    assert found == {"weight", "bias"} & set(dict(module.named_parameters()))
+
+
+def test_a_linear_waits_under_autocast() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    found = _same(module, [torch.randn(3, 5, 4) for _ in range(2)], autocast=True)
+    assert found == set(dict(module.named_parameters()))
+
+
 @COUNT
 @given(st.data(), st.integers(2, 9), SIZES, st.one_of(st.none(), st.integers(0, 1)), st.booleans())
 def test_embedding(data: Any, rows: int, width: int, padding: int | None, autocast: bool) -> None:
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     shape = data.draw(st.lists(SIZES, min_size=1, max_size=3))
     _same(
-        nn.Embedding(rows, width, padding_idx=padding),
+        nn.Embedding(rows, width, padding_idx=padding, scale_grad_by_freq=data.draw(st.booleans())),
         [torch.randint(0, rows, shape) for _ in range(2)],
         autocast=autocast,
     )
@@ -116,12 +138,12 @@ def test_convolution(
     _same(module, [torch.randn(4, *size)])
 
 
-def test_options_that_are_left_to_autograd() -> None:
+def test_unusual_options() -> None:
     for module in (
         nn.Embedding(5, 3, max_norm=1.0),
-        nn.Embedding(5, 3, scale_grad_by_freq=True),
         nn.Conv1d(2, 2, 3, padding="same"),
         nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"),
+        nn.Conv1d(2, 2, 3, dtype=torch.complex64),
         nn.RMSNorm(4),
         nn.GroupNorm(2, 4),
         nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
@@ -130,7 +152,7 @@ def test_options_that_are_left_to_autograd() -> None:
         if isinstance(module, nn.Embedding):
             inputs = [torch.randint(0, 5, (4,)) for _ in range(2)]
         elif isinstance(module, nn.Conv1d):
-            inputs = [torch.randn(2, 2, 8) for _ in range(2)]
+            inputs = [torch.randn(2, 2, 8, dtype=module.weight.dtype) for _ in range(2)]
         else:
             inputs = [torch.randn(6, 4) for _ in range(2)]
         _same(module, inputs)

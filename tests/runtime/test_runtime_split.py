@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,38 +10,39 @@ import torch
 from runtime_models import CLASSES, WIDTH
 from runtime_support import Case, check
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from vpipe import Pipeline
-from vpipe.runtime import deferred
 from vpipe.runtime.deferred import WeightQueue
 
 
 class OwnProduct(torch.autograd.Function):
+    deferrable = (1,)
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, defer: Callable[[Callable[[], None]], None]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.defer = defer
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.defer(lambda: deferred.accumulate(weight, (dy * x).sum(0)))
-        return dy * weight, None, None
+        defer = getattr(ctx, "defer", None)
+        if defer is None:
+            return dy * weight, (dy * x).sum(0)
+        defer(lambda: (None, (dy * x).sum(0)))
+        return dy * weight, None
 
 
 class Own(nn.Module):
     """A module of a user's that takes part in the split."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-    def deferred_forward(self, x: Tensor, defer: Callable[[Callable[[], None]], None]) -> Tensor:
-        return OwnProduct.apply(x, self.weight, defer)
+        return OwnProduct.apply(x, self.weight)
 
 
 class Counting(nn.Module):
@@ -83,29 +83,34 @@ def test_replicas_are_synchronised() -> None:
     check(Case("zb-h1", "plain", 4, 4, replicas=2, recompute=1.0))
 
 
+def _unit(queue: WeightQueue, module: nn.Module, number: int, loss: Tensor) -> None:
+    queue.open(number, module.parameters())
+    queue.backward([get_gradient_edge(loss)], [torch.ones_like(loss)])
+    queue.close()
+
+
 def test_deferred_gradients_really_wait() -> None:
     torch.manual_seed(0)
-    module, queue = nn.Linear(3, CLASSES), WeightQueue()
-    deferred.install([module], queue)
-    queue.open(0)
-    module(torch.randn(2, 3)).sum().backward()
-    queue.close()
-    assert module.weight.grad is None
+    module = nn.Sequential(nn.Linear(3, CLASSES), nn.LayerNorm(CLASSES), Own(CLASSES))
+    queue = WeightQueue([name for name, _ in module.named_parameters()])
+    _unit(queue, module, 0, module(torch.randn(2, 3)).square().sum())
     queue.run(0)
-    assert module.weight.grad is not None
+    module.zero_grad()
+    _unit(queue, module, 1, module(torch.randn(2, 3)).square().sum())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    queue.run(1)
+    assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 def test_fused_accumulation_is_close() -> None:
     torch.manual_seed(0)
     module = nn.Linear(WIDTH, WIDTH)
     fused = copy.deepcopy(module)
-    queue = WeightQueue(fused=True)
-    deferred.install([fused], queue)
-    for number in range(3):
-        x = torch.randn(5, WIDTH)
-        queue.open(number)
-        fused(x).square().sum().backward()
-        queue.close()
+    queue = WeightQueue(["weight", "bias"], fused=True)
+    for number in range(4):
+        x = torch.randn(5, WIDTH, requires_grad=True)
+        _unit(queue, fused, number, fused(x).square().sum())
         queue.run(number)
         module(x).square().sum().backward()
     torch.testing.assert_close(fused.weight.grad, module.weight.grad)
+    torch.testing.assert_close(fused.bias.grad, module.bias.grad)

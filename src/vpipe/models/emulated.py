@@ -22,9 +22,7 @@ from vpipe.models.losses import ElementCount, SquaredError
 from vpipe.models.model import Model, seed_layers
 from vpipe.models.sizes import positive
 
-Defer = Callable[[Callable[[], None]], None]
-"""``defer(work)``: have ``work()``, which adds a weight gradient, done later."""
-
+Gradients = tuple[Tensor | None, ...]
 _COARSE, _FINE = 400e-6, 150e-6
 """How much earlier than asked to wake from a long and from a short sleep: the kernel is late by about this much."""
 
@@ -44,30 +42,31 @@ class _Slept(torch.autograd.Function):
     """``y = x * weight``, whose backward takes ``input_grad + weight_grad`` seconds.
 
     The input gradient's time passes also where no input gradient is needed: the first stage of an emulated pipeline
-    costs what the others cost.
+    costs what the others cost. Where a schedule separates I and W, the weight gradient's time is slept in W.
     """
 
+    deferrable = (1,)
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: SleepLayer, defer: Defer | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: SleepLayer) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.defer, ctx.leaf = layer, defer, weight
+        ctx.layer = layer
         return x * weight
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         start = perf_counter()
         layer: SleepLayer = ctx.layer
-        defer: Defer | None = ctx.defer
+        defer: Callable[[Callable[[], Gradients]], None] | None = getattr(ctx, "defer", None)
         x, weight = ctx.saved_tensors
         dx = dy * weight if ctx.needs_input_grad[0] else None
         if defer is None:
             dw = weight_gradient(x, dy, weight) if ctx.needs_input_grad[1] else None
             sleep_until(start + layer.input_grad_seconds + layer.weight_grad_seconds)
-            return dx, dw, None, None
-        if ctx.needs_input_grad[1]:
-            defer(partial(accumulate_later, x, dy, ctx.leaf, layer.weight_grad_seconds))
+            return dx, dw, None
+        defer(partial(later, x.detach(), dy, weight.detach(), layer.weight_grad_seconds))
         sleep_until(start + layer.input_grad_seconds)
-        return dx, None, None, None
+        return dx, None, None
 
 
 def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
@@ -75,12 +74,12 @@ def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
     return (x * dy).sum().reshape(weight.shape)
 
 
-def accumulate_later(x: Tensor, dy: Tensor, weight: Tensor, seconds: float) -> None:
-    """The deferred half of the backward: adds to ``weight.grad`` in ``seconds``."""
+def later(x: Tensor, dy: Tensor, weight: Tensor, seconds: float) -> Gradients:
+    """The deferred half of the backward, which takes ``seconds``."""
     start = perf_counter()
     gradient = weight_gradient(x, dy, weight)
-    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
     sleep_until(start + seconds)
+    return None, gradient
 
 
 class SleepLayer(nn.Module):
@@ -98,17 +97,9 @@ class SleepLayer(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.slept(x, None)
-
-    def deferred_forward(self, x: Tensor, defer: Defer) -> Tensor:
-        """``forward``, but the backward leaves the weight gradient to ``defer``."""
-        return self.slept(x, defer)
-
-    def slept(self, x: Tensor, defer: Defer | None) -> Tensor:
-        """The sleep is out here, so that autograd's bookkeeping, slow on a core that has just slept, is inside its
-        time."""
+        # The sleep is out here, so that autograd's bookkeeping, slow on a core that has just slept, is inside its time.
         start = perf_counter()
-        y: Tensor = _Slept.apply(floating(x), self.weight, self, defer)  # type: ignore[no-untyped-call]
+        y: Tensor = _Slept.apply(floating(x), self.weight, self)  # type: ignore[no-untyped-call]
         sleep_until(start + self.forward_seconds)
         return y
 

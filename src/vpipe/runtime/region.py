@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, collecting, describe
 from vpipe.runtime.flow import Value
 from vpipe.runtime.luggage import Luggage
+from vpipe.runtime.promise import run_backward
 from vpipe.runtime.randomness import seed_layer
 from vpipe.runtime.wire import check_tensor, flatten, unflatten
 
@@ -36,6 +37,8 @@ _IN_PLACE = (
 Gradients = list[Tensor | None]
 Pending = dict[Value, list[tuple[int, Gradients]]]
 """Value → (reading layer, gradients of the value's tensors that need one) of every reader so far."""
+Backward = Callable[[list[GradientEdge], list[Tensor]], None]
+"""Runs a graph from (edges, their gradients)."""
 
 
 class Treatment(Enum):
@@ -278,7 +281,7 @@ class Region:
         """What errors call a layer."""
         return f"layer {layer} ({self.layers[layer].name or type(self.modules[layer]).__name__})"
 
-    def backward(self, graph: Graph, pending: Pending, weight: float) -> None:
+    def backward(self, graph: Graph, pending: Pending, weight: float, run: Backward = run_backward) -> None:
         """Take the gradients of what the region gave from ``pending``, add those of what it took."""
         roots: list[GradientEdge] = []
         gradients: list[Tensor] = []
@@ -292,7 +295,7 @@ class Region:
             roots.append(edge)
             gradients.append(torch.tensor(weight, dtype=dtype, device=device))
         if roots:
-            _run_backward(roots, gradients)
+            run(roots, gradients)
         for value, layer, leaves in reversed(graph.leaves):
             pending.setdefault(value, []).append((layer, [leaf.grad for leaf in leaves]))
 
@@ -325,13 +328,6 @@ def detached(value: Any) -> Any:
 
 def _edge(tensor: Tensor) -> GradientEdge:
     return get_gradient_edge(tensor)
-
-
-def _run_backward(roots: list[GradientEdge], gradients: list[Tensor]) -> None:
-    """``torch.autograd.backward`` without its checks of what the engine has made itself: they cost more than a small
-    layer's backward."""
-    options = {"allow_unreachable": True, "accumulate_grad": True}
-    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), **options)
 
 
 def _forget(tensor: Tensor) -> None:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -23,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from vpipe.runtime import deferred
+from vpipe.runtime.deferred import WeightQueue
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.luggage import Luggage
+from vpipe.runtime.promise import run_backward
 from vpipe.runtime.region import Graph, Pending, Region, Run, Treatment, detached
 from vpipe.runtime.swap import Parcel
 from vpipe.runtime.weights import VersionedWeights, Weights
@@ -88,7 +88,7 @@ class Stage:
         self.weights = VersionedWeights(modules, options.swap) if options.versioned else Weights(modules)
         self.units: dict[int, Unit] = {}
         self.options = options
-        self.queue = deferred.WeightQueue(options.fused)
+        self.queue = WeightQueue(list(self.weights.parameters), options.fused, options.stashes)
         self._loss = loss
         readers = Counter(value for reads in flow.reads for value in dict.fromkeys(reads))
         self._shared = {value for value, number in readers.items() if number > 1}
@@ -99,8 +99,6 @@ class Stage:
             for part in module.modules()
             for slot, buffer in part.named_buffers(recurse=False)
         ]
-        if options.splits:
-            deferred.install(modules.values(), self.queue)
         self.regions = self._cut()
         self._swapped = [region for region in self.regions if region.treatment is Treatment.SWAPPED]
 
@@ -155,7 +153,7 @@ class Stage:
     def _run(self, region: Region, unit: Unit, values: Mapping[Value, Any], build_graph: bool) -> dict[Value, Any]:
         at_end = self.is_last and region is self.regions[-1]
         loss = (lambda output: self._loss(output, unit.targets)) if at_end else None
-        luggage = self.queue.luggage = unit.luggage if region.treatment is Treatment.SWAPPED else None
+        luggage = unit.luggage if region.treatment is Treatment.SWAPPED else None
         outcome = region.forward(values, unit.run, loss, build_graph, luggage)
         unit.graphs.append(outcome.graph)
         unit.added.extend(outcome.added)
@@ -217,40 +215,22 @@ class Stage:
     def backward(self, microbatch: int, pending: Pending, defer_weights: bool) -> Pending:
         """Turn the gradients of what the unit gave into the gradients of what it took."""
         unit = self.units[microbatch]
-        if self.options.splits:
-            self.queue.open(microbatch)
-        stashed = self._set_aside(unit.version) if defer_weights and self.options.stashes else []
-        try:
-            for region, graph in zip(reversed(self.regions), reversed(unit.graphs), strict=True):
-                assert graph is not None, (
-                    f"stage {self.index}: R must come before the backward of microbatch {microbatch}"
-                )
-                region.backward(graph, pending, unit.weight)
-        finally:
-            self._put_back(stashed)
-            self.queue.close()
+        splits = defer_weights and self.options.splits
+        if splits:
+            self.queue.open(microbatch, self.weights.leaves(unit.version))
+        run = self.queue.backward if splits else run_backward
+        for region, graph in zip(reversed(self.regions), reversed(unit.graphs), strict=True):
+            assert graph is not None, f"stage {self.index}: R must come before the backward of microbatch {microbatch}"
+            region.backward(graph, pending, unit.weight, run)
+        self.queue.close()
         unit.graphs.clear()
         if not defer_weights:
-            self.weight_gradient(microbatch)
+            self._finish(microbatch)
         return pending
-
-    def _set_aside(self, version: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Take the gradients away, so that what the backward of one unit adds can wait for its W."""
-        found = [(leaf, leaf.grad) for leaf in self.weights.leaves(version)]
-        for leaf, _ in found:
-            leaf.grad = None
-        return found
-
-    def _put_back(self, stashed: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        for leaf, before in stashed:
-            if leaf.grad is not None:
-                self.queue.defer(partial(self.queue.add, leaf, leaf.grad), leaf)
-            leaf.grad = before
 
     def weight_gradient(self, microbatch: int) -> None:
         """Compute what the backward deferred."""
-        if self.options.splits:
-            self.queue.run(microbatch)
+        self.queue.run(microbatch)
         self._finish(microbatch)
 
     def abandon(self) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from vpipe.runtime.deferred import accumulate
+from vpipe.runtime.promise import accumulate
 from vpipe.runtime.swap import Parcel, worth_moving
 
 
