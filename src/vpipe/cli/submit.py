@@ -1,4 +1,4 @@
-"""``vpipe submit``: a SLURM job from a config, checked before it waits in a queue."""
+"""``vpipe submit``: a job for SLURM, Ray or Kubernetes from a config, checked before it waits in a queue."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ from pathlib import Path
 
 import click
 
+from vpipe.errors import UserError
+
 
 @click.command("submit")
 @click.argument("config", type=click.Path(path_type=Path))
+@click.option(
+    "--to",
+    type=click.Choice(["slurm", "ray", "kubernetes"]),
+    default="slurm",
+    show_default=True,
+    help="Who runs it. Ray: an actor per rank; Kubernetes: a JobSet, printed with --dry-run.",
+)
 @click.option("--nodes", type=click.IntRange(1), help="Number of nodes.")
 @click.option(
     "--ntasks-per-node", type=click.IntRange(1), help="Ranks per node; all ranks, spread evenly, if not given."
@@ -29,11 +38,17 @@ import click
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the config.")
 @click.option("--scheduler", help="Override parallel.scheduler.")
 @click.option("--python", default=None, help="Python program of the ranks; this one if not given.")
+@click.option("--address", help="Ray: the cluster's address; by default the one this machine belongs to.")
+@click.option("--gpus-per-task", type=click.IntRange(0), help="Ray, Kubernetes: GPUs of each rank.")
+@click.option("--spread", is_flag=True, default=None, help="Ray: as many machines as there are, instead of as few.")
+@click.option("--image", help="Kubernetes: the image of the pods; launch.container.image if not given.")
+@click.option("--volume", help="Kubernetes: a PersistentVolumeClaim with data and runs.")
 @click.option("--follow", is_flag=True, help="Show state and output until the job ends; exit with its code.")
 @click.option("--cancel-on-interrupt", is_flag=True, help="With --follow: Ctrl-C cancels the job.")
 @click.option("--dry-run", is_flag=True, help="Print the job script and do nothing.")
 def command(
     config: Path,
+    to: str,
     sweep: tuple[str, ...],
     overrides: tuple[str, ...],
     scheduler: str | None,
@@ -42,7 +57,7 @@ def command(
     dry_run: bool,
     **options: object,
 ) -> int:
-    """Write a SLURM job that trains CONFIG, and submit it.
+    """Write a job that trains CONFIG, and submit it: to SLURM, or with --to to Ray or Kubernetes.
 
     Options override the config's launch.slurm. Everything is checked first: a mistake costs a second here and an hour
     in the queue. A preempted job saves a checkpoint, is queued again and goes on from it.
@@ -51,7 +66,17 @@ def command(
       vpipe submit configs/gpt_small.yaml --nodes 2 --ntasks-per-node 2 --gres gpu:2 --dry-run
       vpipe submit configs/gpt_small.yaml --nodes 2 --time 02:00:00 --follow
       vpipe submit configs/gpt_small.yaml --sweep training.learning_rate=1e-3,1e-4 --sweep parallel.scheduler=1f1b,zb-h1
+      vpipe submit configs/gpt_small.yaml --to ray --gpus-per-task 1
+      vpipe submit configs/gpt_small.yaml --to kubernetes --image registry/vpipe:1 --dry-run
     """
+    if to != "slurm":
+        from vpipe.launch import elsewhere
+
+        asked = {"sweep": sweep or None, "follow": follow or None, "cancel_on_interrupt": cancel_on_interrupt or None}
+        return elsewhere.submit(to, str(config), overrides, scheduler, dry_run, options | asked, click.echo)
+    for name in ("address", "gpus_per_task", "spread", "image", "volume"):
+        if options.pop(name, None) is not None:
+            raise UserError(f"--{name.replace('_', '-')} says nothing to SLURM; give --to ray or --to kubernetes")
     from vpipe.launch.job import plan_job
     from vpipe.launch.slurm import script
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import IO
+from typing import Protocol
 
 from vpipe.launch.hosts import free_port
 from vpipe.launch.process import die_with_parent, kill_group
@@ -74,10 +74,18 @@ def hello(environ: Mapping[str, str]) -> Hello:
     return Hello(address, free_port(address), interface_of(address))
 
 
+class Output(Protocol):
+    """Where a node's lines go."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> None: ...
+
+
 class Node:
     """The ranks of this node."""
 
-    def __init__(self, order: Order, output: IO[str]) -> None:
+    def __init__(self, order: Order, output: Output) -> None:
         self._output = output
         self._lock = threading.Lock()
         self._processes: dict[str, subprocess.Popen[str]] = {}
@@ -90,7 +98,8 @@ class Node:
             self._readers.append(reader)
 
     def wait(self, stopped: threading.Event) -> int:
-        """Until all have ended, one has failed or ``stopped``; then nobody is left. The first bad exit code."""
+        """Until all have ended, one has failed or ``stopped``; then nobody is left. The first bad exit code; that of a
+        terminated process where ranks were still at work, so that nobody takes a lost node for a finished one."""
         code = 0
         while not stopped.is_set():
             codes = {rank: process.poll() for rank, process in self._processes.items()}
@@ -102,6 +111,9 @@ class Node:
             if all(ended is not None for ended in codes.values()):
                 break
             time.sleep(0.05)
+        else:
+            unfinished = [rank for rank, process in self._processes.items() if process.poll() is None]
+            code = -signal.SIGTERM if unfinished else 0
         self.end()
         return code if code >= 0 else 128 - code
 

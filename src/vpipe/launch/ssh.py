@@ -27,6 +27,7 @@ from vpipe.launch import words
 from vpipe.launch.container import NONE, PYTHON, Container, wrap
 from vpipe.launch.environment import carried, interface_variables
 from vpipe.launch.hosts import Node, all_local, machinefile, meeting_point, nodes
+from vpipe.launch.process import signal_name
 from vpipe.launch.remote import PATIENCE, Hello, Order
 
 OPTIONS = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "5", "ServerAliveCountMax": "3"}
@@ -137,7 +138,7 @@ def run(launch: Launch, show: Show) -> int:
         port = launch.port or hellos[0].port
         for node, connection, hello in zip(here, connections, hellos, strict=True):
             connection.send(order(node, launch, meeting, port, hello))
-        return _first_bad(connections)
+        return _first_bad(connections, show)
 
 
 class Connection:
@@ -227,11 +228,23 @@ def _connections(
             closer.join()
 
 
-def _first_bad(connections: Sequence[Connection]) -> int:
+LOST = 255
+"""ssh's own exit code: not the far side's command has ended, but the connection."""
+
+
+def _first_bad(connections: Sequence[Connection], show: Show) -> int:
+    """Wait for all; the first bad exit code, and which machine it came from."""
     while True:
         codes = [connection.process.poll() for connection in connections]
-        bad = next((code for code in codes if code), None)
+        place, bad = next(((place, code) for place, code in enumerate(codes) if code), (0, None))
         if bad is not None:
+            host = connections[place].node.host
+            if bad == LOST:
+                show(f"vpipe: the connection to {host} is lost; the other machines' ranks are ended")
+            elif bad < 0:
+                show(f"vpipe: ssh to {host} was ended by {signal_name(-bad)}; the other machines' ranks are ended")
+            else:
+                show(f"vpipe: {host} ended with exit code {bad}; the other machines' ranks are ended")
             return bad if bad > 0 else 128 - bad
         if all(code == 0 for code in codes):
             return 0

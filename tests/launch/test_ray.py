@@ -1,0 +1,123 @@
+"""``vpipe submit --to ray`` on a real Ray of two nodes that the test starts on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vpipe.errors import UserError
+from vpipe.launch.elsewhere import submit
+from vpipe.launch.ray_cluster import RayJob, orders
+
+CONFIG = """
+model: {name: gpt, hidden_size: 16, num_layers: 2, num_heads: 2, sequence_length: 8}
+dataset: {name: synthetic, batch_size: 4}
+training: {max_iterations: 3, num_microbatches: 2}
+parallel: {model_parallel_size: 2, scheduler: 1f1b}
+observe: {log_interval: 1}
+"""
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="no Ray; pip install ray")
+
+
+def test_ranks_of_one_machine_are_counted_and_all_meet_at_the_first() -> None:
+    job = RayJob(("python", "x.py"), 4, "/work")
+    found = orders(job, ["10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.0.2"], 1234, {"HF_TOKEN": "t", "HOME": "/"})
+    own = [values for order in found for values in order.ranks.values()]
+    assert [(each["RANK"], each["LOCAL_RANK"], each["LOCAL_WORLD_SIZE"]) for each in own] == [
+        ("0", "0", "2"),
+        ("1", "0", "2"),
+        ("2", "1", "2"),
+        ("3", "1", "2"),
+    ]
+    assert {order.environment["MASTER_ADDR"] for order in found} == {"10.0.0.1"}
+    assert found[0].environment["HF_TOKEN"] == "t"
+    assert "HOME" not in found[0].environment
+
+
+def test_options_of_slurm_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    with pytest.raises(UserError, match="--partition says nothing to Ray, which understands --address"):
+        submit("ray", str(tmp_path / "c.yaml"), (), None, False, {"partition": "fast"}, print)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a cluster with two nodes of one core each: two ranks need both."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        yield str(cluster.address)
+    finally:
+        cluster.shutdown()
+
+
+def command(cluster: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", "vpipe", "submit", "c.yaml", "--to", "ray", "--address", cluster, *words]
+
+
+def losses(folder: Path) -> list[float]:
+    (path,) = folder.glob("runs/*/metrics.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row["loss"] for row in rows if row["kind"] == "train"]
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_on_ray_equals_one_on_this_machine_and_failures_and_cancelling_end_all(
+    cluster: str, tmp_path: Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "c.yaml").write_text(CONFIG)
+    subprocess.run([sys.executable, "-m", "vpipe", "train", "c.yaml"], cwd=here, check=True, timeout=120)
+    done = subprocess.run(command(cluster), cwd=there, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[0] iteration 3/3" in done.stdout
+    assert len(losses(there)) == 3
+    assert losses(here) == losses(there)
+
+    wrong = command(cluster, "--set", "launch.interface=nope0")
+    done = subprocess.run(wrong, cwd=there, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "nope0" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+    mark = f"training.seed={os.getpid()}"
+    endless = command(cluster, "--set", "training.max_iterations=100000000", "--set", mark)
+    process = subprocess.Popen(endless, cwd=there, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "iteration 2/" in line:
+            break
+    assert len(ranks(mark)) == 2
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    end = time.monotonic() + 30
+    while ranks(mark):
+        assert time.monotonic() < end, "ranks are left"
+        time.sleep(0.1)
+
+
+def ranks(mark: str) -> list[int]:
+    """Processes of ranks with ``mark`` among their words."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if mark in words and "train" in words:
+            found.append(process.pid)
+    return found
