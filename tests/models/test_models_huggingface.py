@@ -15,170 +15,119 @@ import torch
 from models_reference import assert_close, assert_same_bits, loss_and_gradients
 from torch import Tensor, nn
 
+import vpipe
 from vpipe.errors import UserError
 from vpipe.models.catalog import build
 from vpipe.models.model import Model
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow
+
+from huggingface_cases import CASES, original, random_batch  # noqa: E402
 
 from vpipe.models import huggingface as hf  # noqa: E402
-from vpipe.models.huggingface.pieces import hub_name  # noqa: E402
+from vpipe.models.huggingface.part import hub_name  # noqa: E402
 
-DECODER = {
-    "vocab_size": 41, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 32,
-}  # fmt: skip
-BART = {
-    "vocab_size": 41, "d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32,
-    "dropout": 0.0, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
-    "forced_eos_token_id": 2,
-}  # fmt: skip
-T5 = {
-    "vocab_size": 41, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
-    "dropout_rate": 0.0,
-}  # fmt: skip
-CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "model_type": "gpt2", "vocab_size": 41, "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 32,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
-    },
-    "llama": {"model_type": "llama", **DECODER},
-    "llama tied": {"model_type": "llama", **DECODER, "tie_word_embeddings": True},
-    "llama rope": {
-        "model_type": "llama", **DECODER,
-        "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 500.0, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    },
-    "mistral": {"model_type": "mistral", **DECODER, "sliding_window": 5},
-    "qwen2": {
-        "model_type": "qwen2", **DECODER, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
-    },
-    "qwen3": {"model_type": "qwen3", **DECODER, "head_dim": 6, "tie_word_embeddings": True},
-    "olmo": {"model_type": "olmo", **DECODER, "clip_qkv": 0.1},
-    "olmo2": {"model_type": "olmo2", **DECODER},
-    "phi3": {"model_type": "phi3", **DECODER, "sliding_window": 5, "pad_token_id": 0},
-    "smollm3": {"model_type": "smollm3", **DECODER, "no_rope_layers": [1, 0, 1], "pad_token_id": 0},
-    "bert": {
-        "model_type": "bert", "vocab_size": 41, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "intermediate_size": 24, "max_position_embeddings": 32, "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    },
-    "bart": {"model_type": "bart", **BART},
-    "marian": {"model_type": "marian", **BART},
-    "t5": {"model_type": "t5", **T5},
-    "t5 untied": {"model_type": "t5", **T5, "tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"},
-}  # fmt: skip
+QUICK = ("gpt2", "llama", "mixtral", "vit")
+SEVERAL_READERS = ("bart", "marian", "t5", "t5 untied", "whisper")
+"""An encoder's memory is read by every decoder layer, several times in each. A pipeline adds per layer first, one
+process adds one by one: the sums differ in the last bits."""
 
 
-def original(name: str, attention: str = "sdpa") -> nn.Module:
-    """The library's own model, in training mode and without the cache of generation, which copies keys and values."""
-    config = hf.entry.config_of({**CONFIGS[name], "attn_implementation": attention, "use_cache": False})
-    torch.manual_seed(3)
-    return getattr(transformers, hf.entry.architecture_of(config).name)(config).train()
+def families(names: Any = CASES) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
 
 
-def random_batch(kind: str) -> tuple[dict[str, Tensor], Any, dict[str, Tensor]]:
-    """(inputs, targets, the arguments of the library's forward that mean the same)."""
-    generator = torch.Generator().manual_seed(11)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randint(3, 41, shape, generator=generator)
-
-    tokens = draw(3, 12)
-    if kind == "bert":
-        mask = torch.ones(3, 12, dtype=torch.long)
-        mask[1, 8:] = 0
-        labels = torch.where(torch.rand(3, 12, generator=generator) < 0.4, draw(3, 12), -1)
-        sentence = torch.tensor([0, 1, 0])
-        segments = (torch.arange(12) > 5).long().expand(3, -1)
-        theirs = {
-            "input_ids": tokens, "attention_mask": mask, "token_type_ids": segments,
-            "labels": labels.masked_fill(labels < 0, -100), "next_sentence_label": sentence,
-        }  # fmt: skip
-        inputs = {"tokens": tokens, "segments": segments, "mask": mask}
-        return inputs, {"masked_labels": labels, "next_sentence": sentence}, theirs
-    if kind in ("bart", "marian", "t5"):
-        pad = 0 if kind == "t5" else 1
-        target_in, targets = draw(3, 7), draw(3, 7)
-        tokens[1, 8:] = pad
-        targets[2, 4:] = pad
-        theirs = {
-            "input_ids": tokens, "attention_mask": (tokens != pad).long(), "decoder_input_ids": target_in,
-            "labels": targets.masked_fill(targets == pad, -100),
-        }  # fmt: skip
-        return {"source": tokens, "target_in": target_in}, targets, theirs
-    targets = torch.cat((tokens[:, 1:], torch.full((3, 1), -100)), dim=1)
-    return {"tokens": tokens}, targets, {"input_ids": tokens, "labels": tokens}
+def task_of(model: Model) -> Any:
+    part = model.layers[0].build()
+    return part.frame.task
 
 
-def under_their_names(modules: list[nn.Module], gradients: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
-    return {hub_name(modules[layer].paths, name): gradient for (layer, name), gradient in gradients.items()}
-
-
-def compare(name: str, model: Model, modules: list[nn.Module], reference: nn.Module) -> None:
-    """Loss and gradients of our layers equal those of the library's forward and backward, to the bit."""
-    inputs, targets, theirs = random_batch(CONFIGS[name]["model_type"])
+def their_loss_and_gradients(reference: nn.Module, theirs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     reference.zero_grad()
-    expected = reference(**theirs).loss
-    expected.backward()
-    gradients = {key: p.grad for key, p in reference.named_parameters(remove_duplicate=False) if p.grad is not None}
+    loss = reference(**theirs).loss
+    loss.backward()
+    named = reference.named_parameters(remove_duplicate=False)
+    return loss.detach(), {key: p.grad for key, p in named if p.grad is not None}
+
+
+def compare(model: Model, modules: list[nn.Module], reference: nn.Module) -> None:
+    """Loss and gradients of our layers equal those of the library's forward and backward, to the bit; only the order
+    in which three and more owners of a tied weight are added is not the library's."""
+    inputs, targets, theirs = random_batch(modules[0].frame.task, reference)
+    expected, gradients = their_loss_and_gradients(reference, theirs)
     loss, ours = loss_and_gradients(model, modules, inputs, targets)
-    assert torch.equal(loss, expected.detach())
-    mine = under_their_names(modules, ours)
-    tied_orders_matter = any(len(weight.owners) > 2 for weight in model.tied)
-    shared = {
-        key
-        for key in gradients
-        if gradients[key] is gradients.get("shared.weight", gradients.get("model.shared.weight"))
-    }
-    exact = set(mine) - (shared if tied_orders_matter else set())
+    assert torch.equal(loss, expected)
+    mine = {hub_name(modules[layer].paths, name): gradient for (layer, name), gradient in ours.items()}
+    many = {hub_name(modules[i].paths, n) for tied in model.tied if len(tied.owners) > 2 for i, n in tied.owners}
+    exact = set(mine) - many
     assert_same_bits({key: mine[key] for key in exact}, {key: gradients[key] for key in exact})
     assert_close({key: mine[key] for key in mine}, {key: gradients[key] for key in mine}, 1e-6)
-    missing = set(gradients) - set(mine)
     values = dict(reference.named_parameters(remove_duplicate=False))
+    missing = set(gradients) - set(mine)
     assert all(any(values[key] is values[other] for other in mine) for key in missing), missing
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_cut_model_equals_the_untouched_one(name: str, attention: str) -> None:
-    reference = original(name, attention)
-    model = hf.layers(copy.deepcopy(reference))
-    compare(name, model, model.build(), reference)
+def trained_alike(name: str, model: Model, cut: nn.Module, reference: nn.Module, **how: Any) -> None:
+    """Two steps in a pipeline against a plain loop of torch: same loss, same weights, to the bit."""
+    for module in model.build():
+        module.zero_grad()
+    inputs, targets, theirs = random_batch(task_of(model), hf.architectures.inner_model(reference))
+    pipe = vpipe.Pipeline(
+        model.layers, model.loss, num_microbatches=1, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), tied=model.tied,
+        **how,
+    )  # fmt: skip
+    plain = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        expected, _ = their_loss_and_gradients(reference, theirs)
+        plain.step()
+        loss = pipe.train_step(inputs, targets)
+        assert loss == pytest.approx(expected.item(), rel=1e-6) if name in SEVERAL_READERS else loss == expected.item()
+    ours, theirs_now = dict(cut.named_parameters()), dict(reference.named_parameters())
+    if name in SEVERAL_READERS:
+        assert_close(ours, theirs_now, 1e-6)
+    else:
+        assert_same_bits(ours, theirs_now)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_models_own_parameters_are_trained(name: str) -> None:
+@pytest.mark.parametrize("name", families())
+def test_a_cut_model_equals_the_untouched_one_and_trains_like_it(name: str) -> None:
     reference = original(name)
-    model = hf.layers(reference)
+    before = {key: sorted(vars(module)) for key, module in reference.named_modules()}
+    cut = copy.deepcopy(reference)
+    model = hf.layers(cut)
     later = {owner for weight in model.tied for owner in weight.owners[1:]}
-    own = {id(parameter) for parameter in reference.parameters()}
     seen = [
         id(parameter)
         for index, module in enumerate(model.build())
         for key, parameter in module.named_parameters()
         if (index, key) not in later
     ]
-    assert sorted(seen) == sorted(own)
+    assert sorted(seen) == sorted(id(parameter) for parameter in cut.parameters())
     assert model.num_parameters == sum(p.numel() for p in reference.parameters())
+    compare(model, model.build(), reference)
+    trained_alike(name, model, cut, original(name), schedule="1f1b", num_ranks=2)
+    hooks = ("_output_capturing_hooks_installed",)  # the library puts it there in its own forward
+    after = {key: [n for n in sorted(vars(module)) if n not in hooks] for key, module in cut.named_modules()}
+    assert after == before
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_directory_gives_the_same_model(name: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen2", "gemma3_text", "bert", "deberta", "t5", "bart"])
+def test_eager_attention_too(name: str) -> None:
+    reference = original(name, attn_implementation="eager")
+    model = hf.layers(copy.deepcopy(reference))
+    compare(model, model.build(), reference)
+
+
+@pytest.mark.parametrize("name", families())
+def test_a_config_and_a_directory_give_the_same_model(name: str, tmp_path: Path) -> None:
     reference = original(name)
     reference.save_pretrained(tmp_path, max_shard_size="8KB" if name == "gpt2" else "1GB")
     assert (tmp_path / "model.safetensors.index.json").exists() == (name == "gpt2")
     model = pickle.loads(pickle.dumps(hf.from_directory(tmp_path)))  # noqa: S301
-    compare(name, model, model.build(), reference)
+    compare(model, model.build(), reference)
 
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_gives_new_weights_that_do_not_depend_on_the_partition(name: str) -> None:
-    model = build("huggingface", {"config": CONFIGS[name]}, seed=7)
+    model = build("huggingface", {"config": CASES[name]}, seed=7)
     whole = model.build()
     elsewhere: Model = pickle.loads(pickle.dumps(model))  # noqa: S301
     last = elsewhere.layers[-1].build()
@@ -186,17 +135,111 @@ def test_a_config_gives_new_weights_that_do_not_depend_on_the_partition(name: st
     for weight in model.tied:
         first, *others = [whole[layer].get_parameter(key) for layer, key in weight.owners]
         assert all(torch.equal(first, other) for other in others)
-    reference = original(name)
+    fresh = original(name)
     state = {hub: part.state_dict()[key] for part in whole for key, hub in hf.hub_names(part).items()}
-    unknown = reference.load_state_dict(state, strict=False)
-    assert not unknown.unexpected_keys
-    compare(name, model, whole, reference)
+    loaded = fresh.load_state_dict(state, strict=False)
+    named = dict(fresh.named_parameters(remove_duplicate=False))
+    kept = {id(named[key]) for key in state if key in named}
+    assert not loaded.unexpected_keys
+    assert all(id(named[key]) in kept for key in loaded.missing_keys if key in named)
+    compare(model, whole, fresh)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "microbatches"), [("zb-h1", 1), ("interleaved", 2), ("gpipe", 2)])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_other_schedules(name: str, schedule: str, microbatches: int) -> None:
+    """Untied models, with more units than one: the plain loop accumulates over the units."""
+    reference = original(name)
+    cut = copy.deepcopy(reference)
+    model = hf.layers(cut)
+    inputs, targets, theirs = random_batch(task_of(model), reference)
+    pipe = vpipe.Pipeline(model.layers, model.loss, num_microbatches=microbatches, schedule=schedule, num_ranks=2,
+                          optimizer=lambda p: torch.optim.AdamW(p, lr=0.01))  # fmt: skip
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for _ in range(2):
+        pipe.train_step(inputs, targets)
+        plain.zero_grad()
+        for unit in range(microbatches):
+            rows = slice(unit * 4 // microbatches, (unit + 1) * 4 // microbatches)
+            part = {key: value[rows] if isinstance(value, Tensor) else value for key, value in theirs.items()}
+            (reference(**part).loss / microbatches).backward()
+        plain.step()
+    assert_same_bits(dict(cut.named_parameters()), dict(reference.named_parameters()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "targets"), [("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn"]), ("bert", ["query"])]
+)
+def test_lora_models_train(name: str, targets: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.0, init_lora_weights=False)
+    cut = peft.get_peft_model(original(name), config).train()
+    reference = copy.deepcopy(cut)
+    frozen = {key: value.clone() for key, value in cut.named_parameters() if not value.requires_grad}
+    trained_alike(name, hf.layers(cut), cut, reference, schedule="1f1b", num_ranks=2)
+    now = dict(cut.named_parameters())
+    assert frozen
+    assert all(torch.equal(now[key], value) for key, value in frozen.items())
+    assert any("lora" in key for key in now)
+
+
+@pytest.mark.slow
+def test_an_example_gives_the_models_own_loss() -> None:
+    """A head that no task of ours knows: the forward's own arguments, its own loss, other lengths than the example's."""
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(**{**CASES["bert"], "num_labels": 3})
+    reference = transformers.BertForSequenceClassification(config).train()
+    tokens = torch.randint(3, 41, (4, 9))
+    mask = torch.ones_like(tokens)
+    mask[1, 6:] = 0
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": torch.tensor([0, 2, 1, 1])}
+    model = hf.layers(copy.deepcopy(reference), example=batch)
+    shorter = {"input_ids": tokens[:3, :7], "attention_mask": mask[:3, :7], "labels": batch["labels"][:3]}
+    for inputs in (batch, shorter):
+        expected, _ = their_loss_and_gradients(reference, inputs)
+        loss, _ = loss_and_gradients(model, model.build(), inputs, inputs["labels"])
+        assert torch.equal(loss, expected)
+    assert model.count(batch["labels"]) == 4
+
+
+@pytest.mark.slow
+def test_what_cannot_be_cut_is_refused_in_a_sentence() -> None:
+    class DecidingForCausalLM(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            made = self.model(input_ids, **kwargs).last_hidden_state
+            made = made * 2 if made.sum() > 0 else made
+            return transformers.modeling_outputs.CausalLMOutput(logits=self.lm_head(made))
+
+    class RandomForCausalLM(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            start = nn.functional.dropout(self.model.embed_tokens(input_ids), 0.5)
+            made = self.model(inputs_embeds=start, **kwargs).last_hidden_state
+            return transformers.modeling_outputs.CausalLMOutput(logits=self.lm_head(made + start))
+
+    class FlatForCausalLM(transformers.LlamaPreTrainedModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.embed, self.head = nn.Embedding(41, 16), nn.Linear(16, 41)
+
+        def forward(self, input_ids: Any = None) -> Any:
+            return transformers.modeling_outputs.CausalLMOutput(logits=self.head(self.embed(input_ids)))
+
+    config = transformers.AutoConfig.for_model(**CASES["llama"])
+    for kind, words in ((DecidingForCausalLM, "looks at values that"), (RandomForCausalLM, "dropout, which is random")):
+        with pytest.raises(UserError, match=words) as caught:
+            hf.layers(kind(config).train())
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="no list of blocks"):
+        hf.layers(FlatForCausalLM(config))
+
+
+@pytest.mark.slow
 def test_new_weights_are_spread_as_the_librarys() -> None:
     for name in ("gpt2", "llama", "bert", "t5"):
         reference = dict(original(name).named_parameters())
-        for part in build("huggingface", {"config": CONFIGS[name]}).build():
+        for part in build("huggingface", {"config": CASES[name]}).build():
             for key, parameter in part.named_parameters():
                 if parameter.numel() > 200 and not key.endswith("bias"):
                     expected = reference.get(hub_name(part.paths, key))
@@ -204,32 +247,35 @@ def test_new_weights_are_spread_as_the_librarys() -> None:
                         assert parameter.std().item() == pytest.approx(expected.std().item(), rel=0.25), (name, key)
 
 
+@pytest.mark.slow
 def test_only_the_owner_allocates() -> None:
     model = build("huggingface", {"config": {"model_type": "llama"}}, vocab_size=100)  # 7 billion parameters
     assert model.num_parameters > 6e9
     assert model.vocab_size == 100
 
 
+@pytest.mark.slow
 def test_bf16_keeps_the_angles_exact() -> None:
-    block = build("huggingface", {"config": CONFIGS["llama"], "dtype": "bfloat16"}).layers[1].build()
+    block = build("huggingface", {"config": CASES["llama"], "dtype": "bfloat16"}).layers[1].build()
     assert {p.dtype for p in block.parameters()} == {torch.bfloat16}
     assert block.rotary_emb.inv_freq.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_errors_are_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["gpt2"]))
+    (tmp_path / "config.json").write_text(json.dumps(CASES["gpt2"]))
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"config": {"model_type": "lama"}}, "model_type 'lama' is not .*did you mean 'llama'"),
+        ({"config": {"model_type": "lama"}}, "model_type 'lama' is not .*did you mean"),
         ({"config": {"model_type": "gpt2", "n_layr": 2}}, r"model\.config\.n_layr is not .*did you mean 'n_layer'"),
         ({"config": str(tmp_path / "nowhere")}, "nowhere does not exist"),
         ({"config": str(broken)}, "is not JSON"),
         ({"directory": str(tmp_path)}, r"has no model\.safetensors"),
-        ({"config": CONFIGS["gpt2"], "dtype": "int8"}, "not a floating type"),
-        ({"config": CONFIGS["gpt2"], "sequence_length": 99}, "99 but the gpt2 config has 32 positions"),
-        ({"config": {**CONFIGS["bart"], "encoder_layerdrop": 0.1}}, "set both to 0"),
+        ({"config": CASES["gpt2"], "dtype": "int8"}, "not a floating type"),
+        ({"config": CASES["gpt2"], "sequence_length": 99}, "99 but the gpt2 config has 32 positions"),
+        ({"config": {**CASES["bart"], "encoder_layerdrop": 0.1}}, "set encoder_layerdrop to 0"),
         ({}, r"model\.config is missing"),
     ]
     for section, words in cases:
@@ -237,17 +283,16 @@ def test_errors_are_one_sentence(tmp_path: Path) -> None:
             build("huggingface", section)
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="has 50 tokens but the gpt2 config has vocab_size 41"):
-        build("huggingface", {"config": CONFIGS["gpt2"]}, vocab_size=50)
-    with pytest.raises(UserError, match="load the weights as GPT2LMHeadModel"):
-        hf.layers(original("gpt2").transformer)
+        build("huggingface", {"config": CASES["gpt2"]}, vocab_size=50)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
     original("gpt2").save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["gpt2"], "n_layer": 4}))
+    (tmp_path / "config.json").write_text(json.dumps({**CASES["gpt2"], "n_layer": 4}))
     with pytest.raises(UserError, match=r"has no tensor 'transformer\.h\.3\.ln_1\.weight'"):
         hf.from_directory(tmp_path).build()
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["gpt2"], "n_positions": 16}))
+    (tmp_path / "config.json").write_text(json.dumps({**CASES["gpt2"], "n_positions": 16}))
     with pytest.raises(UserError, match=r"shape \(32, 16\) but config\.json asks for \(16, 16\)"):
         hf.from_directory(tmp_path).build()
     (tmp_path / "model.safetensors").write_bytes(b"not a file of tensors")
@@ -255,28 +300,8 @@ def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
         hf.from_directory(tmp_path)
 
 
+@pytest.mark.slow
 def test_transformers_is_imported_only_when_asked_for() -> None:
     code = "import sys, vpipe.models.catalog as c, vpipe.models.huggingface; c.build('gpt', vocab_size=9); "
     done = subprocess.run([sys.executable, "-c", code + "assert 'transformers' not in sys.modules"], check=False)
     assert done.returncode == 0
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "qwen3"])
-def test_a_trained_cut_model_equals_the_trained_original(name: str) -> None:
-    """Five steps of AdamW: what was cut ends with the weights that the untouched model ends with, to the bit."""
-    reference = original(name)
-    cut = copy.deepcopy(reference)
-    model = hf.layers(cut)
-    modules = model.build()
-    owned = {(i, key): value for i, module in enumerate(modules) for key, value in module.named_parameters()}
-    inputs, targets, theirs = random_batch(CONFIGS[name]["model_type"])
-    ours, plain = torch.optim.AdamW(owned.values(), lr=1e-2), torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    for _ in range(5):
-        plain.zero_grad()
-        reference(**theirs).loss.backward()
-        plain.step()
-        _, gradients = loss_and_gradients(model, modules, inputs, targets)
-        for owner, gradient in gradients.items():
-            owned[owner].grad = gradient.clone()
-        ours.step()
-    assert_same_bits(dict(cut.named_parameters()), dict(reference.named_parameters()))

@@ -41,6 +41,19 @@ class TokenLoss:
 
 
 @dataclass(frozen=True)
+class BalancedLoss:
+    """Cross entropy of logits with targets; where the output is ``(logits, extra)``, as of models with experts, the
+    extra loss is added."""
+
+    ignored: int = IGNORED
+
+    def __call__(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        logits, extra = output if isinstance(output, tuple | list) else (output, None)
+        loss = masked_cross_entropy(logits, targets, self.ignored)
+        return loss if extra is None else loss + extra
+
+
+@dataclass(frozen=True)
 class TokenCount:
     """How many targets are not ``ignored``."""
 
@@ -99,3 +112,46 @@ class ElementCount:
 
     def __call__(self, targets: Tensor) -> int:
         return int(torch.as_tensor(targets).numel())
+
+
+@dataclass(frozen=True)
+class MaskedLoss:
+    """Cross entropy over the masked tokens; of targets with a next sentence, that is left out."""
+
+    ignored: int = -1
+
+    def __call__(self, logits: Tensor, targets: Any) -> Tensor:
+        return masked_cross_entropy(logits, masked_labels(targets), self.ignored)
+
+
+@dataclass(frozen=True)
+class MaskedCount:
+    """How many tokens are masked."""
+
+    ignored: int = -1
+
+    def __call__(self, targets: Any) -> int:
+        return int((masked_labels(targets) != self.ignored).sum())
+
+
+def masked_labels(targets: Any) -> Tensor:
+    """The labels of masked tokens, given alone or with the next sentence."""
+    return targets if isinstance(targets, Tensor) else split_targets(targets)[0]
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """The loss that the model has computed by itself."""
+
+    def __call__(self, output: Tensor, targets: Any) -> Tensor:
+        return output
+
+
+@dataclass(frozen=True)
+class RowCount:
+    """The number of examples."""
+
+    def __call__(self, targets: Any) -> int:
+        while isinstance(targets, dict | tuple | list):
+            targets = next(iter(targets.values() if isinstance(targets, dict) else targets))
+        return int(targets.shape[0])

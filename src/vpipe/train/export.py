@@ -88,7 +88,8 @@ def _with_hub_names(config: PipelineConfig, tensors: dict[str, Tensor]) -> dict[
 
 
 def _hub_config(config: PipelineConfig) -> dict[str, Any]:
-    from vpipe.models.huggingface.entry import ARCHITECTURES, config_of
+    from vpipe.models.huggingface.architectures import architecture
+    from vpipe.models.huggingface.entry import config_of, library
 
     section = config.model
     given: Any = section.directory if section.config is None else section.config
@@ -96,4 +97,4 @@ def _hub_config(config: PipelineConfig) -> dict[str, Any]:
         given = {"vocab_size": section.vocab_size, **given}
     made = config_of(given)
     values: dict[str, Any] = made.to_dict()
-    return values | {"architectures": [ARCHITECTURES[made.model_type].name]}
+    return values | {"architectures": [architecture(library(), made).__name__]}

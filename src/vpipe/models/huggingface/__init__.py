@@ -13,6 +13,6 @@ for: it takes seconds to load."""
 from __future__ import annotations
 
 from vpipe.models.huggingface.entry import from_config, from_directory, huggingface, layers
-from vpipe.models.huggingface.pieces import hub_names
+from vpipe.models.huggingface.part import hub_names
 
 __all__ = ["from_config", "from_directory", "hub_names", "huggingface", "layers"]

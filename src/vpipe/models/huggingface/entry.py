@@ -1,77 +1,119 @@
-"""From a Hugging Face object, config or directory to a ``Model``: which architectures there are, and what is refused
-in words."""
+"""From a Hugging Face object, config or directory to a ``Model``, and what is refused in words."""
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vpipe.errors import UserError, nearest
-from vpipe.models.huggingface import decoders, encoders
-from vpipe.models.huggingface.pieces import Piece, tied_weights, unshared
+from vpipe.layer import Layer, TiedWeight
+from vpipe.models.huggingface.architectures import (
+    architecture,
+    examples,
+    inner_model,
+    model_types,
+    task_of,
+    unknown_type,
+)
+from vpipe.models.huggingface.cutting import cut_frame, owned_paths
+from vpipe.models.huggingface.part import Frame, Part
+from vpipe.models.huggingface.pieces import Piece
 from vpipe.models.huggingface.source import Source
-from vpipe.models.losses import IGNORED, PretrainingCount, PretrainingLoss, TokenCount, TokenLoss
+from vpipe.models.huggingface.tasks import Task
 from vpipe.models.model import Model, seed_layers, tie
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """A model class of the library, how it is cut, and what it is trained on."""
-
-    name: str
-    cut: Callable[[nn.Module], list[Piece]]
-    task: str = "causal"
-    """``causal``, ``pretraining`` (BERT's two losses) or ``translation`` (encoder and decoder)."""
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "gpt2": Architecture("GPT2LMHeadModel", decoders.gpt2),
-    "llama": Architecture("LlamaForCausalLM", decoders.llama_family),
-    "mistral": Architecture("MistralForCausalLM", decoders.llama_family),
-    "qwen2": Architecture("Qwen2ForCausalLM", decoders.llama_family),
-    "qwen3": Architecture("Qwen3ForCausalLM", decoders.llama_family),
-    "olmo": Architecture("OlmoForCausalLM", decoders.llama_family),
-    "olmo2": Architecture("Olmo2ForCausalLM", decoders.llama_family),
-    "phi3": Architecture("Phi3ForCausalLM", decoders.llama_family),
-    "smollm3": Architecture("SmolLM3ForCausalLM", decoders.llama_family),
-    "bert": Architecture("BertForPreTraining", encoders.bert, "pretraining"),
-    "bart": Architecture("BartForConditionalGeneration", encoders.bart, "translation"),
-    "marian": Architecture("MarianMTModel", encoders.bart, "translation"),
-    "t5": Architecture("T5ForConditionalGeneration", encoders.t5, "translation"),
-}
-"""By ``model_type`` of the config."""
-
-
-def layers(model: nn.Module, *, sequence_length: int = 0, ignored: int | None = None) -> Model:
+def layers(
+    model: nn.Module,
+    *,
+    example: Mapping[str, Tensor] | None = None,
+    sequence_length: int = 0,
+    ignored: int | None = None,
+) -> Model:
     """An untouched Hugging Face model as a ``Model``: its own modules, in place, tied weights declared.
 
     The parameters are the model's own, so that training moves them; a weight that is tied is copied for its second
-    owner, and the copy stays equal. ``sequence_length`` 0 is the config's longest; ``ignored`` is the target that
-    does not count."""
+    owner, and the copy stays equal. With an ``example``, a batch of the forward's own arguments with labels, the
+    layers take these arguments by name and the last one gives the model's own loss. ``sequence_length`` 0 is the
+    config's longest; ``ignored`` is the target that does not count."""
+    library()
     config: Any = getattr(model, "config", None)
-    architecture = architecture_of(config)
-    if type(model).__name__ != architecture.name:
-        raise UserError(
-            f"a {type(model).__name__} cannot be cut into layers; of {config.model_type!r} models, load the weights as "
-            f"{architecture.name}"
-        )
-    pieces = architecture.cut(model)
-    tied = tied_weights(pieces, model)
-    later: dict[int, list[str]] = {}
+    if not hasattr(config, "get_text_config"):
+        config = getattr(inner_model(model), "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise UserError(f"a {type(model).__name__} is no model of transformers: it has no config")
+    frame = framed(model, config, example)
+    own = [whole_part(frame, piece) for piece in frame.plan.pieces]
+    tied = tied_weights(own)
+    later: dict[int, set[int]] = {}
     for weight in tied:
         for layer, name in weight.owners[1:]:
-            later.setdefault(layer, []).append(name)
-    parts = [piece.make(model) for piece in pieces]
-    parts = [unshared(part, later[index]) if index in later else part for index, part in enumerate(parts)]
-    cut = [piece.layer(part) for piece, part in zip(pieces, parts, strict=True)]
-    return described(architecture, config, sequence_length, ignored, layers=cut, tied=tied)
+            later.setdefault(layer, set()).add(id(own[layer].get_parameter(name)))
+    parts = [unshared(part, later[index]) if index in later else part for index, part in enumerate(own)]
+    cut = [described_layer(piece, part) for piece, part in zip(frame.plan.pieces, parts, strict=True)]
+    return described(frame.task, config, sequence_length, ignored, layers=cut, tied=tied)
+
+
+def framed(model: nn.Module, config: Any, example: Mapping[str, Tensor] | None) -> Frame:
+    """The cut of ``model``, tried with the first inputs that it takes."""
+    task = task_of(model, config, example)
+    tries = examples(model, config, task, example, longest_sequence(config) or 512)
+    for attempt, given in enumerate(tries):
+        try:
+            return cut_frame(model, task, given)
+        except UserError:
+            raise
+        except Exception as error:
+            if attempt == len(tries) - 1:
+                raise UserError(
+                    f"a {type(model).__name__} cannot be cut: its forward, tried with {', '.join(given[0])}, failed "
+                    f"with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                ) from error
+    raise AssertionError
+
+
+def whole_part(frame: Frame, piece: Piece) -> Part:
+    """A part with the very modules and parameters of the model."""
+    units = {path: frame.root.get_submodule(path) for path in owned_paths(frame.plan, piece)}
+    raw = {path: frame.root.get_parameter(path) for path in piece.raw if not inside(path, units)}
+    return Part(frame, piece, units, raw)
+
+
+def inside(path: str, units: Mapping[str, nn.Module]) -> bool:
+    return any(path.startswith(f"{unit}.") for unit in units)
+
+
+def described_layer(piece: Piece, module: Any) -> Layer:
+    return Layer(module, piece.reads, piece.writes, name=piece.name, cost_key=piece.cost_key)
+
+
+def tied_weights(parts: Sequence[Part]) -> tuple[TiedWeight, ...]:
+    """The parameters that appear in several parts."""
+    owners: dict[int, list[tuple[int, str]]] = {}
+    for index, part in enumerate(parts):
+        for name, parameter in part.named_parameters():
+            owners.setdefault(id(parameter), []).append((index, name))
+    return tuple(TiedWeight(tuple(places)) for places in owners.values() if len(places) > 1)
+
+
+def unshared(part: Part, copied: set[int]) -> Part:
+    """The part with copies of the parameters ``copied``, the others being the same objects as before.
+
+    Stages own their parameters: a tied weight is one parameter per owner, kept equal by summing gradients. In one
+    process the original's shared parameter would be summed by autograd and again by the pipeline."""
+    kept: dict[int, Any] = {id(value): value for value in part.buffers()}
+    kept.update({id(value): value for value in part.parameters() if id(value) not in copied})
+    kept.update({id(module.config): module.config for module in part.modules() if hasattr(module, "config")})
+    return copy.deepcopy(part, kept)
 
 
 def from_config(
@@ -82,6 +124,7 @@ def from_config(
     ignored: int | None = None,
     dtype: str = "float32",
     seed: int = 0,
+    example: Mapping[str, Tensor] | None = None,
 ) -> Model:
     """A model that ``config`` describes: a mapping with ``model_type``, a config object, or a path of a config.json.
 
@@ -89,21 +132,21 @@ def from_config(
     """
     transformers = library()
     config = config_of(config)
-    architecture = architecture_of(config)
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise UserError(f"model.dtype {dtype!r} is not a floating type; use float32, bfloat16 or float16")
-    source = Source(
-        getattr(transformers, architecture.name), config, None if directory is None else str(directory), kind
-    )
-    pieces = architecture.cut(source.skeleton)
+    check_length(config, sequence_length)
+    source = Source(architecture(transformers, config), config, None if directory is None else str(directory), kind)
+    frame = framed(source.skeleton, config, example)
+    source.body, source.plan, source.task, source.solid = frame.body, frame.plan, frame.task, frame.stand_ins.solid
     if directory is not None:
-        _ = source.files  # a directory without weights is an error now, not on the last rank
-    tied = tied_weights(pieces, source.skeleton)
-    cut = seed_layers([piece.layer(partial(source.build, piece)) for piece in pieces], seed)
+        _ = source.tensors  # a directory without weights is an error now, not on the last rank
+    tied = tied_weights([whole_part(frame, piece) for piece in frame.plan.pieces])
+    pieces = frame.plan.pieces
+    cut = seed_layers([described_layer(piece, partial(source.build, piece)) for piece in pieces], seed)
     if directory is None:
         cut = tie(cut, tied)
-    return described(architecture, config, sequence_length, ignored, layers=cut, tied=tied)
+    return described(frame.task, config, sequence_length, ignored, layers=cut, tied=tied)
 
 
 def from_directory(
@@ -136,10 +179,10 @@ def huggingface(
     if vocab_size and isinstance(config, Mapping):
         config = {"vocab_size": vocab_size, **config}
     found = config_of(directory if config is None else config)
-    if vocab_size > found.vocab_size:
+    known = setting(found.get_text_config(), "vocab_size")
+    if known and vocab_size > known:
         raise UserError(
-            f"the data set has {vocab_size} tokens but the {found.model_type} config has vocab_size "
-            f"{found.vocab_size}; "
+            f"the data set has {vocab_size} tokens but the {found.model_type} config has vocab_size {known}; "
             "use the checkpoint's own tokenizer, or raise vocab_size in the config"
         )
     return from_config(
@@ -181,14 +224,14 @@ def made_config(values: Mapping[str, Any], closed: bool) -> Any:
     library()
     from transformers import AutoConfig
 
-    kind = values.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise UserError(unknown_architecture(kind))
+    kind: Any = values.get("model_type")
+    if kind not in model_types():
+        raise UserError(unknown_type(kind))
     rest = {key: value for key, value in values.items() if key != "model_type"}
     default = AutoConfig.for_model(kind)
-    known = {*default.to_dict(), *default.attribute_map, "attn_implementation"}
+    known = {*default.to_dict(), *default.attribute_map, *MORE_SETTINGS}
     for key in rest:
-        if closed and key not in known:
+        if closed and key not in known and not read_by_code(kind, key):
             raise UserError(f"model.config.{key} is not a setting of a {kind} config{nearest(key, known)}")
     try:
         return AutoConfig.for_model(kind, **rest)
@@ -196,52 +239,64 @@ def made_config(values: Mapping[str, Any], closed: bool) -> Any:
         raise UserError(f"the {kind} config cannot be used: {' '.join(str(error).split())}") from error
 
 
-def architecture_of(config: Any) -> Architecture:
-    kind = getattr(config, "model_type", None)
-    if kind not in ARCHITECTURES:
-        raise UserError(unknown_architecture(kind))
-    return ARCHITECTURES[kind]
+MORE_SETTINGS = ("attn_implementation", "architectures", "num_labels", "id2label", "label2id", "problem_type")
+"""Settings of every config that it does not list."""
 
 
-def unknown_architecture(kind: Any) -> str:
-    known = ", ".join(ARCHITECTURES)
-    return (
-        f"model_type {kind!r} is not a Hugging Face architecture that vpipe can "
-        f"cut{nearest(str(kind), ARCHITECTURES)}; "
-        f"it can cut {known}"
-    )
+def read_by_code(kind: str, key: str) -> bool:
+    """Whether the library's code for this kind of model reads ``config.key``, though its config does not list it."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    module = model_type_to_module_name(kind)
+    found = importlib.util.find_spec(f"transformers.models.{module}.modeling_{module}")
+    if found is None or found.origin is None:
+        return False
+    code = Path(found.origin).read_text()
+    return re.search(rf"config\.{re.escape(key)}\b|config, ['\"]{re.escape(key)}['\"]", code) is not None
 
 
-def described(architecture: Architecture, config: Any, sequence_length: int, ignored: int | None, **cut: Any) -> Model:
-    """The ``Model`` around the layers: its loss by task, its sizes from the config."""
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 512
-    length = sequence_length or longest
-    if sequence_length > longest and architecture.name != "T5ForConditionalGeneration":
+def longest_sequence(config: Any) -> int:
+    """How many positions the config has; 0 where it sets no limit."""
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_target_positions")
+    return next((int(value) for name in names if (value := setting(text, name)) and value > 0), 0)
+
+
+def setting(config: Any, name: str) -> Any:
+    """A number of the config, 0 where it has none (or one per layer)."""
+    try:
+        value = getattr(config, name, 0)
+    except Exception:
+        return 0
+    return value if isinstance(value, int | float) else 0
+
+
+def check_length(config: Any, sequence_length: int) -> None:
+    longest = longest_sequence(config)
+    if longest and sequence_length > longest and config.model_type != "t5":
         raise UserError(
             f"model.sequence_length is {sequence_length} but the {config.model_type} config has {longest} positions"
         )
-    loss: Any
-    count: Any
-    if architecture.task == "pretraining":
-        loss, count = (
-            PretrainingLoss(-1 if ignored is None else ignored),
-            PretrainingCount(-1 if ignored is None else ignored),
-        )
-    else:
-        padded = IGNORED if architecture.task == "causal" else config.pad_token_id
-        value = padded if ignored is None else ignored
-        loss, count = TokenLoss(value), TokenCount(value)
-    attentions = config.num_hidden_layers
-    if architecture.task == "translation":
-        decoder_layers = getattr(config, "num_decoder_layers", None) or getattr(config, "decoder_layers", attentions)
+
+
+def described(task: Task, config: Any, sequence_length: int, ignored: int | None, **cut: Any) -> Model:
+    """The ``Model`` around the layers: its loss by task, its sizes from the config."""
+    check_length(config, sequence_length)
+    text = config.get_text_config()
+    length = sequence_length or longest_sequence(config) or 512
+    loss, count = task.losses(ignored)
+    attentions = setting(text, "num_hidden_layers")
+    if task.kind == "translation":
+        decoder_layers = setting(config, "num_decoder_layers") or setting(config, "decoder_layers") or attentions
         attentions += 2 * decoder_layers
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, hidden = setting(text, "num_attention_heads"), setting(text, "hidden_size")
+    head_size = setting(text, "head_dim") or (hidden // heads if heads else 0)
     return Model(
         loss=loss,
         count=count,
         sequence_length=length,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        attention_flops=12.0 * attentions * config.num_attention_heads * head_size * length,
+        vocab_size=setting(text, "vocab_size"),
+        hidden_size=hidden,
+        attention_flops=12.0 * attentions * heads * head_size * length,
         **cut,
     )
