@@ -2,11 +2,13 @@
 
     python benchmarks/planner_quality/run.py [--quick] [--json]
 
-1. Small random chains against brute force (every partition, every choice).
-2. Random chains of up to 48 layers and 8 stages against HiGHS.
-3. Larger random chains, and the profiles of PipeDream's authors: the gap that the planner itself reports.
-4. On those profiles, under a memory cap: the plan against the two things people do by hand, both simulated by the same
-   simulator: equal layer counts, and cuts balanced by time, each recomputing every layer of a stage that does not fit.
+1. Small random questions, with and without a cap, of every schedule of the catalogue, against brute force over the
+   simulated step: every partition and every choice, each simulated on its own. How many plans are the best, how many
+   are proven, the worst miss; and that no lower bound lies above the best step (asserted).
+2. The table of issue 12: 36 questions each for four schedules, against every partition.
+3. The profiles of PipeDream's authors, under a memory cap: the plan's gap, and the plan against the two things people
+   do by hand, both simulated by the same simulator: equal layer counts, and cuts balanced by time, each recomputing
+   every layer of a stage that does not fit.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "plan"))
 
-from plan_chains import large_problem
-from plan_oracles import brute_force, close, milp, random_problem
+from plan_oracles import SCHEDULES, Problem, brute_force, random_problem, random_profile
 
 from vpipe.plan.bounds import Options
 from vpipe.plan.costs import Profile
+from vpipe.plan.floor import lower_bound
 from vpipe.plan.graph_text import load_graph
+from vpipe.plan.judge import Judge
 from vpipe.plan.layout import Layout
 from vpipe.plan.memory import Choice
-from vpipe.plan.partition import Partition, best_partition
 from vpipe.plan.planner import plan
 from vpipe.plan.predict import Machine, Pipe, predict, stage_facts
 from vpipe.plan.shortfall import shortfall
@@ -36,39 +38,58 @@ from vpipe.plan.shortfall import shortfall
 PROFILES = Path(__file__).parents[3] / "shared" / "data" / "profiles"
 
 
-def against_brute_force(count: int) -> dict[str, int]:
-    equal = fitting = 0
-    for seed in range(count):
-        problem = random_problem(random.Random(200_000 + seed), 7, 4)
-        found = best_partition(problem.profile, problem.stages, problem.objective, problem.options)
-        wanted = brute_force(problem)
-        fitting += wanted is not None
-        value = found.value if isinstance(found, Partition) else None
-        equal += value is None if wanted is None else value is not None and close(value, wanted)
-    return {"chains": count, "with_a_plan": fitting, "equal": equal}
+class Tally:
+    """How plans compare with brute force."""
+
+    def __init__(self) -> None:
+        self.asked = self.fitting = self.best = self.proven = 0
+        self.worst = 0.0
+
+    def ask(self, problem: Problem) -> None:
+        wanted, found = brute_force(problem), problem.plan()
+        self.asked += 1
+        if wanted is None:
+            assert found is None, problem
+            return
+        bound = lower_bound(Judge(problem.profile, problem.pipe, problem.machine), problem.options)
+        assert bound <= wanted, problem
+        self.fitting += 1
+        miss = float("inf") if found is None else found.step_time / wanted - 1 if wanted else 0.0
+        assert found is None or found.lower_bound <= wanted * (1 + 1e-9), problem
+        self.best += miss <= 1e-9
+        self.proven += found is not None and found.exact
+        self.worst = max(self.worst, miss)
+
+    def to_json(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ("asked", "fitting", "best", "proven", "worst")}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.best} of {self.fitting} are the best ({self.asked} asked), {self.proven} proven, worst miss "
+            f"{self.worst:.1%}, no bound above a step"
+        )
 
 
-def against_milp(count: int) -> dict[str, int]:
-    equal = fitting = 0
-    for seed in range(count):
-        problem = random_problem(random.Random(2000 + seed), 48, 8, min_layers=24)
-        found = best_partition(problem.profile, problem.stages, problem.objective, problem.options, effort=10_000_000)
-        wanted = milp(problem)
-        fitting += wanted is not None
-        value = found.value if isinstance(found, Partition) else None
-        equal += value is None if wanted is None else value is not None and close(value, wanted)
-    return {"chains": count, "with_a_plan": fitting, "equal": equal}
+def small(count: int, *, capped: bool) -> Tally:
+    """``count`` questions of every schedule."""
+    tally = Tally()
+    for schedule in SCHEDULES:
+        for seed in range(count):
+            problem = random_problem(50_000 + seed, schedule, capped=capped, most_layers=4 if capped else 7)
+            if problem is not None:
+                tally.ask(problem)
+    return tally
 
 
-def gaps(count: int) -> dict[str, float]:
-    found = []
-    for seed in range(count):
-        rng = random.Random(300_000 + seed)
-        size = rng.choice([60, 100, 150, 200]), rng.choice([4, 8, 12, 16])
-        partition = best_partition(*large_problem(300_000 + seed, *size))
-        assert isinstance(partition, Partition)
-        found.append(partition.gap)
-    return {"chains": count, "exact": sum(gap <= 2e-9 for gap in found), "worst_gap": max(found)}
+def reported(schedule: str) -> Tally:
+    """36 questions: 6 chains of 8 layers, 2 and 3 ranks, 3 numbers of microbatches."""
+    tally = Tally()
+    for seed in range(6):
+        profile = random_profile(random.Random(seed), 8)
+        for ranks in (2, 3):
+            for count in (2, 4, 8):
+                tally.ask(Problem(profile, schedule, ranks, count))
+    return tally
 
 
 def by_hand(profile: Profile, layout: Layout, pipe: Pipe, machine: Machine) -> float | None:
@@ -113,8 +134,14 @@ def main() -> None:
     quick = arguments.quick
     say = (lambda *words: None) if arguments.json else (lambda *words: print(*words, flush=True))
     result: dict[str, object] = {}
-    result["brute_force"] = part = against_brute_force(200 if quick else 2000)
-    say(f"brute force: {part['equal']} of {part['chains']} chains equal ({part['with_a_plan']} of them have a plan)")
+    for name, capped, count in (("no cap", False, 4 if quick else 30), ("capped", True, 2 if quick else 10)):
+        tally = small(count, capped=capped)
+        result[name] = tally.to_json()
+        say(f"brute force, {name}: {tally}")
+    for schedule in ("1f1b", "eager-1f1b", "zb-h1", "zb-h2"):
+        tally = reported(schedule)
+        result[schedule] = tally.to_json()
+        say(f"issue 12, {schedule}: {tally}")
     rows = []
     if PROFILES.exists():
         say("profile   stages      cap     step       gap   equal counts   balanced by time   (times the plan's step)")
@@ -128,10 +155,6 @@ def main() -> None:
     result["profiles"] = rows
     ratios = [row["even_ratio"] for row in rows if row["even_ratio"]]
     result["median_even_ratio"] = statistics.median(ratios) if ratios else None
-    result["gaps"] = part = gaps(20 if quick else 1000)
-    say(f"larger chains: {part['exact']} of {part['chains']} proven exact, worst gap {part['worst_gap']:.2e}")
-    result["milp"] = part = against_milp(3 if quick else 20)
-    say(f"milp: {part['equal']} of {part['chains']} chains equal ({part['with_a_plan']} of them have a plan)")
     if arguments.json:
         print(json.dumps(result))
 
@@ -139,7 +162,7 @@ def main() -> None:
 def line(row: dict[str, object]) -> str:
     ratios = [f"{row[key]:.3f}" if row[key] else "does not fit" for key in ("even_ratio", "balanced_ratio")]
     return (
-        f"{row['profile']:9} {row['stages']:6} {row['cap_gib']:6.2f}G {row['step_s']:7.3f}s {row['gap']:9.1e} "
+        f"{row['profile']:9} {row['stages']:6} {row['cap_gib']:6.2f}G {row['step_s']:7.3f}s {row['gap']:9.2%} "
         f"{ratios[0]:>14} {ratios[1]:>18}"
     )
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from vpipe.plan.bounds import Options
 from vpipe.plan.costs import LayerCost, Profile
-from vpipe.plan.memory import Choice, StageFacts, stage_memory
-from vpipe.plan.partition import Objective
+from vpipe.plan.pipe import Pipe, stage_facts
+from vpipe.plan.predict import Machine
 from vpipe.plan.shortfall import shortfall
 
 MIB = 1 << 20
@@ -43,30 +43,9 @@ def large_chain(seed: int, num_layers: int, *, alike: float = 0.3, swap: float =
     )
 
 
-def large_problem(seed: int, num_layers: int, num_stages: int) -> tuple[Profile, list[StageFacts], Objective]:
-    """A chain under 1F1B or PipeDream, with memory between what is just enough and what keeps everything."""
-    profile = large_chain(seed, num_layers)
-    rng = random.Random(seed + 1)
-    asynchronous = rng.random() < 0.3
-    num_units = num_stages * rng.randint(1, 4)
-    facts = [
-        StageFacts(
-            units=num_stages - s if asynchronous else min(num_units, num_stages - s),
-            versions=num_stages - s if asynchronous else 1,
-            memory=1.0,
-            speed=rng.choice([1.0, 1.0, 0.8]),
-            waiting=1 if asynchronous else rng.choice([1, 1, 2, 3]),
-        )
-        for s in range(num_stages)
-    ]
-    least = shortfall(profile, facts, Options()).missing + 1
-    most = max(_kept(profile, fact, s, num_stages) for s, fact in enumerate(facts))
-    cap = least + rng.uniform(0.05, 1.0) * max(most - least, 0.2 * least)
-    objective = Objective(0.0, num_units) if asynchronous else Objective(1.0, num_units - 1)
-    return profile, [replace(fact, memory=cap) for fact in facts], objective
-
-
-def _kept(profile: Profile, fact: StageFacts, stage: int, num_stages: int) -> int:
-    start, stop = (profile.num_layers * s // num_stages for s in (stage, stage + 1))
-    kept = [Choice.KEEP] * (stop - start)
-    return stage_memory(profile, start, stop, kept, fact, first=stage == 0, last=stage == num_stages - 1).total
+def cap_of(profile: Profile, schedule: str, num_ranks: int, num_microbatches: int, room: float) -> float:
+    """A cap between what is just enough (0) and what keeps everything (1)."""
+    pipe = Pipe.of(schedule, num_ranks, num_microbatches)
+    facts = stage_facts(pipe.program, Machine.of(num_ranks, 1.0))
+    least, most = (shortfall(profile, facts, options).missing + 1 for options in (Options(), Options(False, False)))
+    return least + room * (most - least)

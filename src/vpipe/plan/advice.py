@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from vpipe.errors import UserError
 from vpipe.plan.bounds import Options
 from vpipe.plan.costs import Profile
+from vpipe.plan.judge import Judge
 from vpipe.plan.layout import Layout
 from vpipe.plan.memory import Choice
-from vpipe.plan.predict import Machine, Pipe, Prediction, stage_facts
-from vpipe.plan.shortfall import Shortfall, shortfall
+from vpipe.plan.packing import Packer
+from vpipe.plan.predict import Machine, Pipe, Prediction
+from vpipe.plan.shortfall import shortfall
+from vpipe.plan.starts import least_overflow
 from vpipe.plan.units import format_bytes, format_seconds
 
 
@@ -56,19 +59,17 @@ class Misfit(Infeasible):
     def __init__(self, profile: Profile, pipe: Pipe, machine: Machine, options: Options) -> None:
         super().__init__(f"no plan of {pipe.entry.name} on {pipe.num_ranks} ranks fits into memory")
         self._problem = profile, pipe, machine, options
-        self._short = _short(*self._problem)
+        self._short = missing(*self._problem)
 
     @property
-    def missing(self) -> tuple[int, float]:
-        """Stages per rank, then bytes: misfits are compared by this, since several stages share their rank's memory."""
-        return self._problem[1].stages_per_rank, self._short.missing
+    def missing(self) -> float:
+        """Bytes: misfits are compared by this."""
+        return self._short.size
 
     def explained(self) -> Infeasible:
-        """The error with the numbers: how many bytes, which stage, and what would fit."""
-        profile, pipe, machine, options = self._problem
+        """The error with the numbers: how many bytes, where, and what would fit."""
+        profile, pipe, _, options = self._problem
         short = self._short
-        start, stop = short.cuts[short.stage], short.cuts[short.stage + 1] - 1
-        cap = machine.memory[pipe.program.placement.ranks_of[short.stage][0]] / pipe.stages_per_rank
         means = {"recomputing": options.recompute, "swapping": options.swap}
         used = " and ".join(name for name, allowed in means.items() if allowed)
         remedies = []
@@ -77,27 +78,48 @@ class Misfit(Infeasible):
         if (rows := _fitting_rows(*self._problem)) is not None:
             remedies.append(f"microbatches of {rows} instead of {profile.microbatch_rows} rows")
         remedy = f"it would fit with {' or with '.join(remedies)}" if remedies else "it needs ranks with more memory"
+        found = "fits" if short.proven else "was found that fits (not every partition was tried)"
         return Infeasible(
-            f"no plan of {pipe.entry.name} on {pipe.num_ranks} ranks fits: stage {short.stage} (layers {start} to "
-            f"{stop}) is short by {format_bytes(short.missing)} ({short.missing:.0f} bytes) of {format_bytes(cap)}"
+            f"no plan of {pipe.entry.name} on {pipe.num_ranks} ranks {found}: {short.place} is short by "
+            f"{format_bytes(short.size)} ({short.size:.0f} bytes) of {format_bytes(short.cap)}"
             f"{f' with {used} wherever it helps' if used else ''}; {remedy}"
         )
 
 
-def _short(profile: Profile, pipe: Pipe, machine: Machine, options: Options) -> Shortfall:
-    return shortfall(profile, stage_facts(pipe.program, machine, 1.0 / pipe.stages_per_rank), options)
+@dataclass(frozen=True)
+class Missing:
+    """What the best partition lacks, where; ``proven`` if no other lacks less. ``size`` is 0 or less if all fit."""
+
+    size: float
+    place: str
+    cap: float
+    proven: bool = True
+
+
+def missing(profile: Profile, pipe: Pipe, machine: Machine, options: Options) -> Missing:
+    """By how much memory is short. Several stages share their rank's memory, so there a rank is short, not a stage."""
+    if pipe.num_stages > profile.num_layers:
+        raise UserError(f"{pipe.num_stages} stages for {profile.num_layers} layers")
+    judge = Judge(profile, pipe, machine)
+    if pipe.stages_per_rank == 1:
+        short = shortfall(judge.profile, judge.facts, options)
+        layers = f"layers {short.cuts[short.stage]} to {short.cuts[short.stage + 1] - 1}"
+        return Missing(short.missing, f"stage {short.stage} ({layers})", judge.facts[short.stage].memory)
+    packer = Packer(judge, options)
+    size, group, proven = least_overflow(judge, packer)
+    return Missing(size, f"the rank of stages {', '.join(map(str, packer.groups[group]))}", packer.caps[group], proven)
 
 
 def _enough_ranks(profile: Profile, pipe: Pipe, machine: Machine, options: Options) -> int | None:
     """The smallest number of equal ranks that would do: doubled until it fits, then halved down."""
-    if len(set(machine.memory)) > 1 or len(set(machine.speed)) > 1:
+    if len(set(machine.memory)) > 1 or len(set(machine.speed)) > 1 or machine.bandwidth or pipe.replicas:
         return None
     most = profile.num_layers // pipe.stages_per_rank
 
     def fits(ranks: int) -> bool:
-        more = Machine((machine.memory[0],) * ranks, (machine.speed[0],) * ranks)
+        more = Machine.of(ranks, machine.memory[0], machine.speed[0])
         try:
-            return _short(profile, replace(pipe, num_ranks=ranks), more, options).missing <= 0
+            return missing(profile, replace(pipe, num_ranks=ranks), more, options).size <= 0
         except UserError:
             return False
 
@@ -118,6 +140,6 @@ def _fitting_rows(profile: Profile, pipe: Pipe, machine: Machine, options: Optio
     low, high = 0, profile.microbatch_rows
     while high - low > 1:
         middle = (low + high) // 2
-        fits = _short(profile.scaled(middle), pipe, machine, options).missing <= 0
+        fits = missing(profile.scaled(middle), pipe, machine, options).size <= 0
         low, high = (middle, high) if fits else (low, middle)
     return low or None

@@ -116,7 +116,7 @@ class StageBounds:
         room = self.facts.memory - (self.fixed[stop] - self.fixed[start] + self.before[start] + self.after[stop])
         base = self.base[stop] - self.base[start] + self.overhead
         need = self.kept[stop] - self.kept[start] - room
-        whole = need <= -_SLACK * np.abs(room)
+        whole = need <= 0  # bytes are whole numbers, so sums of them are exact
         bound = base.copy()
         for price, weight, sums in self.prices:
             np.maximum(bound, (1 - weight) * base + (sums[stop] - sums[start]) - price * room, out=bound)

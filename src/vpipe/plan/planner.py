@@ -3,18 +3,18 @@
     plan(profile, 4, memory="4GiB", num_microbatches=8)                      the best partition for 1f1b
     plan(profile, 4, memory="4GiB", num_microbatches=8, schedule="auto")     and the best schedule
 
-For a schedule with one stage per rank the partition minimises ``Σ t_s + transfers + (m-1) · max t_s`` (asynchronous:
-``m · max t_s``) exactly, or says how far it may be off. The step time is then simulated with the schedule's own
-program. With several stages per rank the same search serves as a heuristic, and the gap is to the time that the work
-alone takes.
+One number is minimised, bounded and printed: the simulated step of the lowered program (``predict``). Candidates come
+from ``starts``, the search over cuts and choices from ``search``, the bound from ``floor``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from vpipe.errors import UserError
@@ -22,16 +22,16 @@ from vpipe.plan import show
 from vpipe.plan.advice import Misfit, explain_limit
 from vpipe.plan.bounds import Options
 from vpipe.plan.costs import Profile, write_text
-from vpipe.plan.cuts import Cutter
+from vpipe.plan.floor import lower_bound
+from vpipe.plan.judge import Judge
 from vpipe.plan.layout import Layout
-from vpipe.plan.partition import EFFORT, Objective, Partition, best_partition
-from vpipe.plan.predict import Machine, Pipe, Prediction, predict, stage_facts
-from vpipe.plan.several import balance_ranks
+from vpipe.plan.packing import Packer
+from vpipe.plan.predict import Machine, Pipe, Prediction, predict
+from vpipe.plan.search import Limits, Search
+from vpipe.plan.starts import starts
 from vpipe.plan.units import parse_bytes
 from vpipe.schedule.catalog import entries
 
-_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-"""What a stage may take of its rank's memory when a rank holds several: the largest with which the rank fits."""
 _NOT_FOR_AUTO = ("naive", "zb-auto")
 """``naive`` is for debugging, ``zb-auto`` plans on its own and is slow."""
 
@@ -50,10 +50,8 @@ class Plan:
     microbatch_rows: int
     memory: tuple[float, ...]
     prediction: Prediction
-    objective: float
-    """What was minimised: the closed form of the step time."""
     lower_bound: float
-    """No plan under this schedule and memory has a smaller objective."""
+    """No plan under this schedule and memory has a shorter step."""
     limit: str
     """What keeps it from being faster, in words."""
     ranking: tuple[tuple[str, float], ...] = ()
@@ -64,8 +62,14 @@ class Plan:
         return self.prediction.step_time
 
     @property
+    def objective(self) -> float:
+        """What was minimised: the step."""
+        return self.step_time
+
+    @property
     def gap(self) -> float:
-        return max(0.0, 1 - self.lower_bound / self.objective) if self.objective > 0 else 0.0
+        """By how much the step is above the bound."""
+        return max(0.0, self.step_time / self.lower_bound - 1) if self.lower_bound > 0 else 0.0
 
     @property
     def exact(self) -> bool:
@@ -117,7 +121,9 @@ def plan(
     swap: bool = True,
     batch_rows: int | None = None,
     modes: Sequence[str] = ("bsp",),
-    effort: int = EFFORT,
+    effort: float = 1.0,
+    time_limit: float | None = None,
+    tell: Callable[[str], None] = lambda words: None,
 ) -> Plan:
     """The best plan for ``num_ranks`` ranks.
 
@@ -131,6 +137,7 @@ def plan(
     counts = [num_microbatches] if isinstance(num_microbatches, int) else list(num_microbatches)
     if num_ranks < 1 or not counts or min(counts) < 1:
         raise UserError(f"a plan needs at least one rank and one microbatch, not {num_ranks} and {counts}")
+    limits = Limits(effort, inf if time_limit is None else monotonic() + time_limit, tell)
     found: list[Plan] = []
     misfits: list[Misfit] = []
     refusals: list[UserError] = []
@@ -139,7 +146,7 @@ def plan(
         for name in _candidates(schedule, modes):
             try:
                 pipe = Pipe.of(name, num_ranks, count, stages_per_rank if schedule != "auto" else None)
-                found.append(_plan(scaled, pipe, machine, options, effort))
+                found.append(_plan(scaled, pipe, machine, options, limits))
             except Misfit as misfit:
                 misfits.append(misfit)
             except UserError as error:
@@ -154,42 +161,20 @@ def plan(
     return replace(found[0], ranking=ranking if len(found) > 1 else ())
 
 
-def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, effort: int) -> Plan:
+def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limits: Limits) -> Plan:
     if pipe.num_stages > profile.num_layers:
         raise UserError(
             f"{pipe.entry.name} on {pipe.num_ranks} ranks has {pipe.num_stages} stages, but the model has only "
             f"{profile.num_layers} layers; use fewer ranks"
         )
-    profile = pipe.charged(profile)
-    rounds = pipe.num_microbatches * pipe.stages_per_rank
-    objective = Objective(0.0, rounds) if pipe.asynchronous else Objective(1.0, rounds - 1)
-    several = pipe.stages_per_rank > 1
-    even = 1.0 / pipe.stages_per_rank
-    best: tuple[Partition, Layout, Prediction] | None = None
-    # One stage per rank: one round, with all of the rank's memory.
-    for share in (*(share for share in _SHARES if share > even), even):
-        facts = stage_facts(pipe.program, machine, share)
-        partition = best_partition(profile, facts, objective, options, effort=effort)
-        if not isinstance(partition, Partition):
-            break
-        tried = [partition]
-        if several:
-            cutter, placement = Cutter(profile, facts, options), pipe.program.placement
-            tried.append(balance_ranks(cutter, placement, pipe.num_microbatches, partition))
-        for each in tried:
-            layout = Layout(each.cuts, each.choices)
-            prediction = predict(profile, layout, pipe, machine)
-            fits = all(size <= cap for size, cap in zip(prediction.rank_memory, machine.memory, strict=True))
-            if fits and (best is None or prediction.step_time < best[2].step_time):
-                best = each, layout, prediction
-        if best is not None:
-            break
-    if best is None:
+    judge = Judge(profile, pipe, machine)
+    packer = Packer(judge, options)
+    found = Search(judge, packer, limits).run(starts(judge, packer, options))
+    if found is None:
         raise Misfit(profile, pipe, machine, options)
-    partition, layout, prediction = best
-    work = sum(layer.total for layer in profile.layers)
+    prediction = predict(profile, found.layout, pipe, machine)
     return Plan(
-        layout=layout,
+        layout=found.layout,
         schedule=pipe.entry.name,
         num_ranks=pipe.num_ranks,
         stages_per_rank=pipe.stages_per_rank,
@@ -197,9 +182,8 @@ def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, effo
         microbatch_rows=profile.microbatch_rows,
         memory=machine.memory,
         prediction=prediction,
-        objective=prediction.step_time if several else partition.value,
-        lower_bound=pipe.num_microbatches * work / sum(machine.speed) if several else partition.bound,
-        limit=explain_limit(profile, layout, prediction),
+        lower_bound=prediction.step_time if found.proven else lower_bound(judge, options),
+        limit=explain_limit(profile, found.layout, prediction),
     )
 
 

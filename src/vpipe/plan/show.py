@@ -73,15 +73,10 @@ def _step(plan: Plan) -> str:
 
 
 def _proof(plan: Plan) -> str:
-    """The proof is about the closed form, which knows one order of work; with several stages per rank, about the work
-    alone."""
-    bound = format_seconds(plan.lower_bound)
-    if plan.stages_per_rank > 1:
-        return f"lower bound {bound}, the work alone: gap {plan.gap:.1%} (several stages per rank are a heuristic)"
-    form = f"closed form {format_seconds(plan.objective)}, lower bound {bound}"
+    """How far the step is above what no plan of this schedule goes below."""
     if plan.exact:
-        return f"{form}: no other partition or choice of what to keep is better (exact)"
-    return f"{form}: gap {plan.gap:.2%}"
+        return f"lower bound {format_seconds(plan.lower_bound)}: no other partition or choice is quicker (exact)"
+    return f"lower bound {format_seconds(plan.lower_bound)}: gap {plan.gap:.2%}"
 
 
 def ranking(plan: Plan) -> str:

@@ -32,6 +32,12 @@ class StageCosts:
     """What remains of it between F and R, or OUT and IN, where the program has them."""
     transfer: float = 0.0
     """The time a message that leaves the stage occupies its link."""
+    transfer_back: float | None = None
+    """The same for a gradient, which leaves over the link before the stage; ``None``: as ``transfer``."""
+    latency: float | None = None
+    """Of the link behind the stage, where links differ; ``None``: ``Costs.latency``."""
+    latency_back: float | None = None
+    """Of the link before the stage."""
     weights: float = 0.0
     """One version of the stage's weights."""
 

@@ -23,14 +23,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from vpipe.schedule.action import Kind
 from vpipe.schedule.collector import collector_paused
 from vpipe.schedule.costs import Costs, StageCosts
-from vpipe.schedule.flat import KINDS, NONE, Flat
+from vpipe.schedule.flat import CODE, KINDS, NONE, Flat, Ints
 from vpipe.schedule.lanes import Event, Lanes, Transfers, find_transfers
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import LANE, SEND_OF, Lane, Message
+from vpipe.schedule.semantics import LANE, Lane, Message
+
+Array = npt.NDArray[np.float64]
 
 
 class Transport(StrEnum):
@@ -78,26 +81,39 @@ def run(
         flat = Flat(program)
         transfers = find_transfers(flat)
         lanes = Lanes(flat, transfers, transport is Transport.RENDEZVOUS, blocking_sends)
-        times = _loop(lanes, *_durations(flat, transfers, costs, blocking_sends))
+        times = loop(lanes, *_durations(flat, transfers, costs, blocking_sends))
         return Timeline(flat, transfers, lanes.lanes, *times)
 
 
 def _durations(
     flat: Flat, transfers: Transfers, costs: Costs | None, blocking_sends: bool
-) -> tuple[list[float], list[float], float]:
-    """Of every action, of every transfer, and the latency; a blocking SEND takes the time of its transfer itself."""
+) -> tuple[list[float], list[float], list[float]]:
+    """Of every action, of every transfer, and the latency of each; a blocking SEND takes its transfer's time itself."""
     costs = costs or Costs(tuple(_UNIT for _ in range(flat.program.num_stages)))
-    price = np.array(
-        [
-            [_price(kind, cost) + costs.overhead * (LANE[kind] is Lane.COMPUTE) for cost in costs.stages]
-            for kind in KINDS
-        ]
-    )
-    transfer = np.array([cost.transfer for cost in costs.stages])
+    price, hop, lag = price_tables(costs)
     if blocking_sends:
-        price[[KINDS.index(kind) for kind in SEND_OF.values()]] = transfer + costs.latency
-        return price[flat.kind, flat.stage].tolist(), [0.0] * len(transfers), 0.0
-    return price[flat.kind, flat.stage].tolist(), transfer[flat.stage[transfers.send]].tolist(), costs.latency
+        price[[CODE[Kind.SEND_F], CODE[Kind.SEND_B]]] = hop + lag
+        nothing = [0.0] * len(transfers)
+        return price[flat.kind, flat.stage].tolist(), nothing, nothing
+    way = directions(flat, transfers)
+    stage = flat.stage[transfers.send]
+    return price[flat.kind, flat.stage].tolist(), hop[way, stage].tolist(), lag[way, stage].tolist()
+
+
+def directions(flat: Flat, transfers: Transfers) -> Ints:
+    """0 for a message that goes forward, 1 for a gradient."""
+    found: Ints = (flat.kind[transfers.send] == CODE[Kind.SEND_B]).astype(np.int64)
+    return found
+
+
+def price_tables(costs: Costs) -> tuple[Array, Array, Array]:
+    """Seconds of (kind, stage), and of (direction, stage) what a message occupies its link and what it then waits."""
+    stages = costs.stages
+    price = [[_price(kind, cost) + costs.overhead * (LANE[kind] is Lane.COMPUTE) for cost in stages] for kind in KINDS]
+    back = [cost.transfer if cost.transfer_back is None else cost.transfer_back for cost in stages]
+    lag = [[cost.latency for cost in stages], [cost.latency_back for cost in stages]]
+    waits = [[costs.latency if each is None else each for each in row] for row in lag]
+    return np.array(price), np.array([[cost.transfer for cost in stages], back]), np.array(waits)
 
 
 _UNIT = StageCosts(1.0, 1.0, 1.0, recompute=1.0, swap=1.0)
@@ -126,8 +142,8 @@ def _price(kind: Kind, cost: StageCosts) -> float:
             return 0.0
 
 
-def _loop(
-    graph: Lanes, duration: list[float], transfer: list[float], latency: float
+def loop(
+    graph: Lanes, duration: list[float], transfer: list[float], latency: list[float]
 ) -> tuple[list[float], list[float], list[float], list[float]]:
     """Run each lane until it needs an action that has not ended; wake it when that action ends.
 
@@ -175,7 +191,7 @@ def _loop(
                             at = free_at
                         departed[current] = at
                         free_at = at + transfer[current]
-                        arrived[current] = at = free_at + latency
+                        arrived[current] = at = free_at + latency[current]
                         current += 1
                     upcoming[line], free[line] = current, free_at
                 if at > now:

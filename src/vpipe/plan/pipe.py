@@ -1,0 +1,159 @@
+"""A schedule with its numbers, and what its program says about every stage and rank.
+
+N units in flight, V weight versions, w units that wait for their weight gradient: none of them is a formula here, all
+are counted in the schedule's own program, so a schedule of another package is planned like ours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from vpipe.errors import UserError
+from vpipe.plan.costs import Profile
+from vpipe.plan.machine import Machine
+from vpipe.plan.memory import StageFacts
+from vpipe.schedule.action import Kind
+from vpipe.schedule.catalog import get
+from vpipe.schedule.entry import Entry
+from vpipe.schedule.program import Program
+from vpipe.schedule.replicas import replicate
+from vpipe.schedule.semantics import WEIGHT_GRADIENT, live_versions, most_open, units_in_flight
+
+MOST_ACTIONS = 2_000_000
+"""Forwards of a program that is still planned: each becomes several actions of a few hundred bytes."""
+
+Peak = tuple[tuple[int, int], ...]
+"""Units that a rank holds at some moment: (stage, units) of each of its stages."""
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """``num_ranks`` ranks form a pipeline; ``replicas`` of it run side by side, or, per stage, replicas of each."""
+
+    entry: Entry
+    num_ranks: int
+    num_microbatches: int
+    stages_per_rank: int
+    replicas: tuple[int, ...] = ()
+    """Of each stage; empty: one. A synchronous schedule has as many of every stage."""
+
+    @classmethod
+    def of(
+        cls,
+        schedule: str,
+        num_ranks: int,
+        num_microbatches: int,
+        stages_per_rank: int | None = None,
+        replicas: tuple[int, ...] = (),
+    ) -> Pipe:
+        entry = get(schedule)
+        found = cls(entry, num_ranks, num_microbatches, stages_per_rank or entry.stages_per_rank, replicas)
+        if len(set(replicas)) > 1 and "replicas" not in entry.options:
+            raise UserError(f"{entry.name} has as many replicas of every stage, not {list(replicas)}")
+        size = found.num_stages * num_microbatches * found.width
+        if size > MOST_ACTIONS:
+            raise UserError(
+                f"{found.num_stages} stages and {num_microbatches} microbatches are {size} forwards, and a plan "
+                f"simulates at most {MOST_ACTIONS}; use fewer microbatches"
+            )
+        return found
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.replicas) if self.replicas and self.asynchronous else self.num_ranks * self.stages_per_rank
+
+    @property
+    def width(self) -> int:
+        """Pipelines side by side."""
+        return self.replicas[0] if self.replicas and not self.asynchronous else 1
+
+    @property
+    def total_ranks(self) -> int:
+        return sum(self.replicas) if self.replicas and self.asynchronous else self.num_ranks * self.width
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.entry.mode != "bsp"
+
+    def charged(self, profile: Profile) -> Profile:
+        """The profile as this schedule pays for it: one that updates after every unit has the update in each unit's
+        work."""
+        if not self.asynchronous or "num_batches" in self.entry.options:
+            return profile
+        layers = (replace(x, weight_grad=x.weight_grad + x.update, update=0.0) for x in profile.layers)
+        return replace(profile, layers=tuple(layers))
+
+    def batches(self, count: int) -> Program:
+        """The program of ``count`` batches without a drain; a synchronous schedule drains after each, so has one."""
+        if not self.asynchronous:
+            program = self.entry.build(self.num_ranks, self.num_microbatches, self.stages_per_rank)
+            return replicate(program, self.width) if self.width > 1 else program
+        if "num_batches" in self.entry.options:
+            return self.entry.build(self.num_ranks, self.num_microbatches, num_batches=count)
+        if self.replicas:
+            units = self.num_microbatches * count
+            return self.entry.build(self.total_ranks, units, replicas=list(self.replicas))
+        return self.entry.build(self.num_ranks, self.num_microbatches * count)
+
+    @cached_property
+    def num_batches(self) -> int:
+        """So many that an asynchronous pipe is in its steady state."""
+        return 1 + math.ceil(2 * self.total_ranks / self.num_microbatches) if self.asynchronous else 1
+
+    @cached_property
+    def program(self) -> Program:
+        return self.batches(self.num_batches)
+
+    @cached_property
+    def split(self) -> bool:
+        """Whether some backward is divided into I and W."""
+        return any(action.kind is Kind.I for _, action in self.program.actions())
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """Per stage, the units of one step that the busiest of its ranks runs."""
+        if self.asynchronous:
+            ranks = self.replicas or (1,) * self.num_stages
+            return tuple(math.ceil(self.num_microbatches / r) for r in ranks)
+        return (self.num_microbatches,) * self.num_stages
+
+    @cached_property
+    def peaks(self) -> tuple[tuple[Peak, ...], ...]:
+        """Per rank, the moments at which it holds most: none is below another in every stage."""
+        return tuple(_peaks(self.program, rank) for rank in range(self.program.num_ranks))
+
+
+def _peaks(program: Program, rank: int) -> tuple[Peak, ...]:
+    held = dict.fromkeys(program.placement.stages_of[rank], 0)
+    seen: set[Peak] = set()
+    for stage, kind, _ in program.rows[rank]:
+        if kind is Kind.F:
+            held[stage] += 1
+            seen.add(tuple(held.items()))
+        elif kind in WEIGHT_GRADIENT:
+            held[stage] -= 1
+    most: list[Peak] = []
+    for peak in sorted(seen, key=lambda each: -sum(units for _, units in each)):
+        if not any(all(n <= o for (_, n), (_, o) in zip(peak, other, strict=True)) for other in most):
+            most.append(peak)
+    return tuple(most)
+
+
+def units_waiting(program: Program) -> list[int]:
+    """Per stage, the most units between the start of their backward and the end of their weight gradient."""
+    return [max(1, most) for most in most_open(program, (Kind.I,), (Kind.W,))]
+
+
+def stage_facts(program: Program, machine: Machine, share: float = 1.0) -> list[StageFacts]:
+    """What the schedule and the ranks say about each stage; a stage may use ``share`` of its rank's memory."""
+    facts = []
+    versions = live_versions(program)
+    waiting = units_waiting(program)
+    for stage, units in enumerate(units_in_flight(program)):
+        ranks = program.placement.ranks_of[stage]
+        memory = min(machine.memory[rank] for rank in ranks) * share
+        speed = min(machine.speed[rank] for rank in ranks)
+        facts.append(StageFacts(units, versions[stage], memory, speed, waiting[stage]))
+    return facts

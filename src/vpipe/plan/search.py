@@ -1,0 +1,330 @@
+"""The search for the best layout, judged by the simulated step.
+
+Candidates come from elsewhere (``starts``): the partition that is best by the closed form, cuts balanced by time and by
+memory. From the best of them the search moves cuts, alone or several in a row, and changes what ranks recompute or
+swap, while that makes the step shorter. It knows beforehand which moves are in vain: the longest path of the layout at
+hand weighs, after a move, no more than the step after the move.
+
+Where a model has few partitions all of them are looked at, with every choice of what to keep. The paths met so far
+rule most of them out; if none of the rest is shorter, the layout is proven to be the best.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice, pairwise, product
+from math import comb, inf
+from time import monotonic
+
+import numpy as np
+
+from vpipe.plan.judge import PLAIN, Array, Candidate, Judge
+from vpipe.plan.layout import Layout
+from vpipe.plan.memory import Choice
+from vpipe.plan.packing import Packer, Packing
+from vpipe.schedule.batch import Path
+
+SLACK = 1e-9
+"""Steps closer than this are equal: the sums of thousands of floats are no better."""
+_NODES, _NODES_EACH = 1_000_000, 500
+"""Effort 1: nodes of the graph that are passed, and how often the whole graph besides."""
+_CHUNK = 1_000_000
+_RESTARTS = 8
+_NEVER = 1e30
+"""Seconds that a stage takes which does not fit."""
+_ALL_RUNS = 24
+"""Up to so many stages every run of cuts is moved, beyond only short ones."""
+_FEW_CUTS, _FEW_LAYOUTS = 6_000, 20_000
+"""Partitions that are all looked at, and layouts."""
+
+Cuts = tuple[int, ...]
+State = tuple[Cuts, tuple[int, ...]]
+"""Cuts, and which packing each group of stages takes."""
+Whole = tuple[Cuts, tuple[Packing, ...]]
+
+
+@dataclass
+class Limits:
+    """How long a search may go on: an effort that every machine counts alike, and a time."""
+
+    effort: float = 1.0
+    deadline: float = inf
+    tell: Callable[[str], None] = lambda words: None
+
+    @property
+    def over(self) -> bool:
+        return monotonic() > self.deadline
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits, its step by the judge, and whether all others were looked at."""
+
+    layout: Layout
+    step: float
+    proven: bool = False
+
+
+class Search:
+    """One schedule on one machine."""
+
+    def __init__(self, judge: Judge, packer: Packer, limits: Limits) -> None:
+        self.judge, self.packer, self.limits = judge, packer, limits
+        self.known: dict[State, float] = {}
+        self.paths: list[Path] = []
+        """Longest paths of the plain graph: each bounds every layout."""
+        self.budget = int(limits.effort * (_NODES + _NODES_EACH * judge.num_nodes))
+        self.synchronous = not judge.pipe.asynchronous
+        self.best: tuple[float, State] | None = None
+        self._left = 0.0
+
+    def run(self, starts: Iterable[Cuts]) -> Found | None:
+        """The best layout found from the given cuts; ``None`` where none of them fits."""
+        states = [state for cuts in dict.fromkeys(starts) for state in self._states(cuts)]
+        begun = sorted(zip(self._evaluate(states), states, strict=True))
+        for _, state in begun[:3]:
+            self._descend(state)
+        proven = self._look_at_all()
+        if not proven and self.best is not None:
+            self._restart()
+        if self.best is None:
+            return None
+        step, state = self.best
+        whole = state[0], tuple(self._packings(state))
+        if not proven:
+            step, whole = self._polished(step, whole)
+        return Found(self._layout(*whole), step, proven)
+
+    def _layout(self, cuts: Cuts, packings: Sequence[Packing]) -> Layout:
+        choices: list[tuple[Choice, ...]] = [()] * self.judge.pipe.num_stages
+        for group, packing in zip(self.packer.groups, packings, strict=True):
+            for stage, chosen in zip(group, packing.choices, strict=True):
+                choices[stage] = chosen
+        return Layout(cuts, tuple(choices))
+
+    # ── what a state costs ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _cells(self, cuts: Cuts, group: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        return tuple((cuts[stage], cuts[stage + 1]) for stage in group)
+
+    def _packings(self, state: State) -> list[Packing]:
+        cuts, picks = state
+        groups = enumerate(self.packer.groups)
+        return [self.packer.packings(g, self._cells(cuts, group))[picks[g]] for g, group in groups]
+
+    def _states(self, cuts: Cuts) -> list[State]:
+        """The cuts with every group's first packing, and with its last; nothing where a group does not fit."""
+        if self.packer.free:
+            return [(cuts, (0,) * len(self.packer.groups))]
+        counts = []
+        for number, group in enumerate(self.packer.groups):
+            ways = self.packer.packings(number, self._cells(cuts, group))
+            if not ways:
+                return []
+            counts.append(len(ways))
+        first, last = (0,) * len(counts), tuple(count - 1 for count in counts)
+        return [(cuts, first)] if first == last else [(cuts, first), (cuts, last)]
+
+    def _of(self, state: State) -> Candidate:
+        return Candidate(state[0]) if self.packer.free else self._candidate(state[0], self._packings(state))
+
+    def _candidate(self, cuts: Cuts, packings: Sequence[Packing]) -> Candidate:
+        again, swap = [0.0] * self.judge.pipe.num_stages, [0.0] * self.judge.pipe.num_stages
+        for group, packing in zip(self.packer.groups, packings, strict=True):
+            for stage, a, s in zip(group, packing.again, packing.swap, strict=True):
+                again[stage], swap[stage] = a, s
+        return Candidate(cuts, tuple(again), tuple(swap))
+
+    def _step(self, state: State) -> float:
+        return self._evaluate([state])[0]
+
+    def _evaluate(self, states: Sequence[State]) -> list[float]:
+        new = [state for state in dict.fromkeys(states) if state not in self.known]
+        made = [self._of(state) for state in new]
+        for state, step in zip(new, self.judge.steps(made).tolist(), strict=True):
+            self.known[state] = step
+            if self.best is None or step < self.best[0] * (1 - SLACK):
+                self.best = step, state
+        return [self.known[state] for state in states]
+
+    @property
+    def _spent(self) -> bool:
+        return self.judge.work + self.packer.work > self.budget or self.limits.over
+
+    # ── moving ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _descend(self, state: State) -> None:
+        """Moves on while some move makes the step shorter."""
+        step = self._step(state)
+        chunk = max(16, min(256, _CHUNK // self.judge.num_nodes))
+        while not self._spent:
+            moved = None
+            promising = self._promising(state, step)
+            while moved is None and not self._spent and (some := list(islice(promising, chunk))):
+                value, best = min(zip(self._evaluate(some), some, strict=True))
+                if value < step * (1 - SLACK):
+                    moved = best
+                    step = value
+            if moved is None:
+                return
+            state = moved
+
+    def _promising(self, state: State, step: float) -> Iterator[State]:
+        """Moves that may be shorter, the most promising first."""
+        cuts, picks = state
+        for number, group in enumerate(() if self.packer.free else self.packer.groups):
+            for pick in range(len(self.packer.packings(number, self._cells(cuts, group)))):
+                if pick != picks[number]:
+                    yield cuts, (*picks[:number], pick, *picks[number + 1 :])
+        moves = list(dict.fromkeys(_moves(cuts)))
+        if not moves:
+            return
+        floors = self._floors(moves)
+        if self.synchronous:
+            candidate = self._of(state)
+            path = self.judge.path(candidate)
+            if not any(candidate.again) and not any(candidate.swap):
+                self.paths.append(path)
+            floors = np.maximum(floors, self.judge.weights([path], self._at_least(moves)))
+        for index in np.argsort(floors, kind="stable").tolist():
+            if floors[index] >= step * (1 - SLACK):
+                return
+            yield from self._states(moves[index])
+
+    def _at_least(self, cuts: Sequence[Cuts]) -> list[Candidate]:
+        """Candidates that recompute as little as these stages must."""
+        if self.packer.free:
+            return [Candidate(each) for each in cuts]
+        table = np.array(cuts, np.int64)
+        columns = []
+        for stage, bounds in enumerate(self.packer.stages):
+            times, _ = bounds.times(table[:, stage], table[:, stage + 1])
+            base = bounds.base[table[:, stage + 1]] - bounds.base[table[:, stage]] + bounds.overhead
+            extra = times - base if bounds.swap_bandwidth is None else np.zeros_like(base)
+            columns.append(np.where(np.isfinite(times), np.where(extra > SLACK * base, extra, 0.0), _NEVER))
+        again = np.array(columns)
+        return [Candidate(each, tuple(row)) for each, row in zip(cuts, again.T.tolist(), strict=True)]
+
+    def _floors(self, cuts: Sequence[Cuts]) -> Array:
+        """What the busiest rank works, at least."""
+        price, _ = self.judge.prices(self._at_least(cuts))
+        return self.judge.busiest(price)
+
+    def _restart(self) -> None:
+        """Some cuts at random, then down again, as long as the effort lasts."""
+        rng = random.Random(0)
+        for _ in range(int(_RESTARTS * self.limits.effort)):
+            if self._spent or self.best is None:
+                return
+            cuts = list(self.best[1][0])
+            for _ in range(rng.randint(1, 3)):
+                if len(cuts) > 2:
+                    cuts[rng.randint(1, len(cuts) - 2)] += rng.choice((-3, -2, -1, 1, 2, 3))
+            if all(a < b for a, b in pairwise(cuts)):
+                for state in self._states(tuple(cuts)):
+                    self._descend(state)
+
+    def _polished(self, step: float, whole: Whole) -> tuple[float, Whole]:
+        """What the ranks recompute and swap, solved as well as it can be."""
+        cuts, packings = whole
+        if self.packer.free or self.limits.over:
+            return step, whole
+        groups = self.packer.groups
+        harder = tuple(
+            self.packer.harder(number, self._cells(cuts, group), packing)
+            for number, (group, packing) in enumerate(zip(groups, packings, strict=True))
+        )
+        value = float(self.judge.steps([self._candidate(cuts, harder)])[0])
+        return (value, (cuts, harder)) if value < step else (step, whole)
+
+    # ── all of them ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _look_at_all(self) -> bool:
+        """Whether every layout was looked at, or ruled out by a path."""
+        layers, stages = self.judge.profile.num_layers, self.judge.pipe.num_stages
+        if comb(layers - 1, stages - 1) > _FEW_CUTS * min(self.limits.effort, 10.0):
+            return False
+        cuts = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
+        self._left = _FEW_LAYOUTS * min(self.limits.effort, 10.0)
+        for some in _chunks(self._all(cuts, self._plain_floors(cuts)), 256):
+            self._offer(some)
+        return self._left >= 0 and self.judge.exact
+
+    def _all(self, cuts: list[Cuts], floors: Array) -> Iterator[Whole]:
+        """Every layout that is not ruled out; ``_left`` becomes negative where there are too many."""
+        for index in np.argsort(floors, kind="stable").tolist():
+            if self.best is not None and floors[index] >= self.best[0] * (1 - SLACK):
+                return
+            ways = self._every(cuts[index])
+            self._left = -1 if ways is None or self.limits.over else self._left - _size(ways)
+            if ways is None or self._left < 0:
+                return
+            for chosen in product(*ways):
+                yield cuts[index], chosen
+
+    def _plain_floors(self, cuts: list[Cuts]) -> Array:
+        """Lower bounds of all layouts with these cuts: paths of the plain graph, and the busiest rank."""
+        plain = [Candidate(each) for each in cuts]
+        floors = self.judge.busiest(self.judge.prices(plain)[0])
+        if not self.synchronous:
+            return floors
+        for _ in range(12):
+            floors = np.maximum(floors, self.judge.weights(self.paths, plain))
+            lowest = plain[int(floors.argmin())]
+            self.paths = [self.judge.path(lowest, PLAIN)]
+            before = floors.min()
+            floors = np.maximum(floors, self.judge.weights(self.paths, plain))
+            if self.best is not None and before >= self.best[0] * (1 - SLACK):
+                break
+        return floors
+
+    def _every(self, cuts: Cuts) -> list[list[Packing]] | None:
+        found = []
+        for number, group in enumerate(self.packer.groups):
+            ways = self.packer.every(number, self._cells(cuts, group))
+            if ways is None:
+                return None
+            found.append(ways)
+        return found
+
+    def _offer(self, layouts: Sequence[Whole]) -> None:
+        """Judges layouts that need not be among the packer's own ways; one that is better becomes one of them."""
+        steps = self.judge.steps([self._candidate(*layout) for layout in layouts])
+        index = int(steps.argmin())
+        if self.best is not None and steps[index] >= self.best[0] * (1 - SLACK):
+            return
+        cuts, chosen = layouts[index]
+        picks = []
+        for number, (group, packing) in enumerate(zip(self.packer.groups, chosen, strict=True)):
+            ways = self.packer.packings(number, self._cells(cuts, group))
+            if packing not in ways:
+                ways.append(packing)
+            picks.append(ways.index(packing))
+        self.best = float(steps[index]), (cuts, tuple(picks))
+
+
+def _moves(cuts: Cuts) -> Iterator[Cuts]:
+    """Every run of inner cuts shifted by a layer or two, single cuts also further, where no stage is left empty."""
+    inner = len(cuts) - 1
+    longest = inner if inner <= _ALL_RUNS else 6
+    for first in range(1, inner):
+        for last in range(first, min(inner, first + longest)):
+            for by in (-1, 1, -2, 2) if last > first else (-1, 1, -2, 2, -3, 3, -5, 5):
+                low, high = cuts[first] + by, cuts[last] + by
+                if low > cuts[first - 1] and high < cuts[last + 1]:
+                    yield (*cuts[:first], *(cut + by for cut in cuts[first : last + 1]), *cuts[last + 1 :])
+
+
+def _size(ways: list[list[Packing]]) -> int:
+    size = 1
+    for each in ways:
+        size *= len(each)
+    return size
+
+
+def _chunks(items: Iterable[Whole], size: int) -> Iterator[list[Whole]]:
+    iterator = iter(items)
+    while some := list(islice(iterator, size)):
+        yield some

@@ -1,0 +1,99 @@
+"""Where a search begins: the partition that is best by the closed form, and cuts balanced by time, memory, or both.
+
+    closed form   Σ t_s + transfers + (m-1) · max t_s        (asynchronous: m · max t_s)
+
+The closed form knows one order of work and no several stages per rank, so it only proposes. Where several stages share
+a rank's memory no formula says whether anything fits: cuts are moved until the rank that overflows most no longer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+from math import comb, inf
+
+import numpy as np
+
+from vpipe.plan.bounds import Options
+from vpipe.plan.cuts import Cutter
+from vpipe.plan.judge import Array, Judge
+from vpipe.plan.packing import Packer
+from vpipe.plan.shortfall import shortfall
+
+Cuts = tuple[int, ...]
+
+_MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)
+_FEW = 3_000
+"""Partitions that are all tried before it is said that nothing fits."""
+
+
+def starts(judge: Judge, packer: Packer, options: Options) -> list[Cuts]:
+    """Cuts to begin with; none where nothing fits, as far as was found."""
+    found: list[Cuts] = []
+    pipe = judge.pipe
+    if pipe.stages_per_rank == 1:
+        found += Cutter(packer).proposals()
+        if not found and (short := shortfall(judge.profile, judge.facts, options)).missing <= 0:
+            found.append(short.cuts)
+        if not found:
+            return []
+    mixed = list(dict.fromkeys(_balanced(judge, mix) for mix in _MIXES))
+    fitting = [cuts for cuts in mixed if packer.overflow(cuts)[0] <= 0]
+    if not fitting and not found:
+        best = min((_eased(packer, cuts) for cuts in mixed), key=lambda cuts: packer.overflow(cuts)[0])
+        if packer.overflow(best)[0] > 0:
+            best = min(_all_cuts(judge), key=lambda cuts: packer.overflow(cuts)[0], default=best)
+        return [best] if packer.overflow(best)[0] <= 0 else []
+    return found + fitting
+
+
+def least_overflow(judge: Judge, packer: Packer) -> tuple[float, int, bool]:
+    """The bytes that the worst rank lacks in the best partition found, its group, and whether all were tried."""
+    few = list(_all_cuts(judge))
+    tried = few or [_eased(packer, _balanced(judge, mix)) for mix in _MIXES]
+    missing, group = min(packer.overflow(cuts) for cuts in tried)
+    return missing, group, bool(few)
+
+
+def _all_cuts(judge: Judge) -> Iterator[Cuts]:
+    """Every partition, where there are few."""
+    layers, stages = judge.profile.num_layers, judge.pipe.num_stages
+    if comb(layers - 1, stages - 1) <= _FEW:
+        for inner in combinations(range(1, layers), stages - 1):
+            yield (0, *inner, layers)
+
+
+def _balanced(judge: Judge, mix: float) -> Cuts:
+    """Cuts at equal parts of the work (mix 1), of the bytes (mix 0), or of both."""
+    layers, stages = judge.profile.num_layers, judge.pipe.num_stages
+    work = judge.forward + judge.input_grad + judge.weight_grad
+    units = max(fact.units for fact in judge.facts)
+    sizes = [2 * x.parameter_bytes + x.optimizer_bytes + units * x.saved_bytes for x in judge.profile.layers]
+    bytes_ = np.concatenate([[0.0], np.cumsum(np.array(sizes, dtype=np.float64))])
+    line: Array = mix * work / max(float(work[-1]), 1e-300) + (1 - mix) * bytes_ / max(float(bytes_[-1]), 1e-300)
+    share = np.cumsum(judge.speed) / judge.speed.sum() * line[-1]
+    cuts = [0]
+    for stage in range(stages - 1):
+        nearest = int(np.abs(line - share[stage]).argmin())
+        cuts.append(min(max(nearest, cuts[-1] + 1), layers - (stages - 1 - stage)))
+    return (*cuts, layers)
+
+
+def _eased(packer: Packer, cuts: Cuts) -> Cuts:
+    """The cuts after moving them while that makes the worst rank overflow less."""
+    now = packer.overflow(cuts)[0]
+    while now > 0:
+        better = min(((packer.overflow(moved)[0], moved) for moved in _shifts(cuts)), default=(inf, cuts))
+        if better[0] >= now:
+            break
+        now, cuts = better
+    return cuts
+
+
+def _shifts(cuts: Sequence[int]) -> Iterator[Cuts]:
+    for first in range(1, len(cuts) - 1):
+        for last in range(first, len(cuts) - 1):
+            for by in (-1, 1):
+                moved = [cut + by if first <= i <= last else cut for i, cut in enumerate(cuts)]
+                if all(a < b for a, b in pairwise(moved)):
+                    yield tuple(moved)
