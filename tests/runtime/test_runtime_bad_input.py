@@ -144,14 +144,24 @@ class InPlace(nn.Module):
         return x.mul_(2)
 
 
-@pytest.mark.parametrize("position", [0, 2])
-def test_a_layer_that_secretly_works_in_place(position: int) -> None:
-    layers = _layers(4)
-    layers.insert(position, InPlace())
-    with pytest.raises(UserError, match=rf"layer {position} \(InPlace\) changes its input in place.*inplace = True"):
-        _train(layers, partition=[2, 3], recompute=1.0)
-    layers[position].inplace = True  # type: ignore[assignment]
-    _train(layers, partition=[2, 3], recompute=1.0)
+class Add(nn.Module):
+    def forward(self, a: Any, b: Any) -> Any:
+        return a + b
+
+
+@pytest.mark.parametrize("partition", [[4], [2, 2], [1, 3]])
+def test_a_value_of_several_readers_is_not_changed_in_place(partition: list[int]) -> None:
+    """Each reader may be on another rank, with a copy of its own; so it is refused wherever the model is cut."""
+    layers = [
+        Layer(nn.Linear(WIDTH, WIDTH), writes=("h",)),
+        Layer(InPlace(), reads=("h",), writes=("a",)),
+        Layer(nn.Linear(WIDTH, WIDTH), reads=("h",), writes=("b",)),
+        Layer(Add(), reads=("a", "b")),
+    ]
+    with pytest.raises(UserError, match=r"layer 1 \(InPlace\) changes its input in place.*inplace = True"):
+        _train(layers, partition=partition, num_ranks=len(partition))
+    layers[1].module.inplace = True  # type: ignore[union-attr, assignment]
+    _train(layers, partition=partition, num_ranks=len(partition))
 
 
 def test_an_error_of_the_users_own_keeps_its_place_and_the_pipeline_goes_on() -> None:

@@ -15,15 +15,17 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from vpipe.runtime.flow import Flow, Value
-from vpipe.runtime.region import Pending, Run, detached
+from vpipe.runtime.region import Pending, Run
 from vpipe.runtime.stage import Stage, Unit
 from vpipe.runtime.swap import Move, Swapper
 from vpipe.runtime.tasks import Hop, Task, Tasks, remote
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.update import Updater
+from vpipe.runtime.wire import copied_value
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import WEIGHT_GRADIENT, VersionTable, version_table
@@ -68,7 +70,8 @@ class Result:
     """What a rank knows after a job."""
 
     losses: dict[tuple[int, int], float] = field(default_factory=dict)
-    """(stage, microbatch) → what the stage contributes to the batch's loss by this unit."""
+    """(layer, microbatch) → what the layer adds to the unit's loss; after the last layer the loss itself, and then the
+    unit's share of the batch."""
     outputs: dict[int, Any] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
 
@@ -236,22 +239,31 @@ class Engine:
                 weight *= job.scale * self.updater.loss_scale
                 unit = Unit(self._versions[index, microbatch], run, targets, weight)
                 given = stage.forward(microbatch, unit, values)
-                parts = [float(value) for _, value in unit.added]
-                if unit.loss is not None:
-                    parts.append(float(unit.loss))
+                added, loss = unit.added, unit.loss
             else:
                 given, loss = stage.evaluate(values, run, targets, job.wants_loss)
-                parts = [float(loss)] if loss is not None else []
-        if parts:
-            self._result.losses[index, microbatch] = share * sum(parts)
+                added = []
+            self._note_losses(microbatch, share, added, loss)
         if stage.is_last and not job.training and not job.wants_loss:
             outputs = [given[value] for value in self.flow.outputs()]
-            self._result.outputs[microbatch] = outputs[0] if len(outputs) == 1 else tuple(outputs)
+            # A copy, as of all that leaves a stage: a layer may write the next unit's result into the same memory.
+            self._result.outputs[microbatch] = copied_value(outputs[0] if len(outputs) == 1 else tuple(outputs))
         # A tensor, so that the layout of messages stays the same.
         told = None if share == self._even else torch.tensor(share, dtype=torch.float64)
         for hop in task.outputs:
             wanted = [given[value] if value in given else values[value] for value in hop.values]
-            hop.payload = detached((told, *wanted)) if hop.is_local else (told, *wanted)
+            hop.payload = copied_value((told, *wanted)) if hop.is_local else (told, *wanted)
+
+    def _note_losses(
+        self, microbatch: int, share: float, added: Sequence[tuple[int, Tensor]], loss: Tensor | None
+    ) -> None:
+        """What a unit's forward at one stage says of its loss, layer by layer, so that the sum knows no stages."""
+        losses, end = self._result.losses, len(self.flow.layers)
+        for layer, value in added:
+            losses[layer, microbatch] = losses.get((layer, microbatch), 0.0) + float(value)
+        if loss is not None:
+            losses[end, microbatch] = float(loss)
+            losses[end + 1, microbatch] = share
 
     def _backward(self, task: Task, defer_weights: bool) -> None:
         """Roughly: ``dx, dw = backward(dy)``, or ``dx`` alone."""
@@ -264,9 +276,10 @@ class Engine:
         with self._guard:
             task.stage.backward(task.microbatch, pending, defer_weights)
         for hop in task.input_gradients:
-            hop.payload = tuple(
+            payload = tuple(
                 [tuple([(layer, *gradients) for layer, gradients in pending.get(value, ())]) for value in hop.values]
             )
+            hop.payload = copied_value(payload) if hop.is_local else payload
 
     def _weight_gradient(self, task: Task) -> None:
         """Roughly: ``dw += what I remembered``."""

@@ -21,6 +21,7 @@ from vpipe.runtime import assembly
 from vpipe.runtime.engine import Compiled, Engine, Job, Result
 from vpipe.runtime.flow import bind_inputs, resolve
 from vpipe.runtime.microbatches import Microbatches, check_rows, split
+from vpipe.runtime.modes import Modes
 from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.runtime.randomness import undisturbed
 from vpipe.runtime.threaded import choose_executor
@@ -177,7 +178,7 @@ class Pipeline:
         self._trace = Trace(
             program, {engine.rank: result.records for engine, result in zip(self.engines, results, strict=True)}
         )
-        return mean_loss(losses)
+        return mean_loss(losses, len(self.flow.layers))
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The mean loss of a batch, without training, on every rank."""
@@ -188,7 +189,7 @@ class Pipeline:
             self._run(program, job)
         losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
         self.step += 1
-        return mean_loss(losses)
+        return mean_loss(losses, len(self.flow.layers))
 
     def forward(self, inputs: Any = None) -> Any:
         """The model's output for a batch, on the process that holds the last stage; elsewhere ``None``."""
@@ -248,10 +249,14 @@ class Pipeline:
             self._hub.reset()
         if len(self.engines) == 1:
             return [call(self.engines[0])]
-        # OpenMP counts its threads per thread: without this a rank could add in another order than the caller would.
-        threads = (torch.get_num_threads(),)
-        with ThreadPoolExecutor(len(self.engines), "vpipe-rank", torch.set_num_threads, threads) as pool:
-            futures = [pool.submit(call, engine) for engine in self.engines]
+        modes = Modes()
+
+        def within(engine: Engine) -> Any:
+            with modes.here():
+                return call(engine)
+
+        with ThreadPoolExecutor(len(self.engines), "vpipe-rank") as pool:
+            futures = [pool.submit(within, engine) for engine in self.engines]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise next((error for error in errors if not isinstance(error, PeerFailed)), errors[0])
@@ -332,9 +337,18 @@ class Pipeline:
             engine.close()
 
 
-def mean_loss(contributions: Mapping[tuple[int, int], float]) -> float:
-    """The loss of a batch from what every stage contributed by every unit, added unit by unit."""
-    return sum(contributions[place] for place in sorted(contributions, key=lambda place: (place[1], place[0])))
+def mean_loss(contributions: Mapping[tuple[int, int], float], num_layers: int) -> float:
+    """The loss of a batch from what every layer contributed by every unit: the layers' parts of a unit in their order,
+    times its share, unit by unit. (Python adds floats by ``sum`` with or without compensation, by its version.)"""
+    shares = num_layers + 1
+    sums: dict[int, float] = {}
+    for layer, unit in sorted(contributions):
+        if layer != shares:
+            sums[unit] = sums.get(unit, 0.0) + contributions[layer, unit]
+    total = 0.0
+    for unit in sorted(sums):
+        total += contributions.get((shares, unit), 0.0) * sums[unit]
+    return total
 
 
 def _units(value: Any, num_units: int, needed: bool, what: str) -> tuple[Callable[[int], Any], list[float] | None]:

@@ -7,7 +7,9 @@
 
 What enters is detached into leaves, one for each layer that reads it, because the gradients of several readers must be
 added in an order that does not depend on where the stages are cut: latest reader first, which is the order of autograd
-in a single process. What leaves is remembered only by its gradient edge; its data may be dropped.
+in a single process. A layer gets no leaf but what is behind it, so it may change its input in place, and the gradient
+is taken on the way, because a leaf would store it with other strides. What leaves is remembered only by its gradient
+edge; its data may be dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version, saved_tensors_hooks
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, collecting, describe
@@ -31,9 +33,10 @@ from vpipe.runtime.randomness import seed_layer
 from vpipe.runtime.wire import check_tensor, flatten, unflatten
 
 _IN_PLACE = (
-    "changes its input in place, which others read again; set the attribute `inplace = True` on that module, "
-    "so that it gets a copy, or let it compute a new tensor"
+    "changes its input in place, which others read again (another layer, or the recompute); set the attribute "
+    "`inplace = True` on that module, so that it gets a copy, or let it compute a new tensor"
 )
+_alias: Any = torch.ops.aten._unsafe_view.default
 Gradients = list[Tensor | None]
 Pending = dict[Value, list[tuple[int, Gradients]]]
 """Value → (reading layer, gradients of the value's tensors that need one) of every reader so far."""
@@ -53,7 +56,8 @@ class Treatment(Enum):
 class Graph:
     """What a region's forward leaves behind for its backward."""
 
-    leaves: list[tuple[Value, int, list[Tensor]]] = field(default_factory=list)
+    taken: list[tuple[Value, int, Gradients]] = field(default_factory=list)
+    """(value, reading layer, the gradients of its tensors that need one), filled by the backward."""
     roots: list[tuple[Value, list[GradientEdge]]] = field(default_factory=list)
     scalars: list[tuple[GradientEdge, torch.dtype, torch.device]] = field(default_factory=list)
     """Losses: the unit's own at the last stage, and those that layers added."""
@@ -101,7 +105,13 @@ class Region:
         """Values that several layers read, wherever they are."""
         self.begin = min(modules)
         self.taken = tuple({value: None for layer in modules for value in reads[layer] if value[1] < self.begin})
-        self._read_again = [value for value in self.taken if self.recompute or value in self.shared]
+        self._watched = {
+            layer: [place for place, value in enumerate(reads[layer]) if value in self.shared or value in self.taken]
+            for layer in modules
+        }
+        """Per layer, the places of the arguments that are not the layer's alone."""
+        self._known: set[int] = set()
+        """Layers of a recomputed region that have shown whether they change their input."""
         self._changes_input = {
             layer
             for layer, module in modules.items()
@@ -123,15 +133,12 @@ class Region:
         """
         graph = Graph() if build_graph else None
         outcome = Outcome({}, graph)
-        entered = self._versions(values)
         around = self._around(run, build_graph, luggage)
         if around is None:
             local = self._compute(values, run, loss, outcome, luggage)
         else:
             with around:
                 local = self._compute(values, run, loss, outcome, luggage)
-        if entered != self._versions(values):
-            raise UserError(self._changed(entered, values))
         for value in self.given if loss is None else ():
             outcome.given[value] = local[value]
             tensors = self._checked(value, local[value])
@@ -157,12 +164,14 @@ class Region:
                 arguments = [
                     self._within(local[value], value, layer)
                     if value in local
-                    else self._enter(values[value], value, layer, outcome.graph, luggage)
+                    else self._enter(values[value], value, layer, outcome.graph, run.training, luggage)
                     for value in self.reads[layer]
                 ]
                 if run.training:
                     seed_layer(run.seed, run.unit, layer)
-                self._keep(layer, self._call(layer, module, arguments), local)
+                watched = self._watched[layer] and layer not in self._changes_input
+                result = self._call(layer, module, arguments, values) if watched else module(*arguments)
+                self._keep(layer, result, local)
                 if scalars:
                     outcome.added.extend((layer, scalar) for scalar in scalars)
                     scalars.clear()
@@ -194,30 +203,50 @@ class Region:
                 around.enter_context(run.autocast())
             return around.pop_all()
 
-    def _call(self, layer: int, module: nn.Module, arguments: list[Any]) -> Any:
-        try:
-            return module(*arguments)
-        except RuntimeError as error:
-            if "leaf Variable that requires grad" not in str(error):
-                raise
-            raise UserError(f"{self.name(layer)} {_IN_PLACE}") from error
+    def _call(self, layer: int, module: nn.Module, arguments: list[Any], values: Mapping[Value, Any]) -> Any:
+        """Run a layer, some of whose arguments are not its alone, and see whether it changes them in place.
 
-    def _enter(self, given: Any, value: Value, layer: int, graph: Graph | None, luggage: Luggage | None) -> Any:
-        """What a layer gets of a value from outside: leaves of its own where gradients are needed."""
-        leaves: list[Tensor] = []
+        What another layer reads must stay, wherever that layer is. What the recompute reads again is a copy the first
+        time, and ever after for a layer that has changed it. What an earlier region has given may be changed; autograd
+        must know of it there, as it does in a single graph.
+        """
+        trial = self.recompute and layer not in self._known
+        if trial:
+            arguments = mapped(arguments, Tensor.clone)
+            self._known.add(layer)
+        places = self._watched[layer]
+        before = [_versions(arguments[place]) for place in places]
+        result = module(*arguments)
+        for place, versions in zip(places, before, strict=True):
+            if versions == _versions(arguments[place]):
+                continue
+            value = self.reads[layer][place]
+            if value in self.shared or (self.recompute and not trial):
+                raise UserError(f"{self.name(layer)} {_IN_PLACE}")
+            if trial:
+                self._changes_input.add(layer)
+            else:
+                mapped(values[value], _tell_change)
+        return result
 
-        def leaf(tensor: Tensor) -> Tensor:
-            if graph is not None and tensor.requires_grad:
-                tensor = tensor.detach().requires_grad_()
-                leaves.append(tensor)
+    def _enter(
+        self, given: Any, value: Value, layer: int, graph: Graph | None, training: bool, luggage: Luggage | None
+    ) -> Any:
+        """What a layer gets of a value from outside: where gradients are needed, by an edge of its own."""
+        gradients: Gradients = []
+
+        def enter(tensor: Tensor) -> Tensor:
+            if training and tensor.requires_grad:
+                gradients.append(None)
+                leaf = tensor.detach().requires_grad_()
                 if luggage is not None:
-                    luggage.enter(tensor)
-                    tensor = tensor.view_as(tensor)
+                    luggage.enter(leaf)
+                tensor = entrance(leaf, gradients, len(gradients) - 1)
             return tensor.clone() if layer in self._changes_input else tensor
 
-        entered = mapped(given, leaf)
+        entered = mapped(given, enter)
         if graph is not None:
-            graph.leaves.append((value, layer, leaves))
+            graph.taken.append((value, layer, gradients))
         return entered
 
     def _within(self, given: Any, value: Value, layer: int) -> Any:
@@ -232,20 +261,6 @@ class Region:
         if layer in self._changes_input:
             return mapped(given, Tensor.clone)
         return mapped(given, lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor)
-
-    def _versions(self, values: Mapping[Value, Any]) -> list[int]:
-        """How often the tensors have been changed that someone will read again: another layer, or the recompute."""
-        tensors: list[Tensor] = []
-        for value in self._read_again:
-            flatten(values[value], tensors)
-        return [tensor._version for tensor in tensors]
-
-    def _changed(self, before: list[int], values: Mapping[Value, Any]) -> str:
-        for layer in self.modules:
-            for value in self.reads[layer]:
-                if value in self._read_again and layer not in self._changes_input:
-                    return f"{self.name(layer)} {_IN_PLACE}"
-        return f"{self.name(self.begin)} {_IN_PLACE}"
 
     def _checked(self, value: Value, found: Any) -> list[Tensor]:
         """The tensors of a value that leaves the region, all of a kind that can travel."""
@@ -296,8 +311,41 @@ class Region:
             gradients.append(torch.tensor(weight, dtype=dtype, device=device))
         if roots:
             run(roots, gradients)
-        for value, layer, leaves in reversed(graph.leaves):
-            pending.setdefault(value, []).append((layer, [leaf.grad for leaf in leaves]))
+        for value, layer, taken in reversed(graph.taken):
+            pending.setdefault(value, []).append((layer, taken))
+
+
+def entrance(leaf: Tensor, gradients: Gradients, index: int) -> Tensor:
+    """The data of a leaf for a layer; its gradient goes to ``gradients[index]``, with the strides it has.
+
+    For autograd the result is neither a leaf nor a view of one, so it may be changed in place. (For a size of 1 the
+    operation may choose another stride, and kernels ask for strides: then a view must do.)
+    """
+    inner: Tensor = _alias(leaf, leaf.shape)
+    if inner.stride() != leaf.stride():
+        inner = leaf.view_as(leaf)
+
+    def take(found: Sequence[Tensor | None]) -> None:
+        gradients[index] = found[0]
+
+    assert inner.grad_fn is not None, "a view of a leaf that needs a gradient has a node"
+    inner.grad_fn.register_prehook(take)
+    return inner
+
+
+def _versions(values: Any) -> list[int]:
+    """How often each tensor has been changed in place."""
+    tensors: list[Tensor] = []
+    flatten(values, tensors)
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _tell_change(tensor: Tensor) -> Tensor:
+    """Autograd checks versions of what it has saved; an alias has counted a change where the graph that saved it does
+    not look."""
+    if not tensor.is_inference():
+        increment_version(tensor)
+    return tensor
 
 
 def summed(readers: list[tuple[int, Gradients]], num_tensors: int) -> Gradients:

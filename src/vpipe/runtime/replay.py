@@ -50,7 +50,7 @@ class Flight:
     values: dict[Value, Any] = field(default_factory=dict)
     leaves: dict[str, Tensor] = field(default_factory=dict)
     added: list[Tensor] = field(default_factory=list)
-    parts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    parts: list[float] = field(default_factory=list)
     """Stage → what it adds to the unit's loss."""
     loss: Any = None
 
@@ -168,7 +168,7 @@ class Replay:
         walk = Walk(forwards, self._replicas)
         sums = [Sums(of_stage, self._replicas[stage]) for stage, of_stage in enumerate(groups)]
         flying = {number: Flight(number, unit) for number, unit in enumerate(units)}
-        total: dict[int, list[float]] = {}
+        total: dict[int, float] = {}
         with undisturbed():
             while flying:
                 stage, number = walk.next(lambda stage, unit: versions[stage, unit] < len(history[stage]))
@@ -185,24 +185,20 @@ class Replay:
                     for each in ending:
                         history[each].append(self._snapshot(each))
         self._num_units += len(units)
-        mean = 0.0
-        for number in range(len(units)):
-            for part in total[number]:
-                mean += part
-        return mean
+        return _added(total[number] for number in range(len(units)))
 
     def _snapshot(self, stage: int) -> dict[str, Tensor]:
         return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in self._parameters[stage].items()}
 
-    def _backward(self, flight: Flight) -> list[float]:
-        """Per stage, what its layers and the loss function add to the unit's loss, times its share."""
+    def _backward(self, flight: Flight) -> float:
+        """What the layers, one after the other, and the loss function add to the unit's loss, times its share."""
         unit, loss = flight.unit, flight.loss
         for scalar in flight.added:
             loss = loss + scalar
         if loss.requires_grad:
             (loss * unit.weight).backward()
         share = unit.weight if unit.share is None else unit.share
-        return [share * sum(flight.parts[stage]) for stage in range(self.flow.num_stages)]
+        return share * _added(flight.parts)
 
     def _forward(self, flight: Flight, stage: int, weights: Mapping[str, Tensor]) -> None:
         """One stage of a unit's way; its graph goes on where the stage before has ended."""
@@ -212,14 +208,14 @@ class Replay:
         flight.leaves |= leaves
         with self._autocast():
             for layer in range(*self.flow.bounds[stage]):
-                self._layer(flight, stage, layer, leaves)
+                self._layer(flight, layer, leaves)
             if stage == self.flow.num_stages - 1:
                 outputs = [flight.values[value] for value in self.flow.outputs()]
                 loss: Any = self._loss(outputs[0] if len(outputs) == 1 else tuple(outputs), flight.unit.targets)
                 flight.loss = loss
-                flight.parts[stage].append(float(loss.detach()))
+                flight.parts.append(float(loss.detach()))
 
-    def _layer(self, flight: Flight, stage: int, layer: int, leaves: Mapping[str, Tensor]) -> None:
+    def _layer(self, flight: Flight, layer: int, leaves: Mapping[str, Tensor]) -> None:
         module = self.modules[layer]
         module.train()
         seed_layer(self._seed, self._num_units + flight.number, layer)
@@ -230,7 +226,7 @@ class Replay:
             read = tuple(self._read(flight.values, value) for value in self.flow.reads[layer])
             result = functional_call(module, mine, read)
         flight.added += scalars
-        flight.parts[stage] += [float(scalar.detach()) for scalar in scalars]
+        flight.parts.append(_added(float(scalar.detach()) for scalar in scalars))
         names = self.flow.layers[layer].writes
         parts = (result,) if len(names) == 1 else result
         flight.values.update({(name, layer): part for name, part in zip(names, parts, strict=True)})
@@ -293,3 +289,11 @@ class Replay:
             for layer, module in self.modules.items()
             for name, tensor in module.state_dict().items()
         }
+
+
+def _added(parts: Iterable[float]) -> float:
+    """One after the other: ``sum`` compensates in some versions of Python."""
+    total = 0.0
+    for part in parts:
+        total += part
+    return total

@@ -215,6 +215,7 @@ class Stage:
     def backward(self, microbatch: int, pending: Pending, defer_weights: bool) -> Pending:
         """Turn the gradients of what the unit gave into the gradients of what it took."""
         unit = self.units[microbatch]
+        self.weights.read(unit.version)  # a layer may compute parts of its forward again in the backward
         splits = defer_weights and self.options.splits
         if splits:
             self.queue.open(microbatch, self.weights.leaves(unit.version))

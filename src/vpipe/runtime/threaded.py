@@ -21,10 +21,9 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from vpipe.errors import UserError
 from vpipe.runtime.engine import Call, Engine, Record
+from vpipe.runtime.modes import Modes
 from vpipe.runtime.priority import Backend, Policy, Turnstile, none, policy
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.program import Program
@@ -173,7 +172,7 @@ class _Crew:
         self._done = [False] * len(calls)
         self._changed = threading.Condition()
         self._failure: tuple[Action, BaseException] | None = None
-        self._num_threads = torch.get_num_threads()
+        self._modes = Modes()
         self._units: dict[int, list[int]] = defaultdict(list)
         for place, (action, _) in enumerate(calls):
             self._units[action.microbatch].append(place)
@@ -193,10 +192,10 @@ class _Crew:
         return self._failure
 
     def _work(self, places: Sequence[int]) -> None:
-        torch.set_num_threads(self._num_threads)  # OpenMP counts per thread
         try:
-            for place in places:
-                self._perform(place)
+            with self._modes.here():
+                for place in places:
+                    self._perform(place)
         except Failed:
             pass
         finally:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from vpipe.errors import UserError
 from vpipe.layer import TiedWeight
+from vpipe.runtime.modes import forget_casts
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
 from vpipe.schedule.placement import Placement
@@ -91,6 +92,7 @@ class Updater:
         self._placement = placement
         self._stages = dict(stages)
         self._tied = tuple(tied)
+        self._flow = next(iter(stages.values())).flow
         self._losses: dict[tuple[int, int], float] = {}
         self._num_units = 0
         self._verdict: tuple[bool, Tensor | None] | None = None
@@ -159,6 +161,7 @@ class Updater:
         self.optimizers[stage.index].zero_grad(set_to_none=True)
         self.num_updates[stage.index] += 1
         stage.weights.after_update()
+        forget_casts()
 
     def _set_learning_rate(self, stage: int) -> None:
         if self.learning_rate is not None:
@@ -187,7 +190,7 @@ class Updater:
             return True, None
         order = self._parameter_order()
         mine = [_norms(self._stages[stage], self._tied) for stage in sorted(self._stages)]
-        losses = torch.tensor(self.local_losses(), dtype=torch.float64)
+        losses = self.local_losses()
         sizes = [sum(count for _, count, _ in counts) + self._num_losses(rank) for rank, counts in enumerate(order)]
         everyone = range(self._transport.num_ranks)
         found = self._transport.all_gather(torch.cat([*mine, losses]), everyone, sizes)
@@ -262,34 +265,42 @@ class Updater:
 
     def _home(self, layer: int) -> int:
         """The first rank that holds a layer."""
-        return self._placement.ranks_of[self.stage_of_layer(layer)][0]
-
-    def stage_of_layer(self, layer: int) -> int:
-        any_stage = next(iter(self._stages.values()))
-        return any_stage.flow.stage_of(("", layer))
+        return self._placement.ranks_of[self._flow.stage_of(("", layer))][0]
 
     def _ranks_of(self, tie: TiedWeight) -> list[int]:
-        stages = {self.stage_of_layer(layer) for layer, _ in tie.owners}
+        stages = {self._flow.stage_of(("", layer)) for layer, _ in tie.owners}
         return sorted({rank for stage in stages for rank in self._placement.ranks_of[stage]})
 
-    def local_losses(self) -> list[float]:
-        """What this rank's stages contribute to each unit's loss, stage by stage."""
-        stages = self._placement.stages_of[self._transport.rank]
-        return [self._losses.get((stage, unit), 0.0) for stage in stages for unit in range(self._num_units)]
+    def local_losses(self) -> Tensor:
+        """What this rank's layers contribute to each unit's loss, as ``_read_losses`` reads it."""
+        rows = {layer: row for row, layer in enumerate(self._loss_rows(self._transport.rank))}
+        values = [0.0] * (len(rows) * self._num_units)
+        for (layer, unit), value in self._losses.items():
+            values[rows[layer] * self._num_units + unit] = value
+        return torch.tensor(values, dtype=torch.float64)
+
+    def _loss_rows(self, rank: int) -> list[int]:
+        """The layers of a rank; after the last of all come the loss and the unit's share."""
+        bounds = self._flow.bounds
+        rows = [layer for stage in self._placement.stages_of[rank] for layer in range(*bounds[stage])]
+        end = len(self._flow.layers)
+        return [*rows, end, end + 1] if len(bounds) - 1 in self._placement.stages_of[rank] else rows
 
     def _num_losses(self, rank: int) -> int:
-        return len(self._placement.stages_of[rank]) * self._num_units
+        return len(self._loss_rows(rank)) * self._num_units
 
     def _read_losses(self, rank: int, block: Tensor) -> dict[tuple[int, int], float]:
-        places = [(stage, unit) for stage in self._placement.stages_of[rank] for unit in range(self._num_units)]
-        return {place: value for place, value in zip(places, block.tolist(), strict=True) if value != 0.0}
+        """Those that are not zero: of a stage's replicas, each knows its own units."""
+        rows, places = self._loss_rows(rank), block.nonzero().flatten()
+        found = zip(places.tolist(), block[places].tolist(), strict=True)
+        return {(rows[place // self._num_units], place % self._num_units): value for place, value in found}
 
     def gather_losses(self) -> dict[tuple[int, int], float]:
-        """Every stage's contribution to every unit's loss; exchanged here unless the agreement has done so."""
+        """Every layer's contribution to every unit's loss; exchanged here unless the agreement has done so."""
         if self.shared_losses is None:
             everyone = range(self._transport.num_ranks)
             sizes = [self._num_losses(rank) for rank in everyone]
-            blocks = self._transport.all_gather(torch.tensor(self.local_losses(), dtype=torch.float64), everyone, sizes)
+            blocks = self._transport.all_gather(self.local_losses(), everyone, sizes)
             self.shared_losses = {}
             for rank, block in enumerate(blocks):
                 self.shared_losses.update(self._read_losses(rank, block))

@@ -6,7 +6,7 @@ silently mixes versions. So each version is a set of leaf tensors that the modul
 
     version 3 ── leaves ─┐                      the newest version shares its storage with the parameters;
     version 4 ── leaves ─┼─ module slots        an update first moves the parameters to a copy, and only if
-    parameters ──────────┘  (during F and R)    a unit still needs the old values
+    parameters ──────────┘  (in F, R and B)     a unit still needs the old values
 
 So a stage holds as many copies as versions are alive, W_s + 1 for PipeDream, and the optimizer's state once. Of
 swapped layers an old version leaves memory when all units that still need it are out, and returns with the first.
@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from vpipe.errors import UserError
 from vpipe.runtime.promise import accumulate
 from vpipe.runtime.swap import Parcel, worth_moving
 
@@ -43,7 +44,7 @@ class Weights:
         """A program begins; version ``v`` will be read by ``uses[v]`` units."""
 
     def read(self, version: int) -> None:
-        """The forward or recompute that follows reads this version."""
+        """The forward, recompute or backward that follows reads this version."""
 
     def leaves(self, version: int) -> Iterable[Tensor]:
         """The tensors of this version that gather gradients."""
@@ -144,6 +145,7 @@ class VersionedWeights(Weights):
             if leaf.grad is not None:
                 accumulate(self.parameters[name], _hooked(self.parameters[name], leaf.grad))
                 leaf.grad = None
+                _call_hooks(name, self.parameters[name])
         self._uses[version] -= 1
         self._drop_unused()
 
@@ -201,6 +203,19 @@ def _hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
+
+
+def _call_hooks(name: str, parameter: Tensor) -> None:
+    """The hooks that wait for a gradient to be complete; versions share memory with the parameter, so its value is not
+    theirs to change."""
+    before = parameter._version
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)
+    if parameter._version != before:
+        raise UserError(
+            f"a post-accumulate-grad hook of {name} changes the parameter, but units in flight still read its values; "
+            "leave updates to the optimizer, or use a synchronous schedule such as 1f1b"
+        )
 
 
 def check_sharing(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, str]]:

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
+from vpipe.runtime.strides import LINE, copied, default_strides, fill, kept_strides, shift, span
 
-ALIGN = 64
+ALIGN = LINE
 MOST_LAYOUTS = 1024
 _PREFIX = struct.Struct("<8sqiiiiqq")
 _MAGIC = b"vpipe\x00\x00\x01"
@@ -68,9 +69,16 @@ class Facts(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     needs_grad: bool
-    order: tuple[int, ...] | None = None
-    """The dimensions from the slowest to the fastest in memory, where that is not their own order: kernels add in
-    another order where strides differ, and crossing a boundary must change no bit."""
+    strides: tuple[int, ...]
+    """How the copy lies in memory: kernels add in another order where strides differ, and crossing a boundary must
+    change no bit."""
+    shift: int
+    """After how many elements of a line of memory it begins."""
+
+    @property
+    def span(self) -> int:
+        """Elements of memory from the beginning of its line to its end."""
+        return self.shift + span(self.shape, self.strides)
 
 
 class Layout(NamedTuple):
@@ -82,8 +90,10 @@ class Layout(NamedTuple):
     text: bytes
     num_bytes: int
     templates: tuple[Tensor, ...]
-    """Per tensor one of its form and of no size, dimensions as they lie in memory: ``empty_like`` of it takes less than
-    half of what ``empty`` takes."""
+    """Per tensor one of its form and of no memory, as it lies in memory: ``empty_like`` of it takes less than half of
+    what ``empty`` takes."""
+    dense: tuple[bool, ...]
+    """Per tensor, whether it lies in memory as its dimensions are named, without gaps."""
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Structure:
@@ -139,23 +149,25 @@ def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
 
 @lru_cache(maxsize=MOST_LAYOUTS)
 def _layout(structure: Structure, facts: tuple[Facts, ...]) -> Layout:
-    tensors = [[_name(fact.dtype), list(fact.shape), fact.needs_grad, fact.order] for fact in facts]
+    tensors = [[_name(fact.dtype), *fact[1:]] for fact in facts]
     text = json.dumps([structure, tensors], separators=(",", ":")).encode()
     offset = _aligned(_PREFIX.size + len(text))
-    offsets, templates = [], []
+    offsets, templates, dense = [], [], []
     for fact in facts:
         offsets.append(offset)
-        offset = _aligned(offset + fact.dtype.itemsize * _count(fact.shape))
-        templates.append(torch.empty((), dtype=fact.dtype).expand(_in_memory(fact)))
-    return Layout(structure, facts, tuple(offsets), text, offset, tuple(templates))
+        offset = _aligned(offset + fact.dtype.itemsize * fact.span)
+        dense.append(not fact.shift and fact.strides == default_strides(fact.shape))
+        form = fact.shape if dense[-1] else (fact.span,)
+        templates.append(torch.empty((), dtype=fact.dtype).expand(form))
+    return Layout(structure, facts, tuple(offsets), text, offset, tuple(templates), tuple(dense))
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
 def _parsed(text: bytes) -> Layout:
     structure, tensors = json.loads(text)
     facts = tuple(
-        Facts(_DTYPES[name], tuple(shape), bool(needs_grad), None if order is None else tuple(order))
-        for name, shape, needs_grad, order in tensors
+        Facts(_DTYPES[name], tuple(shape), bool(needs_grad), tuple(strides), shift)
+        for name, shape, needs_grad, strides, shift in tensors
     )
     return _layout(_hashable(structure), facts)
 
@@ -170,19 +182,11 @@ def _name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def _order(tensor: Tensor) -> tuple[int, ...] | None:
-    """How a copy of the tensor lies in memory."""
-    if tensor.is_contiguous():
-        return None
-    strides = torch.empty_like(tensor, device="meta").stride()
-    return tuple(sorted(range(tensor.dim()), key=lambda dimension: (-strides[dimension], dimension)))
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    number = 1
-    for size in shape:
-        number *= size
-    return number
+def copied_value(value: Any) -> Any:
+    """A value as it arrives at another stage."""
+    tensors: list[Tensor] = []
+    structure = flatten(value, tensors)
+    return unflatten(structure, iter([copied(tensor) for tensor in tensors]).__next__)
 
 
 def _aligned(offset: int) -> int:
@@ -213,7 +217,7 @@ class Packed(NamedTuple):
     def write_tensors(self, block: Tensor, base: int) -> None:
         """The tensors alone, as if the message began at ``base`` before the block."""
         for slot, tensor in zip(slots(block, self.layout, base), self.tensors, strict=True):
-            slot.copy_(tensor.detach())
+            fill(slot, tensor)
 
     @property
     def head_bytes(self) -> int:
@@ -226,7 +230,7 @@ def pack(envelope: Envelope, value: Any) -> Packed:
     structure = flatten(value, tensors)
     layout = _latest.get(structure)
     if layout is None or not all(map(_fits, layout.facts, tensors)):
-        facts = tuple(Facts(tensor.dtype, tensor.shape, tensor.requires_grad, _order(tensor)) for tensor in tensors)
+        facts = tuple(Facts(t.dtype, tuple(t.shape), t.requires_grad, kept_strides(t), shift(t)) for t in tensors)
         if len(_latest) >= MOST_LAYOUTS:
             _latest.clear()
         layout = _latest[structure] = _layout(structure, facts)
@@ -238,13 +242,13 @@ _latest: dict[Structure, Layout] = {}
 
 
 def _fits(fact: Facts, tensor: Tensor) -> bool:
-    """Whether a plain tensor is as a layout describes it; others are described anew."""
+    """Whether a tensor is as a layout describes it; others are described anew."""
     return (
         tensor.shape == fact.shape
         and tensor.dtype is fact.dtype
         and tensor.requires_grad is fact.needs_grad
-        and fact.order is None
-        and tensor.is_contiguous()
+        and tensor.stride() == fact.strides
+        and shift(tensor) == fact.shift
     )
 
 
@@ -288,17 +292,5 @@ def slots(block: Tensor, layout: Layout, base: int = 0) -> list[Tensor]:
 
 
 def _slot(block: Tensor, fact: Facts, offset: int) -> Tensor:
-    end = offset + fact.dtype.itemsize * _count(fact.shape)
-    return reordered(block[offset:end].view(fact.dtype).view(_in_memory(fact)), fact)
-
-
-def _in_memory(fact: Facts) -> tuple[int, ...]:
-    """The shape with the dimensions as they lie in memory."""
-    return fact.shape if fact.order is None else tuple(fact.shape[dimension] for dimension in fact.order)
-
-
-def reordered(tensor: Tensor, fact: Facts) -> Tensor:
-    """From dimensions as they lie in memory to those that the tensor had."""
-    if fact.order is None:
-        return tensor
-    return tensor.permute(sorted(range(len(fact.order)), key=fact.order.__getitem__))
+    memory = block[offset : offset + fact.dtype.itemsize * fact.span].view(fact.dtype)[fact.shift :]
+    return memory.as_strided(fact.shape, fact.strides)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vpipe.runtime.wire import Envelope, flatten, mismatch, unflatten
+from vpipe.runtime.wire import Envelope, copied_value, mismatch
 
 
 class PeerFailed(RuntimeError):
@@ -91,10 +91,7 @@ class InProcessTransport:
         return value
 
     def send(self, envelope: Envelope, target_rank: int, value: Any) -> None:
-        tensors: list[Tensor] = []
-        structure = flatten(value, tensors)
-        copies = iter([tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors])
-        copy = unflatten(structure, lambda: next(copies))
+        copy = copied_value(value)
         hub = self.hub
         channel = Channel(self.rank, target_rank, envelope.source, envelope.target, envelope.backward)
         with hub.changed:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vpipe.runtime.wire import ALIGN, Envelope, Packed, read_head, reordered, unflatten
+from vpipe.runtime.wire import ALIGN, Envelope, Packed, read_head, unflatten
 
 
 class Ring:
@@ -73,8 +73,8 @@ class Segment:
         head = packed.head()
         self._memory[offset : offset + len(head)] = head
         base = self._address + offset
-        for tensor, fact, begin in zip(packed.tensors, packed.layout.facts, packed.layout.offsets, strict=True):
-            if fact.order is not None or not _is_plain(tensor):
+        for tensor, dense, begin in zip(packed.tensors, packed.layout.dense, packed.layout.offsets, strict=True):
+            if not dense or not _is_plain(tensor):
                 count = packed.layout.num_bytes
                 packed.write_tensors(torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset), 0)
                 return
@@ -87,10 +87,13 @@ class Segment:
             raise RuntimeError(f"{envelope} is said to reach beyond its segment: do all ranks run the same vpipe?")
         base = self._address + offset
         copies = []
-        for fact, begin, template in zip(layout.facts, layout.offsets, layout.templates, strict=True):
+        for fact, dense, begin, template in zip(
+            layout.facts, layout.dense, layout.offsets, layout.templates, strict=True
+        ):
             tensor = torch.empty_like(template, memory_format=torch.contiguous_format)
             memmove(tensor.data_ptr(), base + begin, tensor.nbytes)
-            copies.append(reordered(tensor, fact).requires_grad_(fact.needs_grad))
+            tensor = tensor if dense else tensor.as_strided(fact.shape, fact.strides, fact.shift)
+            copies.append(tensor.requires_grad_(fact.needs_grad))
         return envelope, unflatten(layout.structure, iter(copies).__next__)
 
 
