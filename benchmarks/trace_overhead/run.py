@@ -54,10 +54,10 @@ def measure(width: int, rows: int, depth: int, seconds: float) -> dict[str, Any]
             super().record(*args)
             self.cost += time.thread_time() - begin
 
-        def _write(self, most: int | None) -> None:
-            begin = time.thread_time()
-            super()._write(most)
-            if most is not None:  # the last writing is after the last step
+        def _write(self, paused: bool) -> None:
+            begin, last = time.thread_time(), self._stop
+            super()._write(paused)
+            if not last:  # the last writing is after the last step
                 self.cost += time.thread_time() - begin
 
     torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def measure(width: int, rows: int, depth: int, seconds: float) -> dict[str, Any]
             if on:
                 trace = pipe.trace()
                 for rank, recorder in enumerate(recorders):
-                    recorder.record(number, number, trace.records[rank], {"weights": 1})
+                    recorder.record(number // 2, number, trace.records[rank], {"weights": 1})
                     actions += len(trace.records[rank])
             steps["with" if on else "without"].append(time.perf_counter() - began)
             spent += (time.process_time() - cpu) if on else 0.0

@@ -71,6 +71,7 @@ def write_run(
     latency: float = 0.1,
     seed: int = 0,
     swapped: Collection[int] = (),
+    trace: bool = True,
     **options: Any,
 ) -> Path:
     """A run directory as the trainer writes it."""
@@ -101,6 +102,7 @@ def write_run(
         "stages": stages,
         "hosts": ["localhost"] * program.num_ranks,
         "command": ["vpipe", "train", "config.yaml"],
+        "trace": trace,
     }
     (path / "run.json").write_text(json.dumps(facts))
     (path / "config.yaml").write_text(f"model:\n  name: {name}\ndataset:\n  name: synthetic\n")

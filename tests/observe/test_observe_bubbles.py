@@ -11,7 +11,8 @@ from random_rows import rows_of
 
 from vpipe.observe.bubbles import CAUSES, attribute
 from vpipe.observe.calibrate import calibrate
-from vpipe.observe.measured import Measured, from_simulation, join_all
+from vpipe.observe.measured import Measured, from_simulation
+from vpipe.observe.payload import recorded
 from vpipe.observe.rundir import Event, open_run
 from vpipe.schedule.catalog import build
 from vpipe.schedule.costs import Costs, StageCosts, uniform
@@ -116,7 +117,7 @@ def test_parts_sum_for_any_clock(ranks: int, microbatches: int, dice: object, le
 
 def test_parts_sum_on_a_recorded_run(make_run: object, tmp_path: Path) -> None:
     run = open_run(make_run("zb-h1", 4, 8, steps=4))  # type: ignore[operator]
-    steps = join_all(run.facts.program, run.common_steps())
+    steps = recorded(run)
     assert len(steps) == 4
     assert steps[1].lead == 2_000_000
     for step in steps:

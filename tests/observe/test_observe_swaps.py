@@ -18,6 +18,7 @@ from vpipe.observe.recorder import Recorder
 from vpipe.observe.rundir import Facts, RunDirectory
 from vpipe.schedule.action import Kind
 from vpipe.schedule.simulate import simulate
+from vpipe.schedule.text import to_csv
 from vpipe.schedule.verify import verify
 
 
@@ -36,9 +37,9 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     for engine in pipe.engines:
         with Recorder(directory, engine.rank) as recorder:
             recorder.record(1, 1, pipe.trace().records[engine.rank])
-    run = RunDirectory(directory, Facts({}, "run.json"))
     planned = pipe.trace().planned
-    return join(planned, [run.steps(rank)[0] for rank in range(2)])
+    run = RunDirectory(directory, Facts({"program": to_csv(planned)}, "run.json"))
+    return join(planned, run.common_steps()[0])
 
 
 def test_swaps_lie_beside_the_row(step: Measured) -> None:

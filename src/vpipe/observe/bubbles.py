@@ -28,6 +28,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,7 @@ Segment = tuple[int, int, _Doing, int]
 """From, until, doing what, waiting for which rank."""
 
 
+@lru_cache(maxsize=64)
 def attribute(step: Measured) -> Bubbles:
     """The idle time of every rank by cause."""
     met = meetings(step)

@@ -17,9 +17,12 @@ from vpipe.schedule.semantics import LANE, NEEDS, Lane, Where
 from vpipe.schedule.simulate import Simulation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Measured:
-    """``ranks[rank]`` lists what the rank did, in order, in nanoseconds after ``begin`` = 0."""
+    """``ranks[rank]`` lists what the rank did, in order, in nanoseconds after ``begin`` = 0.
+
+    A step is itself and equals no other: what is computed from it is remembered for it.
+    """
 
     planned: Program
     ranks: tuple[tuple[Event, ...], ...]
@@ -30,6 +33,8 @@ class Measured:
     memory: Sequence[Mapping[str, int]] = field(default_factory=tuple)
     swaps: tuple[tuple[Event, ...], ...] = ()
     """Per rank, what its swap lane did beside the row; empty where nobody swaps."""
+    time: float = 0.0
+    """Seconds of the epoch when the last rank had written it down; 0 where that is not known."""
 
     @cached_property
     def program(self) -> Program:
@@ -79,8 +84,8 @@ def computes(event: Event) -> bool:
     return LANE[event.action.kind] is Lane.COMPUTE
 
 
-def join(planned: Program, steps: Sequence[Step], before: Sequence[Step] | None = None) -> Measured:
-    """The records of all ranks for one step; ``before`` is the step that ran just before it."""
+def join(planned: Program, steps: Sequence[Step]) -> Measured:
+    """The records of all ranks for one step."""
     origin = min(step.origin_ns for step in steps)
 
     def shifted(events: Sequence[Event], by: int) -> tuple[Event, ...]:
@@ -88,15 +93,10 @@ def join(planned: Program, steps: Sequence[Step], before: Sequence[Step] | None 
 
     ranks = tuple(shifted(step.events, step.origin_ns - origin) for step in steps)
     swaps = tuple(shifted(step.swaps, step.origin_ns - origin) for step in steps)
-    lead = 0
-    if before is not None and before[0].step == steps[0].step - 1:
-        lead = max(0, origin - max(step.origin_ns + step.events[-1].end for step in before))
-    return Measured(planned, ranks, steps[0].step, steps[0].iteration, lead, [step.memory for step in steps], swaps)
-
-
-def join_all(planned: Program, steps: Sequence[Sequence[Step]]) -> list[Measured]:
-    """Every recorded step, each with the one before it."""
-    return [join(planned, now, steps[i - 1] if i else None) for i, now in enumerate(steps)]
+    before = [step.before_ns for step in steps if step.before_ns is not None]
+    lead = max(0, origin - max(before)) if len(before) == len(steps) else 0
+    memory, ended = [step.memory for step in steps], max(step.time for step in steps)
+    return Measured(planned, ranks, steps[0].step, steps[0].iteration, lead, memory, swaps, ended)
 
 
 def from_simulation(simulation: Simulation, scale: float = 1e9) -> Measured:

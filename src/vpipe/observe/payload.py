@@ -16,7 +16,7 @@ from typing import Any
 from vpipe.errors import UserError
 from vpipe.observe.bubbles import CAUSES, NAMES, Bubbles, attribute
 from vpipe.observe.calibrate import calibrate
-from vpipe.observe.measured import Measured, from_simulation, join_all
+from vpipe.observe.measured import Measured, from_simulation, join
 from vpipe.observe.memory import memory_table
 from vpipe.observe.rundir import Event, RunDirectory
 from vpipe.observe.waits import meetings
@@ -55,14 +55,17 @@ def payload(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any]:
     found["memory"] = memory_table(run, steps)
     notes = list(run.notes)
     if not steps:
-        notes.append("no step has been recorded by every rank yet; observe.trace must be on")
+        off = run.facts.raw.get("trace") is False
+        notes.append(
+            "observe.trace is off: no step is recorded" if off else "no step has been recorded by all ranks yet"
+        )
     found["notes"] = notes
     return found
 
 
 def recorded(run: RunDirectory, last: int | None = None) -> list[Measured]:
     """The steps that all ranks have written down, or only the last of them."""
-    return join_all(run.facts.program, run.common_steps(last))
+    return [join(run.facts.program, ranks) for ranks in run.common_steps(last)]
 
 
 def timelines(steps: Sequence[Measured]) -> dict[str, Any]:
@@ -132,6 +135,7 @@ def timeline(step: Measured, bubbles: Bubbles) -> dict[str, Any]:
     found: dict[str, Any] = {
         "step": step.step,
         "iteration": step.iteration,
+        "time": step.time,
         "span": step.span // TICK,
         "lead": step.lead // TICK,
         "ranks": ranks,

@@ -17,7 +17,8 @@ a readable run.json is refused, in one sentence.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import isfinite
@@ -58,6 +59,10 @@ class Step:
     memory: Mapping[str, int]
     swaps: tuple[Event, ...] = ()
     """What the swap lane did beside them, and when."""
+    before_ns: int | None = None
+    """When the step before it had ended on this rank, where that is known."""
+    time: float = 0.0
+    """Seconds of the epoch at its end; 0 where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -129,22 +134,41 @@ class RunDirectory:
     def plan(self) -> dict[str, Any] | None:
         return self._object("plan.json")
 
-    def steps(self, rank: int, last: int | None = None) -> list[Step]:
-        """The last steps of a rank, in full."""
-        path = self.path / "events" / f"rank{rank}.jsonl"
+    def common_steps(self, last: int | None = None, known: Container[int] = ()) -> list[list[Step]]:
+        """The steps that every rank has recorded in full, oldest first: ``[step][rank]``; of these the last ones, where
+        so many are wanted, without those that are ``known``."""
+        ranks = [self._step_lines(rank) for rank in range(self.facts.num_ranks)]
+        shared = sorted(set.intersection(*(set(lines) for lines in ranks))) if ranks else []
         found = []
-        for line in self._lines(path, last):
-            try:
-                found.append(_step(line))
-            except (KeyError, TypeError, ValueError) as error:
-                self._note(f"{path} has a step that is not one ({error})")
+        for number in shared[-last:] if last else shared:
+            if number in known:
+                continue
+            steps = [self._parsed(rank, lines[number]) for rank, lines in enumerate(ranks)]
+            whole = [step for step in steps if step is not None]
+            if len(whole) == len(steps):
+                found.append(whole)
         return found
 
-    def common_steps(self, last: int | None = None) -> list[list[Step]]:
-        """The steps that every rank has recorded in full, oldest first: ``[step][rank]``."""
-        ranks = [{step.step: step for step in self.steps(rank, last)} for rank in range(self.facts.num_ranks)]
-        shared = set.intersection(*(set(rank) for rank in ranks)) if ranks else set()
-        return [[rank[number] for rank in ranks] for number in sorted(shared)]
+    def _step_lines(self, rank: int) -> dict[int, str]:
+        """Step → its line, unread. Ranks write at different moments, so what they share is found before it is cut."""
+        *whole, rest = (_text(self._events(rank)) or "").split("\n")
+        if rest.strip() and self.finished:
+            self._note(f"{self._events(rank)} ends in the middle of a line; the run was cut off there")
+        matches = ((_STEP.match(line), line) for line in whole)
+        return {int(match[1]): line for match, line in matches if match}
+
+    def _parsed(self, rank: int, line: str) -> Step | None:
+        path = self._events(rank)
+        try:
+            return _step(json.loads(line, parse_constant=_no_number))
+        except json.JSONDecodeError:
+            self._note(f"{path} has broken lines; they are left out")
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            self._note(f"{path} has a step that is not one ({error})")
+        return None
+
+    def _events(self, rank: int) -> Path:
+        return self.path / "events" / f"rank{rank}.jsonl"
 
     def step_summaries(self, rank: int) -> list[dict[str, Any]]:
         events = self.path / "events"
@@ -176,12 +200,12 @@ class RunDirectory:
             return None
         return found
 
-    def _lines(self, path: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
+    def _lines(self, path: Path) -> Iterator[dict[str, Any]]:
         """The objects of a file of JSON lines; the unfinished last line of a running job is not yet one."""
         text = _text(path) or ""
         *whole, rest = text.split("\n")
         broken = 0
-        for line in whole[-last:] if last else whole:
+        for line in whole:
             if not line.strip():
                 continue
             try:
@@ -244,6 +268,8 @@ def _no_number(name: str) -> float | None:
     return number if isfinite(number) else None
 
 
+_STEP = re.compile(r'\{\s*"step"\s*:\s*(\d{1,15})\b')
+"""How the line of a step begins."""
 _action = lru_cache(maxsize=100_000)(parse)
 """Steps repeat the same actions."""
 
@@ -265,4 +291,6 @@ def _step(line: Mapping[str, Any]) -> Step:
         raise ValueError("no actions")
     memory = {str(key): int(value) for key, value in (line.get("memory") or {}).items() if value is not None}
     step, iteration, origin = int(line["step"]), int(line["iteration"]), int(line["origin_ns"])
-    return Step(step, iteration, origin, tuple(events), memory, tuple(swaps))
+    before, ended = line.get("before_ns"), float(line.get("time") or 0.0)
+    known = None if before is None else int(before)
+    return Step(step, iteration, origin, tuple(events), memory, tuple(swaps), known, ended)

@@ -18,7 +18,6 @@ import secrets
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from starlette.applications import Starlette
@@ -28,59 +27,15 @@ from starlette.routing import Route
 
 from vpipe.errors import UserError
 from vpipe.observe import page_html, whatif
-from vpipe.observe.payload import payload, recorded
-from vpipe.observe.rundir import open_run
+from vpipe.observe.watcher import Watcher
 
 TICK = 0.1
 """Seconds after which a stream notices that the server stops."""
-POLL = 0.5
+POLL = 0.3
 """Seconds between two looks at the files."""
-LIVE_STEPS = 4
-"""Steps of a running job that are sent with each change; the page remembers older ones."""
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
-STATIC = ("facts", "config", "kinds", "colours", "causes", "title", "format")
-"""What does not change while a run goes on."""
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-class Watcher:
-    """A run directory as messages; the newest is shared by all browsers."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._seen: Any = None
-        self._whole: dict[str, Any] = {}
-        self.cost = 0.0
-
-    def stamp(self) -> Any:
-        """Changes whenever one of the files does."""
-        names = ["run.json", "metrics.jsonl", "summary.json", "plan.json"]
-        files = [self._path / name for name in names] + sorted((self._path / "events").glob("rank*[0-9].jsonl"))
-        found = []
-        for file in files:
-            try:
-                stat = file.stat()
-                found.append((file.name, stat.st_mtime_ns, stat.st_size))
-            except OSError:
-                continue
-        return tuple(found)
-
-    def whole(self) -> dict[str, Any]:
-        """Everything, computed once per change."""
-        with self._lock:
-            stamp = self.stamp()
-            if stamp != self._seen or not self._whole:
-                began = perf_counter()
-                run = open_run(self._path)
-                last = None if run.finished or not self._whole else LIVE_STEPS
-                self._whole = payload(run, recorded(run, last))
-                self._seen, self.cost = stamp, perf_counter() - began
-            return self._whole
-
-    def change(self) -> dict[str, Any]:
-        return {key: value for key, value in self.whole().items() if key not in STATIC}
 
 
 def app(path: str | Path, token: str, stopping: threading.Event | None = None) -> Starlette:
@@ -142,7 +97,7 @@ async def _stream(watcher: Watcher, ended: threading.Event) -> AsyncIterator[str
                 name, seen, quiet = "change", stamp, 0.0
             except UserError as error:
                 yield _event("problem", str(error))
-        rest = max(POLL, 4 * watcher.cost)
+        rest = max(POLL, 2 * watcher.cost)
 
 
 def _event(name: str, data: Any) -> str:

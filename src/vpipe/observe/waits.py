@@ -9,6 +9,7 @@ complete, but the record tells: if nobody left before the last one came, they me
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 
 from vpipe.observe.measured import Measured
 from vpipe.schedule.action import Action, Kind
@@ -17,6 +18,7 @@ Meetings = dict[tuple[int, int], tuple[int, int]]
 """(rank, index in its row) → when everyone had come, and who came last."""
 
 
+@lru_cache(maxsize=64)
 def meetings(step: Measured) -> Meetings:
     """Where ranks met, and when the last of them came."""
     rounds: dict[tuple[Kind, int, int], list[tuple[int, int]]] = defaultdict(list)

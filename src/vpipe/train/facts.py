@@ -44,4 +44,5 @@ def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
         ],
         "hosts": [socket.gethostname()] * program.num_ranks,
         "command": command(),
+        "trace": config.observe.trace,
     }

@@ -1,0 +1,74 @@
+"""A run directory as messages for browsers: the whole once, then what has changed.
+
+Files are read anew at each change, but a step that was read and explained once is not read again: what a live page
+costs depends on what is new, not on how much there is.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from vpipe.observe.measured import Measured, join
+from vpipe.observe.payload import payload
+from vpipe.observe.rundir import RunDirectory, open_run
+
+LIVE_STEPS = 6
+"""Steps of a running job that are sent with each change; the page remembers older ones."""
+STATIC = ("facts", "config", "kinds", "colours", "causes", "title", "format")
+"""What does not change while a run goes on."""
+
+
+class Watcher:
+    """One run; the newest message is shared by all browsers."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._seen: Any = None
+        self._whole: dict[str, Any] = {}
+        self._steps: dict[int, Measured] = {}
+        self._program = ""
+        self.cost = 0.0
+        """Seconds that the last message took."""
+
+    def stamp(self) -> Any:
+        """Changes whenever one of the files does."""
+        names = ["run.json", "metrics.jsonl", "summary.json", "plan.json"]
+        files = [self._path / name for name in names] + sorted((self._path / "events").glob("rank*[0-9].jsonl"))
+        found = []
+        for file in files:
+            try:
+                stat = file.stat()
+                found.append((file.name, stat.st_mtime_ns, stat.st_size))
+            except OSError:
+                continue
+        return tuple(found)
+
+    def whole(self) -> dict[str, Any]:
+        """Everything, computed once per change."""
+        with self._lock:
+            stamp = self.stamp()
+            if stamp != self._seen or not self._whole:
+                began = perf_counter()
+                run = open_run(self._path)
+                self._whole = payload(run, self._recorded(run))
+                self._seen, self.cost = stamp, perf_counter() - began
+            return self._whole
+
+    def change(self) -> dict[str, Any]:
+        return {key: value for key, value in self.whole().items() if key not in STATIC}
+
+    def _recorded(self, run: RunDirectory) -> list[Measured]:
+        """All steps of a run that has ended, the newest of one that goes on; read once each."""
+        identity = f"{run.facts.raw.get('started')} {run.facts.raw.get('program')}"
+        if identity != self._program:
+            self._program, self._steps = identity, {}
+        last = None if run.finished else LIVE_STEPS
+        fresh = run.common_steps(last, known=self._steps)
+        self._steps |= {ranks[0].step: join(run.facts.program, ranks) for ranks in fresh}
+        newest = sorted(self._steps)[-(last or len(self._steps)) :]
+        self._steps = {number: self._steps[number] for number in newest}
+        return list(self._steps.values())
