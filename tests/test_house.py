@@ -24,7 +24,7 @@ ROOMS = {
     "plan": {"schedule", "runtime", "models"},
     "runtime": {"schedule"},
     "rundir": {"config"},
-    "observe": {"schedule", "config", "rundir"},
+    "observe": {"schedule", "config", "plan", "rundir"},
     "launch": {"config", "rundir"},
     "train": {"runtime", "schedule", "plan", "models", "data", "config", "observe", "rundir"},
     "cli": {"schedule", "config", "models", "data", "plan", "runtime", "observe", "launch", "train", "rundir"},

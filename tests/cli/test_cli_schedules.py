@@ -54,6 +54,7 @@ def test_simulate_json(vpipe_here: Any) -> None:
         "maxspan": 33,
         "ideal": 24,
         "bubble": 0.272727273,
+        "utilisation": [0.727272727] * 4,
         "peak_activations": [4, 3, 2, 1],
         "weight_versions": [1, 1, 1, 1],
         "staleness": [0, 0, 0, 0],

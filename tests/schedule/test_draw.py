@@ -24,7 +24,7 @@ def test_1f1b_letter_by_letter() -> None:
         "rank 2  ·     F0 B0─── F1 B1─── F2 B2─── F3 B3───",
         "",
         "F forward  B backward  · idle",
-        "makespan 18, bubble 33.3%, peak activations 3",
+        "makespan 18, bubble 33.3%, ranks busy 67%, peak activations 3",
     ]
 
 

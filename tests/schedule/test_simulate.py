@@ -162,6 +162,16 @@ def test_the_ranking_turns_over_on_slow_links() -> None:
     assert slow["interleaved v=4"] > slow["eager-1f1b"]
 
 
+@pytest.mark.parametrize("factor", [1, 2, 10])
+def test_the_bubble_is_the_idle_share_of_all_ranks(factor: int) -> None:
+    """One minus the busiest rank's share rewarded imbalance: a stage ten times slower gave 2.4 %."""
+    program = build("1f1b", 4, 8)
+    found = simulate(program, uniform(program.placement, scale=[1, 1, factor, 1]))
+    work = [24 * each for each in (1, 1, factor, 1)]
+    assert found.bubble == pytest.approx(1 - sum(work) / (4 * found.makespan))
+    assert found.utilisation == pytest.approx([each / found.makespan for each in work])
+
+
 def test_asynchronous_schedules_are_ranked_by_their_steady_state() -> None:
     found = {each.name: each for each in rank(4, 8)}
     assert found["pipedream"].time == pytest.approx(24)

@@ -53,12 +53,13 @@ def _list(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows))
         return
-    heads = ("name", "bubble", "peak activations", "weight copies", "needs")
+    heads = ("name", "idle time", "peak activations", "weight copies", "needs")
     keys = ("name", "bubble", "memory", "weight_copies", "needs")
     click.echo(_table([heads, *([str(row[key]) for key in keys] for row in rows)]))
     click.echo("\np ranks, m microbatches, v stages per rank; F, I, W: forward, input and weight gradient; T = F+I+W.")
     click.echo(
-        "bubble: makespan beyond m·T. 'vpipe draw NAME -p 4 -m 8' draws one, 'vpipe schedules --rank' compares all."
+        "idle time: of a rank, beyond its work m·T, where stages are equal; the bubble is its share of the makespan.\n"
+        "'vpipe draw NAME -p 4 -m 8' draws one, 'vpipe schedules --rank' compares all."
     )
 
 

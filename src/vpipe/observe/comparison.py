@@ -25,7 +25,8 @@ Result = Mapping[str, Any]
 COLUMNS = (
     "name", "model", "schedule", "mode", "num_microbatches", "repeat", "status", "reason", "num_ranks", "num_stages",
     "iterations", "updates", "time_per_iteration_seconds", "throughput_tokens_per_second", "samples_per_second", "mfu",
-    "bubble", "step_seconds", "simulation_error", "peak_memory", "peak_activations", "weight_versions", "staleness",
+    "bubble", "step_seconds", "simulation_error", "peak_memory", "tensor_memory", "peak_activations", "weight_versions",
+    "staleness",
     "final_loss", "evaluation_loss", "losses_equal", "wall_seconds", "device_name", "dtype", "partition", "code",
     "directory",
 )  # fmt: skip
@@ -116,7 +117,8 @@ def groups(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "seconds": _median(done, "time_per_iteration_seconds"),
                 "mfu": _median(done, "mfu"),
                 "bubble": _median(done, "bubble"),
-                "memory": _median(done, "peak_memory"),
+                "memory": _median(done, "tensor_memory"),
+                "process_memory": _median(done, "peak_memory"),
                 "final_loss": _median(done, "final_loss"),
                 "evaluation_loss": _median(done, "evaluation_loss"),
                 "staleness": first.get("staleness"),

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from hashlib import sha256
 
 from vpipe.observe.rundir import Event, Step
 from vpipe.schedule.action import Action
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, NEEDS, Lane, Where
 from vpipe.schedule.simulate import Simulation
+
+_text = lru_cache(maxsize=100_000)(str)
+"""Steps repeat the same actions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +46,12 @@ class Measured:
         rows = tuple(tuple(event.action for event in row) for row in self.ranks)
         units = 1 + max((action.microbatch for row in rows for action in row), default=0)
         return replace(self.planned, rows=rows, num_microbatches=units)
+
+    @cached_property
+    def key(self) -> str:
+        """The same for steps that executed the same program."""
+        text = "\n".join(" ".join(map(_text, row)) for row in self.program.rows)
+        return sha256(text.encode()).hexdigest()[:12]
 
     @cached_property
     def producers(self) -> dict[Action, list[Action]]:

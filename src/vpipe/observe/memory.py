@@ -1,25 +1,58 @@
-"""Memory per stage: what was predicted beside what was measured.
+"""Memory: what the executed order needs, beside what was measured.
 
-The prediction is the plan's where the run follows one. Else it is what the program alone tells: the weights of a stage,
-as many versions of them as it keeps alive, and how many microbatches its activations wait for (in microbatches, since
-only a profile knows their bytes). What was measured is what each rank wrote down with its steps.
+A prediction is of what was executed: weights of a stage in as many versions as the executed program keeps alive, and as
+many microbatches as it holds. How many bytes a microbatch leaves at a stage only a profile knows; where the run follows
+a plan, its terms are taken per microbatch and counted again for the executed order, which need not be the plan's.
+
+What was measured are tensors: weights in all their versions, optimizer states, and what a step makes. The process holds
+the interpreter and torch as well; that is a figure of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from vpipe.errors import UserError
 from vpipe.observe.measured import Measured
 from vpipe.observe.rundir import RunDirectory
-from vpipe.schedule.semantics import live_versions, units_in_flight
+from vpipe.schedule import catalog
+from vpipe.schedule.action import Kind
+from vpipe.schedule.program import Program
+from vpipe.schedule.semantics import live_versions, most_open, units_in_flight
+
+
+class Counts(NamedTuple):
+    """What an order of actions says of a stage."""
+
+    versions: int
+    units: int
+    """Units in flight at the peak."""
+    waiting: int
+    """Units between the start of their backward and the end of their weight gradient, at the peak."""
+
+    def scale(self, term: str) -> int:
+        """How often the bytes of one unit, or of one version, are there at once (the table of ``plan.memory``)."""
+        return {
+            "weights": self.versions,
+            "kept": self.units,
+            "segment_inputs": self.units,
+            "recomputed": min(self.units, self.waiting),
+            "swapped": min(self.units, self.waiting + 1),
+        }.get(term, 1)
+
+
+def counts(program: Program) -> list[Counts]:
+    """Per stage of a program."""
+    waiting = [max(1, most) for most in most_open(program, (Kind.I,), (Kind.W,))]
+    return [Counts(*each) for each in zip(live_versions(program), units_in_flight(program), waiting, strict=True)]
 
 
 def memory_table(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any]:
     """Rows for the page: one per stage (predicted), one per rank (measured)."""
     program = steps[-1].program if steps else run.facts.program
-    versions, held = live_versions(program), units_in_flight(program)
-    planned = _planned(run)
+    executed = counts(program)
+    planned = _planned(run, executed)
     stages = []
     for stage, facts in enumerate(run.facts.stages):
         size = facts.get("weight_bytes")
@@ -29,23 +62,55 @@ def memory_table(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any]
                 "stage": stage,
                 "ranks": list(program.placement.ranks_of[stage]) if stage < program.num_stages else [],
                 "weights": weights,
-                "versions": versions[stage],
-                "version_bytes": weights * (versions[stage] - 1) if weights is not None else None,
-                "in_flight": held[stage],
-                "planned": planned[stage] if stage < len(planned) else None,
+                "versions": executed[stage].versions,
+                "version_bytes": weights * (executed[stage].versions - 1) if weights is not None else None,
+                "in_flight": executed[stage].units,
+                "predicted": planned[stage] if stage < len(planned) else None,
             }
         )
-    ranks = []
-    for rank in range(program.num_ranks):
-        seen: dict[str, int] = {}
-        for step in steps:
-            for key, value in (step.memory[rank] if rank < len(step.memory) else {}).items():
-                seen[key] = max(value, seen.get(key, 0))
-        ranks.append(seen)
+    ranks = [
+        _most([step.memory[rank] for step in steps if rank < len(step.memory)]) for rank in range(len(program.rows))
+    ]
+    for held in ranks:
+        if (tensors := tensor_bytes(held)) is not None:
+            held["tensors"] = tensors
     return {"stages": stages, "ranks": ranks}
 
 
-def _planned(run: RunDirectory) -> list[Mapping[str, Any]]:
-    """The plan's bytes per stage, by what they are for."""
-    rows = (run.plan() or {}).get("stage_memory")
-    return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+def tensor_bytes(held: Mapping[str, int]) -> int | None:
+    """Weights in all versions, optimizer states and what a step made; ``None`` where no step was counted."""
+    if "in_step" not in held:
+        return None
+    return held.get("weights", 0) * max(1, held.get("versions", 1)) + held.get("optimizer", 0) + held["in_step"]
+
+
+def _most(rows: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for row in rows:
+        for key, value in row.items():
+            found[key] = max(value, found.get(key, 0))
+    return found
+
+
+def _planned(run: RunDirectory, executed: Sequence[Counts]) -> list[dict[str, int]]:
+    """Per stage, the plan's bytes by what they are for, counted again for what was executed."""
+    plan = run.plan() or {}
+    rows = plan.get("stage_memory")
+    if not isinstance(rows, list) or len(rows) != len(executed):
+        return []
+    try:
+        entry = catalog.get(str(plan["schedule"]))
+        ranks, units, each = (int(plan[key]) for key in ("num_ranks", "num_microbatches", "stages_per_rank"))
+        before = counts(entry.build(ranks, units, each if entry.any_stages_per_rank else None))
+        terms = [{str(key): int(value) for key, value in row.items() if key != "total"} for row in rows]
+    except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
+        run.note(f"the memory of plan.json cannot be read ({error}); it is left out")
+        return []
+    if len(before) != len(executed):
+        run.note(f"plan.json has {len(before)} stages, the run {len(executed)}; its memory is left out")
+        return []
+    found = []
+    for row, then, now in zip(terms, before, executed, strict=True):
+        counted = {term: size // then.scale(term) * now.scale(term) for term, size in row.items()}
+        found.append(counted | {"total": sum(counted.values())})
+    return found

@@ -8,8 +8,10 @@ from statistics import median
 from typing import Any
 
 from vpipe.errors import UserError
-from vpipe.observe.payload import recorded, thinned, timelines
+from vpipe.observe.memory import tensor_bytes
+from vpipe.observe.payload import recorded, thinned
 from vpipe.observe.rundir import RunDirectory, open_run
+from vpipe.observe.timelines import timelines
 from vpipe.observe.words import duration
 
 KEYS = (
@@ -77,6 +79,7 @@ def _traced(run: RunDirectory) -> dict[str, Any]:
     whole = [step["bubbles"]["window"] * len(step["bubbles"]["busy"]) for step in told["steps"]]
     shares = [median(causes[i::5][n] / whole[n] for n in range(len(whole)) if whole[n]) for i in range(5)]
     held = [max(memory.get(key, 0) for key in ("peak", "rss", "allocated")) for step in steps for memory in step.memory]
+    tensors = [size for step in steps for memory in step.memory if (size := tensor_bytes(memory)) is not None]
     return {
         "bubble": prediction.get("measured_bubble"),
         "idle_by_cause": shares,
@@ -86,6 +89,7 @@ def _traced(run: RunDirectory) -> dict[str, Any]:
         "weight_versions": prediction.get("weight_versions"),
         "staleness": prediction.get("staleness"),
         "peak_memory": max(held, default=None),
+        "tensor_memory": max(tensors, default=None),
         "executed_verifies": not told["verified"],
     }
 

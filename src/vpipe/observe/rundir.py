@@ -153,7 +153,7 @@ class RunDirectory:
         """Step → its line, unread. Ranks write at different moments, so what they share is found before it is cut."""
         *whole, rest = (_text(self._events(rank)) or "").split("\n")
         if rest.strip() and self.finished:
-            self._note(f"{self._events(rank)} ends in the middle of a line; the run was cut off there")
+            self.note(f"{self._events(rank)} ends in the middle of a line; the run was cut off there")
         matches = ((_STEP.match(line), line) for line in whole)
         return {int(match[1]): line for match, line in matches if match}
 
@@ -162,27 +162,26 @@ class RunDirectory:
         try:
             return _step(json.loads(line, parse_constant=_no_number))
         except json.JSONDecodeError:
-            self._note(f"{path} has broken lines; they are left out")
+            self.note(f"{path} has broken lines; they are left out")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            self._note(f"{path} has a step that is not one ({error})")
+            self.note(f"{path} has a step that is not one ({error})")
         return None
 
     def _events(self, rank: int) -> Path:
         return self.path / "events" / f"rank{rank}.jsonl"
 
-    def step_summaries(self, rank: int) -> list[dict[str, Any]]:
+    def step_summaries(self, rank: int, most_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
+        """A short line per step, as many of the latest as ``most_bytes`` of a file hold."""
         events = self.path / "events"
-        return [
-            line
-            for name in (f"rank{rank}.steps.old.jsonl", f"rank{rank}.steps.jsonl")
-            for line in self._lines(events / name)
-        ]
+        names = (f"rank{rank}.steps.old.jsonl", f"rank{rank}.steps.jsonl")
+        return [line for name in names for line in self._lines(events / name, most_bytes)]
 
     @property
     def finished(self) -> bool:
         return (self.path / "summary.json").is_file()
 
-    def _note(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
+        """What a reader of the page should know, once."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 
@@ -196,13 +195,13 @@ class RunDirectory:
             if not isinstance(found, dict):
                 raise ValueError("it holds no object")
         except (ValueError, RecursionError) as error:
-            self._note(f"{path} is broken or still being written: {error}")
+            self.note(f"{path} is broken or still being written: {error}")
             return None
         return found
 
-    def _lines(self, path: Path) -> Iterator[dict[str, Any]]:
+    def _lines(self, path: Path, most_bytes: int = MAX_BYTES) -> Iterator[dict[str, Any]]:
         """The objects of a file of JSON lines; the unfinished last line of a running job is not yet one."""
-        text = _text(path) or ""
+        text = (_tail(path, most_bytes) if most_bytes < MAX_BYTES else _text(path)) or ""
         *whole, rest = text.split("\n")
         broken = 0
         for line in whole:
@@ -216,9 +215,9 @@ class RunDirectory:
             if isinstance(found, dict):
                 yield found
         if broken:
-            self._note(f"{path} has {broken} broken lines; they are left out")
+            self.note(f"{path} has {broken} broken lines; they are left out")
         if rest.strip() and self.finished:
-            self._note(f"{path} ends in the middle of a line; the run was cut off there")
+            self.note(f"{path} ends in the middle of a line; the run was cut off there")
 
 
 def open_run(path: str | Path) -> RunDirectory:
@@ -262,6 +261,18 @@ def _text(path: Path) -> str | None:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
+def _tail(path: Path, most_bytes: int) -> str:
+    """The last whole lines of a file."""
+    try:
+        with path.open("rb") as file:
+            skipped = max(0, file.seek(0, 2) - most_bytes)
+            file.seek(skipped)
+            text = file.read(most_bytes).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.partition("\n")[2] if skipped else text
+
+
 def _no_number(name: str) -> float | None:
     """NaN and infinities are no JSON; a loss that is not finite is shown as none."""
     number = float(name)
@@ -291,6 +302,6 @@ def _step(line: Mapping[str, Any]) -> Step:
         raise ValueError("no actions")
     memory = {str(key): int(value) for key, value in (line.get("memory") or {}).items() if value is not None}
     step, iteration, origin = int(line["step"]), int(line["iteration"]), int(line["origin_ns"])
-    before, ended = line.get("before_ns"), float(line.get("time") or 0.0)
-    known = None if before is None else int(before)
+    earlier, ended = line.get("before_ns"), float(line.get("time") or 0.0)
+    known = None if earlier is None else int(earlier)
     return Step(step, iteration, origin, tuple(events), memory, tuple(swaps), known, ended)

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 from vpipe.observe.measured import Measured, join
 from vpipe.observe.payload import payload
 from vpipe.observe.rundir import RunDirectory, open_run
+from vpipe.observe.verdict import verdict
 
 LIVE_STEPS = 6
 """Steps of a running job that are sent with each change; the page remembers older ones."""
+LIVE_BYTES = 2**16
+"""Of the files of short lines that are read with each change."""
+ADVISE = 10.0
+"""Seconds after which a running job's verdict is asked for again."""
 STATIC = ("facts", "config", "kinds", "colours", "causes", "title", "format")
 """What does not change while a run goes on."""
 
@@ -31,6 +36,8 @@ class Watcher:
         self._whole: dict[str, Any] = {}
         self._steps: dict[int, Measured] = {}
         self._program = ""
+        self._advice: dict[str, Any] | None = None
+        self._advised = 0.0
         self.cost = 0.0
         """Seconds that the last message took."""
 
@@ -54,9 +61,17 @@ class Watcher:
             if stamp != self._seen or not self._whole:
                 began = perf_counter()
                 run = open_run(self._path)
-                self._whole = payload(run, self._recorded(run))
+                self._whole = self._payload(run)
                 self._seen, self.cost = stamp, perf_counter() - began
             return self._whole
+
+    def _payload(self, run: RunDirectory) -> dict[str, Any]:
+        if run.finished:
+            return payload(run, self._recorded(run))
+        steps = self._recorded(run)
+        if self._advice is None or monotonic() - self._advised > ADVISE:
+            self._advice, self._advised = verdict(run, steps), monotonic()
+        return payload(run, steps, advice=self._advice, most_bytes=LIVE_BYTES)
 
     def change(self) -> dict[str, Any]:
         return {key: value for key, value in self.whole().items() if key not in STATIC}

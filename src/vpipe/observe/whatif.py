@@ -8,7 +8,7 @@ from typing import Any
 from vpipe.errors import UserError
 from vpipe.observe.bubbles import attribute
 from vpipe.observe.measured import from_simulation
-from vpipe.observe.payload import actions, timeline
+from vpipe.observe.timelines import actions, timeline
 from vpipe.schedule.catalog import entries, get
 from vpipe.schedule.costs import uniform
 from vpipe.schedule.simulate import simulate

@@ -19,7 +19,7 @@ from vpipe.plan.pipe import Pipe, stage_facts
 from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.lower import lower
 from vpipe.schedule.program import Program
-from vpipe.schedule.simulate import simulate
+from vpipe.schedule.simulate import bubble, simulate
 
 __all__ = ["Machine", "Pipe", "Prediction", "predict", "stage_facts"]
 
@@ -51,10 +51,8 @@ def predict(profile: Profile, layout: Layout, pipe: Pipe, machine: Machine) -> P
         times.append(stage_time(*args, first=s == 0, last=s == last))
         terms.append(stage_memory(*args, first=s == 0, last=s == last))
     costs = stage_costs(profile, layout, pipe, machine, facts)
-    busy = busiest(costs, pipe)
-    step = _step_time(layout, pipe, costs, busy)
-    ranks = rank_memory(pipe, facts, terms)
-    return Prediction(step, max(0.0, 1 - busy / step) if step else 0.0, tuple(times), tuple(terms), ranks)
+    step, idle = _step(layout, pipe, costs, busiest(costs, pipe))
+    return Prediction(step, idle, tuple(times), tuple(terms), rank_memory(pipe, facts, terms))
 
 
 def busiest(costs: Costs, pipe: Pipe) -> float:
@@ -66,20 +64,22 @@ def busiest(costs: Costs, pipe: Pipe) -> float:
     return max(sum(work[stage] for stage in stages) for stages in pipe.program.placement.stages_of)
 
 
-def _step_time(layout: Layout, pipe: Pipe, costs: Costs, busy: float) -> float:
+def _step(layout: Layout, pipe: Pipe, costs: Costs, busy: float) -> tuple[float, float]:
+    """The time of a step, and the idle share over all ranks in it."""
     stages = range(layout.num_stages)
     again = [s for s in stages if Choice.RECOMPUTE in layout.choices[s]]
     swapped = [s for s in stages if Choice.SWAP in layout.choices[s]]
 
-    def makespan(program: Program) -> float:
+    def simulated(program: Program) -> tuple[float, float]:
         lowered = lower(program, recompute_stages=again, swap_stages=swapped)
-        return simulate(lowered, costs, blocking=pipe.entry.blocking).makespan
+        found = simulate(lowered, costs, blocking=pipe.entry.blocking)
+        return found.makespan, sum(found.busy)
 
-    whole = makespan(pipe.program)
-    if not pipe.asynchronous:
-        return whole
-    # Between two drains an asynchronous pipe stays full: what one batch more takes is the step.
-    return max(makespan(pipe.batches(pipe.num_batches + 1)) - whole, busy)
+    time, work = simulated(pipe.program)
+    if pipe.asynchronous:  # between two drains the pipe stays full: what one batch more takes is the step
+        longer, more = simulated(pipe.batches(pipe.num_batches + 1))
+        time, work = max(longer - time, busy), more - work
+    return time, bubble(work, pipe.program.num_ranks, time)
 
 
 def stage_costs(

@@ -14,7 +14,7 @@ from vpipe.errors import UserError
 from vpipe.schedule.catalog import Entry, entries
 from vpipe.schedule.costs import uniform
 from vpipe.schedule.program import Program
-from vpipe.schedule.simulate import Simulation, simulate
+from vpipe.schedule.simulate import Simulation, bubble, simulate
 
 FREE_STAGES_PER_RANK = (2, 4)
 """Tried where a schedule lets the user choose v."""
@@ -29,16 +29,13 @@ class Choice:
     asynchronous: bool
     time: float = float("inf")
     """Of m microbatches: the makespan, or the steady state of an asynchronous schedule."""
-    ideal: float = 0.0
+    bubble: float = 0.0
+    """The idle share over all ranks in that time."""
     peak_activations: float = 0.0
     weight_versions: int = 1
     staleness: int = 0
     fits: bool = True
     refused: str = ""
-
-    @property
-    def bubble(self) -> float:
-        return 1 - self.ideal / self.time if self.time else 0.0
 
 
 def rank(
@@ -89,7 +86,7 @@ def _choice(entry: Entry, p: int, m: int, v: int, times: dict[str, Any], memory:
         return simulate(program, uniform(program.placement, **times), blocking=entry.blocking)
 
     try:
-        found, time = _steady(entry, p, m, run) if asynchronous else _batch(m, run)
+        found, time, work = _steady(entry, p, m, run) if asynchronous else _batch(m, run)
     except UserError as error:
         return Choice(name, v, asynchronous, refused=str(error))
     peak = max(found.peak_activations)
@@ -98,7 +95,7 @@ def _choice(entry: Entry, p: int, m: int, v: int, times: dict[str, Any], memory:
         v,
         asynchronous,
         time,
-        found.ideal * m / found.program.num_microbatches,
+        bubble(work, p, time),
         peak,
         max(found.weight_versions),
         max(found.staleness),
@@ -106,16 +103,16 @@ def _choice(entry: Entry, p: int, m: int, v: int, times: dict[str, Any], memory:
     )
 
 
-def _batch(m: int, run: Any) -> tuple[Simulation, float]:
+def _batch(m: int, run: Any) -> tuple[Simulation, float, float]:
     found: Simulation = run(m)
-    return found, found.makespan
+    return found, found.makespan, sum(found.busy)
 
 
-def _steady(entry: Entry, p: int, m: int, run: Any) -> tuple[Simulation, float]:
-    """Two runs, both long enough to fill the pipe; what the longer takes more is the time of its further units."""
+def _steady(entry: Entry, p: int, m: int, run: Any) -> tuple[Simulation, float, float]:
+    """Two runs, both long enough to fill the pipe; the longer has its further units in addition."""
     if "num_batches" in entry.options:
         batches = 2 + -(-2 * p // m)
         short, long = run(m, num_batches=batches), run(m, num_batches=batches + 1)
     else:
         short, long = run(2 * p + m), run(2 * p + 2 * m)
-    return long, long.makespan - short.makespan
+    return long, long.makespan - short.makespan, sum(long.busy) - sum(short.busy)

@@ -107,4 +107,6 @@ def _legend(simulation: Simulation, colour: bool) -> list[str]:
 def figures(simulation: Simulation) -> str:
     """What a reader looks for in the picture, in numbers."""
     peak = max(simulation.peak_activations, default=0)
-    return f"makespan {simulation.makespan:g}, bubble {simulation.bubble:.1%}, peak activations {peak:g}"
+    low, high = (f"{share:.0%}" for share in (min(simulation.utilisation), max(simulation.utilisation)))
+    busy = f"ranks busy {low}" if low == high else f"ranks busy {low} to {high}"
+    return f"makespan {simulation.makespan:g}, bubble {simulation.bubble:.1%}, {busy}, peak activations {peak:g}"

@@ -2,8 +2,8 @@
 
 makespan   first start → last end over all ranks
 maxspan    the longest single rank's span; reachable only if the optimizer step may be staggered
-ideal      the busiest rank's work, without a bubble
-bubble     the part of the makespan that the ideal does not fill
+ideal      the busiest rank's work
+bubble     the idle share over all ranks: 1 - (work of all ranks) / (ranks x makespan); a slow stage makes it larger
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Simulation:
 
     @cached_property
     def busy(self) -> list[float]:
-        """Per rank, the time its compute lane works."""
-        took = np.where(self._computes, self._end - self._begin, 0.0)
+        """Per rank, the time its compute lane works; the runtime's overhead is no work."""
+        took = np.where(self._computes, self._end - self._begin - self.costs.overhead, 0.0)
         busy: list[float] = np.bincount(self.timeline.flat.rank, took, self.program.num_ranks).tolist()
         return busy
 
@@ -90,8 +90,14 @@ class Simulation:
         return max(self.busy, default=0.0)
 
     @property
+    def utilisation(self) -> list[float]:
+        """Per rank, the share of the makespan that it works."""
+        return [busy / self.makespan if self.makespan else 0.0 for busy in self.busy]
+
+    @property
     def bubble(self) -> float:
-        return 1 - self.ideal / self.makespan if self.makespan else 0.0
+        """The idle share over all ranks."""
+        return bubble(sum(self.busy), self.program.num_ranks, self.makespan)
 
     @cached_property
     def weight_versions(self) -> list[int]:
@@ -166,10 +172,16 @@ class Simulation:
             "maxspan": _tidy(self.maxspan),
             "ideal": _tidy(self.ideal),
             "bubble": _tidy(self.bubble),
+            "utilisation": [_tidy(share) for share in self.utilisation],
             "peak_activations": [_tidy(peak) for peak in self.peak_activations],
             "weight_versions": self.weight_versions,
             "staleness": self.staleness,
         }
+
+
+def bubble(work: float, num_ranks: int, time: float) -> float:
+    """The idle share of ``num_ranks`` ranks that did ``work`` in ``time``: the only definition."""
+    return max(0.0, 1 - work / (num_ranks * time)) if time else 0.0
 
 
 def simulate(

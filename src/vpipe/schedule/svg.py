@@ -1,25 +1,26 @@
 """The picture of a simulated program as SVG: time from left to right, one line per rank.
 
-It follows the light or dark scheme of the page it stands on. A box is an action, its number the microbatch; of several
-stages on a rank the later ones are paler. What takes no time (an update without a cost) is a line.
+It follows the light or dark scheme of the page it stands on. A box is an action, with its kind and microbatch; of
+several stages on a rank the later ones are paler. What takes no time (an update without a cost) is a line. Kinds differ
+in colour, in texture and by their letter, so that they can be told apart in greyscale and by colour-blind eyes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from html import escape
 from math import ceil
 
 from vpipe.schedule.action import Kind
 from vpipe.schedule.draw import NAMES, figures
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import LANE, Lane
 from vpipe.schedule.simulate import Simulation, Span
 
 FILLS = {
-    Kind.F: ("#9cc3f0", "#2f6db5"),
-    Kind.B: ("#9fd8a4", "#2f7d46"),
-    Kind.I: ("#9ed9d3", "#24797a"),
-    Kind.W: ("#f2cf8d", "#96691c"),
+    Kind.F: ("#a9cdf5", "#2c66ad"),
+    Kind.B: ("#8ccfa0", "#24764a"),
+    Kind.I: ("#f4bd84", "#a8601c"),
+    Kind.W: ("#f3e39b", "#85731a"),
     Kind.R: ("#d5b6ea", "#74479a"),
     Kind.REDUCE: ("#d0d3d8", "#6a717c"),
     Kind.STEP: ("#d0d3d8", "#6a717c"),
@@ -27,6 +28,15 @@ FILLS = {
     Kind.IN: ("#eab4d2", "#944a74"),
 }
 """Kind → fill on a light page, on a dark page."""
+TEXTURES = {
+    Kind.B: "M0 6L6 0M-1 1L1 -1M5 7L7 5",
+    Kind.I: "M1.5 0V6M4.5 0V6",
+    Kind.W: "M0 3H6",
+    Kind.R: "M0 0L6 6M-1 5L1 7M5 -1L7 1",
+    Kind.OUT: "M0 0L6 6M0 6L6 0",
+    Kind.IN: "M3 0V6M0 3H6",
+}
+"""Kind → lines of a square of 6 that is laid over its boxes; the others are plain."""
 
 ROW, GAP, MARGIN, HEAD, FOOT = 24, 4, 62, 34, 52
 MAX_WIDTH = 1180
@@ -34,9 +44,11 @@ STYLE = """
 text{font:12px ui-sans-serif,system-ui,'DejaVu Sans',sans-serif;fill:#24292f}
 .t{font-size:14px;font-weight:600}.n{text-anchor:middle;font-size:11px}.l,.f{font-size:11px}
 .a{text-anchor:middle;font-size:10px}.a,.f{fill:#6b7280}
-path{stroke:#3f4650;stroke-width:2}.page{fill:#fff}.idle{fill:#f1f3f5}"""
+path{stroke:#3f4650;stroke-width:2}
+pattern path{stroke:#000;stroke-opacity:.15;stroke-width:1}.page{fill:#fff}.idle{fill:#f1f3f5}"""
 DARK = """
-text{fill:#e6e8eb}.a,.f{fill:#9aa3ad}path{stroke:#c9d1d9}.page{fill:#0d1117}.idle{fill:#1a2028}"""
+text{fill:#e6e8eb}.a,.f{fill:#9aa3ad}path{stroke:#c9d1d9}
+pattern path{stroke:#fff;stroke-opacity:.2}.page{fill:#0d1117}.idle{fill:#1a2028}"""
 
 
 def svg(simulation: Simulation, title: str) -> str:
@@ -56,7 +68,8 @@ def svg(simulation: Simulation, title: str) -> str:
     body += _axis(length, scale, foot)
     body += _key(simulation, foot + 22)
     body.append(f'<text class="f" x="{MARGIN}" y="{foot + 41}">{figures(simulation)}</text>')
-    return _document(max(ceil(MARGIN + length * scale + 16), 560), foot + FOOT, title, body)
+    kinds = {span.action.kind for row in spans for span in row}
+    return _document(max(ceil(MARGIN + length * scale + 16), 560), foot + FOOT, title, body, kinds)
 
 
 def _rectangle(kind: str, left: float, top: float, width: float, more: str = "", inside: str = "") -> str:
@@ -75,9 +88,8 @@ def _box(program: Program, rank: int, span: Span, left: float, top: int, scale: 
     hint = f"<title>{action}: {span.begin:g} to {span.end:g}</title>"
     box = _rectangle(f"k{action.kind}", left, top, width, shade, hint)
     number = "" if action.microbatch < 0 else str(action.microbatch)
-    if not number or width < 7 * len(number) + 2:
-        return box
-    return box + f'<text class="n" x="{_number(left + width / 2)}" y="{top + 16}">{number}</text>'
+    words = next((each for each in (f"{action.kind}{number}", number) if each and width >= 6.5 * len(each) + 2), "")
+    return box + (f'<text class="n" x="{_number(left + width / 2)}" y="{top + 16}">{words}</text>' if number else "")
 
 
 def _axis(length: float, scale: float, top: int) -> list[str]:
@@ -104,20 +116,31 @@ def _key(simulation: Simulation, top: int) -> list[str]:
     return drawn
 
 
-def _document(width: int, height: int, title: str, body: list[str]) -> str:
-    drawn = {kind: fills for kind, fills in FILLS.items() if LANE[kind] is Lane.COMPUTE}
-    light, dark = ("".join(f".k{kind}{{fill:{fill[scheme]}}}" for kind, fill in drawn.items()) for scheme in (0, 1))
+def _document(width: int, height: int, title: str, body: list[str], kinds: Collection[Kind]) -> str:
+    drawn = {kind: fills for kind, fills in FILLS.items() if kind in kinds}
+    light, dark = ("".join(f".c{kind}{{fill:{fill[scheme]}}}" for kind, fill in drawn.items()) for scheme in (0, 1))
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    patterns = "".join(map(_pattern, drawn))
+    fills = "".join(f".k{kind}{{fill:url(#p{kind})}}" for kind in drawn)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
             f"<title>{escape(title)}</title>",
-            f"<style>{STYLE}\n{light}\n@media(prefers-color-scheme:dark){{{DARK}\n{dark}}}</style>",
+            f"<style>{STYLE}\n{fills}\n{light}\n@media(prefers-color-scheme:dark){{{DARK}\n{dark}}}</style>",
+            f"<defs>{patterns}</defs>",
             f'<rect class="page" width="{width}" height="{height}"/>',
             *body,
             "</svg>\n",
         ]
     )
+
+
+def _pattern(kind: Kind) -> str:
+    """The fill of a kind: its colour, and its texture over it."""
+    lines = f'<path d="{TEXTURES[kind]}"/>' if kind in TEXTURES else ""
+    square = 'width="6" height="6"'
+    box = f'<rect class="c{kind}" {square}/>'
+    return f'<pattern id="p{kind}" {square} patternUnits="userSpaceOnUse">{box}{lines}</pattern>'
 
 
 def _number(value: float) -> str:

@@ -10,12 +10,20 @@ import torch
 
 from vpipe import __version__
 from vpipe.rundir.claim import command
+from vpipe.runtime.pipeline import Pipeline
 from vpipe.schedule.text import to_csv
+from vpipe.train.gathering import gather_text
 from vpipe.train.session import Session
 
 
+def hosts(pipeline: Pipeline) -> list[str]:
+    """Per rank, the machine that it runs on. Every rank asks this."""
+    found = gather_text(pipeline, socket.gethostname())
+    return found if len(found) > 1 else found * pipeline.placement.num_ranks
+
+
 def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
-    """Schedule, program, partition and stages, as ``observe`` reads them."""
+    """Schedule, program, partition and stages, as ``observe`` reads them. Every rank calls this."""
     pipeline, config, skeleton = session.pipeline, session.config, session.skeleton
     program = pipeline.programs.training(num_microbatches=num_microbatches)
     return {
@@ -42,7 +50,7 @@ def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
             }
             for stage, (begin, end) in enumerate(pipeline.flow.bounds)
         ],
-        "hosts": [socket.gethostname()] * program.num_ranks,
+        "hosts": hosts(pipeline),
         "command": command(),
         "trace": config.observe.trace,
     }

@@ -6,10 +6,12 @@ used; where the peak of a device is not known it is ``n/a``, not a guess.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     "A100": {"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
@@ -23,8 +25,13 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 """Dense peaks from the vendors' data sheets, by a part of the device's name."""
 
 
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+CPU = "cpu"
+
+
+def device_name(weights: Iterable[Tensor]) -> str:
+    """What a rank computes on: where its weights are, whatever else the machine has."""
+    device = next((tensor.device for tensor in weights), torch.device(CPU))
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_flops(device: str, precision: str) -> float | None:
@@ -44,7 +51,7 @@ class Metrics:
     flops_per_token: float
     precision: str
     warmup_iterations: int
-    device: str = field(default_factory=device_name)
+    device: str = CPU
     _iterations: list[tuple[float, float, float, bool]] = field(default_factory=list)
 
     def add(self, seconds: float, tokens: float, samples: float, counts: bool = True) -> None:
@@ -73,7 +80,7 @@ class Metrics:
             "mfu": rate * self.flops_per_token / (peak * self.num_devices) if peak and rate is not None else "n/a",
             "model_params": self.parameters,
             "flops_per_token": self.flops_per_token,
-            "num_gpus": self.num_devices if torch.cuda.is_available() else 0,
+            "num_gpus": self.num_devices if self.device != CPU else 0,
             "device_name": self.device,
             "dtype": self.precision,
         }

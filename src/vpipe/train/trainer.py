@@ -26,7 +26,7 @@ from vpipe.train.facts import run_facts
 from vpipe.train.feed import Position, Units, accumulated
 from vpipe.train.keeping import Keeper
 from vpipe.train.learning_rate import learning_rate
-from vpipe.train.metrics import Metrics
+from vpipe.train.metrics import Metrics, device_name
 from vpipe.train.profiling import profiled
 from vpipe.train.session import Session
 from vpipe.train.stopping import Stopping
@@ -66,6 +66,9 @@ class Trainer:
             session.model.flops_per_token if self.teller.is_leader else 0.0,
             training.precision,
             config.observe.warmup_iterations,
+            device_name(
+                p for engine in pipeline.engines for s in engine.stages.values() for p in s.weights.parameters.values()
+            ),
         )
         self._last_loss: float | None = None
         self.ended: Ending = ending.finished(0)

@@ -1,0 +1,124 @@
+"""The first lines of a page: what costs most, and what to do about it.
+
+What costs most is the largest cause of idle time over all ranks (``bubbles``). Remedies are tried, not guessed: the
+planner predicts the run as it is and as it would be, both from this run's own measured costs, and the best remedy is
+named with its predicted gain. Nothing is recommended that gains less than ``WORTH``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+from vpipe.errors import UserError
+from vpipe.observe import estimate
+from vpipe.observe.bubbles import CAUSES, Bubbles, attribute
+from vpipe.observe.measured import Measured
+from vpipe.observe.rundir import RunDirectory
+from vpipe.observe.timelines import simulated, typical
+from vpipe.plan.costs import Profile
+from vpipe.schedule import catalog
+
+WORTH = 1.02
+LITTLE = 0.05
+"""A bubble below which there is nothing to say."""
+CANDIDATES = ("1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-v", "looped-bfs")
+MAX_ACTIONS = 6000
+"""Of a program that is tried while somebody waits for a page."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change, in words and as a command, and how many times faster the planner predicts it."""
+
+    words: str
+    command: str
+    gain: float
+
+
+def verdict(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any] | None:
+    """``says`` in one or two sentences, and the remedy behind it; ``None`` where no step is recorded."""
+    if not steps:
+        return None
+    simulations, _ = simulated(steps)
+    chosen = typical(steps, simulations)
+    bubbles = [attribute(step) for step in chosen.steps]
+    shares = {cause: median(each.total(cause) / (each.window * len(each.busy)) for each in bubbles) for cause in CAUSES}
+    idle = median(each.fraction for each in bubbles)
+    worst = max(shares, key=lambda cause: shares[cause])
+    found: dict[str, Any] = {"cause": worst, "bubble": idle, "remedy": None}
+    if idle < LITTLE:
+        return found | {"cause": None, "says": f"All ranks work {1 - idle:.0%} of the step: there is little to gain."}
+    says = _what(worst, shares[worst], run, bubbles)
+    simulation = chosen.simulation
+    profile = estimate.profile_of(run.facts, simulation.costs) if simulation else None
+    best = max(_tried(run, profile), key=lambda each: round(each.gain, 2), default=None) if profile else None
+    if best is None or best.gain < WORTH:
+        return found | {"says": f"{says} {_plain(worst, shares[worst])}".strip()}
+    remedy = {"words": best.words, "command": best.command, "gain": best.gain}
+    return found | {"says": f"{says} {best.words}", "remedy": remedy}
+
+
+def _what(cause: str, share: float, run: RunDirectory, bubbles: Sequence[Bubbles]) -> str:
+    """The sentence about what costs most."""
+    ranks = range(len(bubbles[0].busy))
+    busy = [median(each.busy[rank] / each.window for each in bubbles) for rank in ranks]
+    low, high = min(ranks, key=busy.__getitem__), max(ranks, key=busy.__getitem__)
+    if cause == "imbalance":
+        held = run.facts.program.placement.stages_of[high]
+        name = f"stage {held[0]}" if len(held) == 1 else f"its stages {' '.join(map(str, held))}"
+        times = busy[high] / mean(busy) if mean(busy) else 1.0
+        return (
+            f"Rank {low} waits {1 - busy[low]:.0%} of the step, because rank {high} sets the pace: {name} works "
+            f"{times:.2f} times as long as the mean."
+        )
+    sentences = {
+        "warmup_drain": f"The schedule {run.facts.schedule} itself idles {share:.0%} of the ranks' time: the pipe "
+        "fills and drains in every step.",
+        "communication": f"Messages cost {share:.0%} of the ranks' time.",
+        "data": f"The ranks wait {share:.0%} of the time for data, or between two steps.",
+        "overhead": f"The runtime itself takes {share:.0%} of the ranks' time: the actions are short.",
+    }
+    return sentences[cause]
+
+
+def _plain(cause: str, share: float) -> str:
+    """A remedy that no simulation of the pipeline can price: at most its whole share is gained."""
+    most = f"at most {1 / (1 - share):.2f}×"
+    return {
+        "data": f"More dataset.num_workers, or a quicker disk, may gain {most}.",
+        "overhead": f"Larger microbatches may gain {most}.",
+        "communication": f"A quicker link may gain {most}.",
+    }.get(cause, "No other cut or schedule is predicted to be quicker.")
+
+
+def _tried(run: RunDirectory, profile: Profile) -> Iterator[Remedy]:
+    """What the planner predicts for a better cut, another schedule, smaller microbatches."""
+    facts = run.facts
+    units = int(facts.raw.get("num_microbatches") or facts.program.num_microbatches)
+    try:
+        now = estimate.present(profile, facts).step_time
+        synchronous = catalog.get(facts.schedule).mode == "bsp"
+    except UserError:
+        return
+    config = run.path / "config.yaml"
+    base = f"vpipe plan {config} -p {facts.num_ranks} -m {units}"
+    names = [facts.schedule, *(name for name in CANDIDATES if synchronous and name != facts.schedule)]
+    for name in names:
+        per_rank = catalog.get(name).stages_per_rank
+        if 4 * facts.num_ranks * units * per_rank > MAX_ACTIONS:
+            continue
+        try:
+            same = name == facts.schedule
+            found = estimate.candidate(profile, facts, **({} if same else {"schedule": name}))
+        except UserError:
+            continue
+        gain = now / found.step_time if found.step_time else 1.0
+        cut = " ".join(map(str, found.layout.counts))
+        if same:
+            words = f"The cut {cut} is predicted to be {gain:.2f}× as fast; vpipe plan finds it."
+        else:
+            words = f"{name} with the cut {cut} is predicted to be {gain:.2f}× as fast."
+        yield Remedy(words, f"{base} --scheduler {name}", gain)
