@@ -11,6 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from vpipe.observe.recorder import Recorder
+from vpipe.rundir import endings
+from vpipe.rundir.endings import Ending
+from vpipe.rundir.state import Beat
 from vpipe.schedule.catalog import build
 from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.lower import lower, swap
@@ -132,8 +135,10 @@ def write_run(
             recorder.record(number, 10 * number, found[rank], memory)
     for recorder in recorders:
         recorder.close()
+    beat = Beat("0123456789ab", "training", 10 * steps, 100)
+    beat.write(path)
     if finished:
         summary = {"total_time_seconds": 3.0, "total_iterations": 10 * steps, "throughput_tokens_per_second": 81000.0,
                    "mfu": "n/a", "final_loss": lines[-1]["loss"]}  # fmt: skip
-        (path / "summary.json").write_text(json.dumps(summary))
+        endings.conclude(path, beat.run, Ending.of(endings.Kind.FINISHED, "all iterations are trained"), summary)
     return path

@@ -65,9 +65,9 @@ def test_a_run_that_is_being_written_is_read_so_far(make_run: MakeRun) -> None:
         file.write('{"kind": "train", "iterat')
     run = open_run(path)
     assert len(run.metrics()) == 63
-    assert not run.finished
+    assert not run.ended
     assert not run.notes
-    assert payload(run, recorded(run))["state"] == "running"
+    assert payload(run, recorded(run))["state"]["kind"] == "running"
 
 
 def test_damage_is_noted_and_the_rest_is_shown(make_run: MakeRun) -> None:
@@ -76,7 +76,7 @@ def test_damage_is_noted_and_the_rest_is_shown(make_run: MakeRun) -> None:
     lines[1] = lines[1][: len(lines[1]) // 2]
     lines[2] = lines[2].replace("0F0", "0Q0")
     (path / "events" / "rank0.jsonl").write_text("\n".join(lines)[:-7])
-    (path / "summary.json").write_text("{")
+    (path / "plan.json").write_text("{")
     run = open_run(path)
     assert [step[0].step for step in recorded_steps(run)] == [0, 3, 4]
     data = payload(run, recorded(run))
@@ -84,7 +84,7 @@ def test_damage_is_noted_and_the_rest_is_shown(make_run: MakeRun) -> None:
     text = " ".join(data["notes"])
     assert "broken lines" in text
     assert "0Q0" in text
-    assert "summary.json" in text
+    assert "plan.json" in text
     assert "middle of a line" in text
 
 

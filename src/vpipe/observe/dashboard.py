@@ -1,10 +1,21 @@
-"""Start and stop the live page: for ``vpipe dashboard``, and inside ``vpipe train`` while a run lasts."""
+"""Start and stop the live page: for ``vpipe dashboard``, and beside ``vpipe train`` while a run lasts.
+
+A run's page is served by a process of its own: what strangers do to it (see ``guard``), and what it costs, is not done
+to rank 0. The process ends with its run: it reads from a pipe that only the run holds open.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import resource
 import secrets
 import socket
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -12,29 +23,48 @@ from typing import Any
 from vpipe.errors import UserError
 
 LOOPBACK = "127.0.0.1"
+NEEDED = ("uvicorn", "starlette")
+MAX_FILES = 256
+"""Descriptors of the page's own process."""
+LAST_LOOK = 2.0
+"""Seconds that the page stays after its run, so that browsers see how it ended."""
+
+
+def require() -> None:
+    """Say in one sentence what is not installed."""
+    for name in NEEDED:
+        if find_spec(name) is None:
+            raise UserError(f"the live page needs {name}; install it with: pip install 'vpipe[dashboard]'")
+
+
+def address(port: int, token: str) -> str:
+    return f"http://{LOOPBACK}:{port}/?token={token}"
 
 
 class Dashboard:
     """A server in a thread. ``url`` is what the user opens; it carries the token."""
 
-    def __init__(self, run_directory: str | Path, port: int = 0, token: str | None = None) -> None:
-        try:
-            import uvicorn
+    def __init__(
+        self, directory: str | Path, port: int = 0, token: str | None = None, listening: socket.socket | None = None
+    ) -> None:
+        require()
+        import uvicorn
 
-            from vpipe.observe.server import app
-        except ImportError as error:
-            raise UserError(
-                f"the live page needs {error.name}; install it with: pip install 'vpipe[dashboard]'"
-            ) from None
+        from vpipe.observe import guard
+        from vpipe.observe.server import app
+
         self.token = token or secrets.token_urlsafe(16)
         self._stopping = threading.Event()
-        self._socket = listen(port)
+        self._socket = listening or listen(port)
         self.port: int = self._socket.getsockname()[1]
         settings = uvicorn.Config(
-            app(run_directory, self.token, self._stopping),
+            app(directory, self.token, self._stopping),
+            http=guard.Guarded,
+            h11_max_incomplete_event_size=guard.MAX_HEADER_BYTES,
             log_level="critical",
             access_log=False,
             lifespan="off",
+            ws="none",
             timeout_graceful_shutdown=2,
         )
         self._server: Any = uvicorn.Server(settings)
@@ -44,7 +74,7 @@ class Dashboard:
 
     @property
     def url(self) -> str:
-        return f"http://{LOOPBACK}:{self.port}/?token={self.token}"
+        return address(self.port, self.token)
 
     def start(self) -> Dashboard:
         """Serve in the background; returns when the page can be opened."""
@@ -54,9 +84,9 @@ class Dashboard:
             sleep(0.01)
         return self
 
-    def wait(self) -> None:
-        """Serve until the thread ends or somebody interrupts."""
-        while self._thread.is_alive():
+    def wait(self, lasts: Callable[[], bool] = lambda: True) -> None:
+        """Serve until the thread ends, or somebody interrupts."""
+        while self._thread.is_alive() and lasts():
             self._thread.join(0.5)
 
     def stop(self) -> None:
@@ -70,6 +100,38 @@ class Dashboard:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+class PageProcess:
+    """The page of a run, in a process of its own that ends with ours. The token goes through a pipe: arguments of a
+    process can be read by every user of the machine."""
+
+    def __init__(self, directory: str | Path) -> None:
+        require()
+        token = secrets.token_urlsafe(16)
+        with listen(0) as found:
+            self.url = address(found.getsockname()[1], token)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "vpipe.observe.dashboard"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(found.fileno(),),
+                start_new_session=True,
+            )
+            said = json.dumps({"directory": str(directory), "socket": found.fileno(), "token": token})
+        assert self._process.stdin is not None
+        self._process.stdin.write(said.encode() + b"\n")
+        self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def stop(self) -> None:
+        """Let it go: it takes a last look and ends by itself."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
 
 def listen(port: int) -> socket.socket:
@@ -88,3 +150,26 @@ def listen(port: int) -> socket.socket:
             f"port {port} cannot be used ({error.strerror}); choose another with --port, or --port 0 for a free one"
         ) from None
     return found
+
+
+def serve() -> None:
+    """What the page's process runs: told on its standard input, it serves until that ends."""
+    told = json.loads(sys.stdin.readline())
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, hard))
+    os.nice(5)
+    ended = threading.Event()
+
+    def watch() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    page = Dashboard(told["directory"], token=told["token"], listening=socket.socket(fileno=told["socket"]))
+    with page:
+        page.wait(lambda: not ended.is_set())
+        sleep(LAST_LOOK)
+
+
+if __name__ == "__main__":
+    serve()

@@ -37,7 +37,7 @@ def profile_of(facts: Facts, costs: Costs) -> Profile | None:
     stages = np.array([[getattr(stage, kind) for kind in KINDS] for stage in costs.stages])
     layers = _layers(names, stages)
     sizes = [int(stage.get("weight_bytes") or 0) / len(held) for stage, held in zip(facts.stages, names, strict=True)]
-    found = []
+    found: list[LayerCost] = []
     for stage, held in enumerate(names):
         for name in held:
             forward, input_grad, weight_grad, update = (float(value) for value in layers[len(found)])

@@ -15,9 +15,11 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-SCRIPTS = ("dom.js", "timeline.js", "charts.js", "panels.js", "app.js")
+SCRIPTS = ("dom.js", "timeline.js", "charts.js", "panels.js", "curves.js", "app.js")
 LIVE = ("whatif.js",)
 COMPARISON = ("dom.js", "charts.js", "compare.js")
+LIST = ("dom.js", "runs.js")
+PAIR = ("dom.js", "timeline.js", "charts.js", "panels.js", "pair.js")
 
 
 def report(data: Mapping[str, Any]) -> str:
@@ -28,6 +30,16 @@ def report(data: Mapping[str, Any]) -> str:
 def live() -> str:
     """The page without data: it asks its own server."""
     return document("vpipe", (*SCRIPTS, *LIVE), None)
+
+
+def list_of_runs() -> str:
+    """The page of a directory of runs."""
+    return document("runs", LIST, None)
+
+
+def pair() -> str:
+    """Two runs of a directory, side by side."""
+    return document("two runs", PAIR, None)
 
 
 def comparison(data: Mapping[str, Any]) -> str:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from vpipe.observe.bubbles import CAUSES, NAMES
 from vpipe.observe.measured import Measured, join
 from vpipe.observe.memory import memory_table
-from vpipe.observe.rundir import MAX_BYTES, RunDirectory
+from vpipe.observe.rundir import MAX_BYTES, Facts, RunDirectory
+from vpipe.observe.story import story
 from vpipe.observe.timelines import timelines
 from vpipe.observe.trend import trend
 from vpipe.observe.verdict import verdict
@@ -41,10 +43,11 @@ def payload(
     found = {
         "format": 1,
         "title": run.path.resolve().name,
-        "state": "finished" if run.finished else "running",
+        "state": story(run.path),
         "facts": {key: run.facts.raw[key] for key in FACTS if key in run.facts.raw},
         "kinds": {kind.value: name for kind, name in draw.NAMES.items()},
         "colours": {kind.value: fills for kind, fills in svg.FILLS.items()},
+        "textures": {kind.value: lines for kind, lines in svg.TEXTURES.items()},
         "causes": [[cause, NAMES[cause]] for cause in CAUSES],
         "metrics": curves(run.metrics()),
         "summary": run.summary(),
@@ -63,6 +66,22 @@ def payload(
         )
     found["notes"] = notes
     return found
+
+
+def unstarted(path: Path) -> dict[str, Any]:
+    """The page of a run that has not said what it runs: its state, why, and its config."""
+    bare = RunDirectory(path, Facts({}, str(path / "run.json")))
+    return {
+        "format": 1,
+        "title": path.resolve().name,
+        "state": story(path),
+        "facts": {},
+        "metrics": curves([]),
+        "config": bare.config_text(),
+        "steps": [],
+        "programs": {},
+        "notes": list(bare.notes),
+    }
 
 
 def recorded(run: RunDirectory, last: int | None = None) -> list[Measured]:

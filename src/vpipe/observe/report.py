@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vpipe.errors import UserError
 from vpipe.observe import page_html, trace
-from vpipe.observe.payload import payload, recorded
-from vpipe.observe.rundir import open_run
+from vpipe.observe.measured import Measured
+from vpipe.observe.payload import payload, recorded, unstarted
+from vpipe.observe.rundir import NotStarted, open_run
+from vpipe.observe.story import begun
 
 MAX_BYTES = 2 * 10**6
 
@@ -24,10 +26,9 @@ class Written(NamedTuple):
 
 def write_report(run_directory: str | Path, output: str | Path | None = None) -> Written:
     """Write ``report.html`` (or ``output``) and ``trace.json.gz`` beside it."""
-    run = open_run(run_directory)
-    target = Path(output) if output is not None else run.path / "report.html"
-    steps = recorded(run)
-    data = payload(run, steps)
+    path = Path(run_directory)
+    target = Path(output) if output is not None else path / "report.html"
+    steps, data = _data(path)
     page = page_html.report(data)
     fresh = target.with_name(target.name + ".new")
     try:
@@ -38,5 +39,17 @@ def write_report(run_directory: str | Path, output: str | Path | None = None) ->
         raise UserError(f"{target} cannot be written: {error.strerror}") from None
     beside = target.with_name("trace.json.gz") if steps else None
     if beside is not None:
-        trace.write(beside, steps, {"run": str(run.path), "schedule": run.facts.schedule})
+        trace.write(beside, steps, {"run": str(path), "schedule": data["facts"].get("schedule", "?")})
     return Written(target, beside, list(data["notes"]))
+
+
+def _data(path: Path) -> tuple[list[Measured], dict[str, Any]]:
+    """The recorded steps and the page's data; a run that failed before it started has its story to tell."""
+    try:
+        run = open_run(path)
+    except NotStarted:
+        if not begun(path):
+            raise
+        return [], unstarted(path)
+    steps = recorded(run)
+    return steps, payload(run, steps)

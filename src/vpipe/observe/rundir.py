@@ -6,6 +6,7 @@
     events/rank<r>.jsonl    the last steps of a rank, action by action (``recorder``)
     events/rank<r>.steps.jsonl   one short line per step
     summary.json            written at the end; a run without it still runs, or was interrupted
+    state.json              the heartbeat (``vpipe.rundir``)
     plan.json               optional: the plan the run follows
     report.html, trace.json.gz, logs/rank<r>.log, checkpoints/
 
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vpipe.errors import UserError
+from vpipe.observe.story import begun, ended, story
 from vpipe.schedule.action import Action, parse
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program, Versions
@@ -152,7 +154,7 @@ class RunDirectory:
     def _step_lines(self, rank: int) -> dict[int, str]:
         """Step → its line, unread. Ranks write at different moments, so what they share is found before it is cut."""
         *whole, rest = (_text(self._events(rank)) or "").split("\n")
-        if rest.strip() and self.finished:
+        if rest.strip() and self.ended:
             self.note(f"{self._events(rank)} ends in the middle of a line; the run was cut off there")
         matches = ((_STEP.match(line), line) for line in whole)
         return {int(match[1]): line for match, line in matches if match}
@@ -177,8 +179,9 @@ class RunDirectory:
         return [line for name in names for line in self._lines(events / name, most_bytes)]
 
     @property
-    def finished(self) -> bool:
-        return (self.path / "summary.json").is_file()
+    def ended(self) -> bool:
+        """Whether nothing more will be written."""
+        return ended(self.path)
 
     def note(self, sentence: str) -> None:
         """What a reader of the page should know, once."""
@@ -216,8 +219,12 @@ class RunDirectory:
                 yield found
         if broken:
             self.note(f"{path} has {broken} broken lines; they are left out")
-        if rest.strip() and self.finished:
+        if rest.strip() and self.ended:
             self.note(f"{path} ends in the middle of a line; the run was cut off there")
+
+
+class NotStarted(UserError):
+    """A directory whose run has not said what it runs: it is starting, or failed before it could."""
 
 
 def open_run(path: str | Path) -> RunDirectory:
@@ -229,9 +236,7 @@ def open_run(path: str | Path) -> RunDirectory:
     facts = path / "run.json"
     text = _text(facts)
     if text is None:
-        started = (path / "config.yaml").is_file()
-        hint = "the run has not started yet, try again in a moment" if started else _runs_inside(path)
-        raise UserError(f"{path} is not a run directory: it has no run.json; {hint}")
+        raise NotStarted(f"{path} is not a run directory: it has no run.json; {_hint(path)}")
     try:
         raw = json.loads(text)
         if not isinstance(raw, dict):
@@ -241,8 +246,13 @@ def open_run(path: str | Path) -> RunDirectory:
     return RunDirectory(path, Facts(raw, str(facts)))
 
 
-def _runs_inside(path: Path) -> str:
-    """Which runs lie below, for those who give the parent."""
+def _hint(path: Path) -> str:
+    """How the run fares that has not said what it runs; or which runs lie below, for those who give the parent."""
+    if begun(path):
+        found = story(path)
+        return f"its run is {found['kind']}: {found['sentence']}"
+    if (path / "config.yaml").is_file():
+        return "the run has not started yet, try again in a moment"
     inside = sorted(each.parent.name for each in path.glob("*/run.json"))
     if not inside:
         return "give the directory that 'vpipe train' wrote"

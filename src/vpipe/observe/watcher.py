@@ -12,9 +12,11 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from vpipe.observe.measured import Measured, join
-from vpipe.observe.payload import payload
-from vpipe.observe.rundir import RunDirectory, open_run
+from vpipe.observe.payload import payload, unstarted
+from vpipe.observe.rundir import NotStarted, RunDirectory, open_run
+from vpipe.observe.story import begun
 from vpipe.observe.verdict import verdict
+from vpipe.rundir import state as states
 
 LIVE_STEPS = 6
 """Steps of a running job that are sent with each change; the page remembers older ones."""
@@ -22,7 +24,7 @@ LIVE_BYTES = 2**16
 """Of the files of short lines that are read with each change."""
 ADVISE = 10.0
 """Seconds after which a running job's verdict is asked for again."""
-STATIC = ("facts", "config", "kinds", "colours", "causes", "title", "format")
+STATIC = ("facts", "config", "kinds", "colours", "textures", "causes", "title", "format")
 """What does not change while a run goes on."""
 
 
@@ -42,7 +44,7 @@ class Watcher:
         """Seconds that the last message took."""
 
     def stamp(self) -> Any:
-        """Changes whenever one of the files does."""
+        """Changes whenever one of the files does, or the run's processes are gone."""
         names = ["run.json", "metrics.jsonl", "summary.json", "plan.json"]
         files = [self._path / name for name in names] + sorted((self._path / "events").glob("rank*[0-9].jsonl"))
         found = []
@@ -52,7 +54,8 @@ class Watcher:
                 found.append((file.name, stat.st_mtime_ns, stat.st_size))
             except OSError:
                 continue
-        return tuple(found)
+        state = states.of(self._path)
+        return (*found, state.kind, state.sentence if state.ended else "")
 
     def whole(self) -> dict[str, Any]:
         """Everything, computed once per change."""
@@ -60,18 +63,31 @@ class Watcher:
             stamp = self.stamp()
             if stamp != self._seen or not self._whole:
                 began = perf_counter()
-                run = open_run(self._path)
-                self._whole = self._payload(run)
+                self._whole = self._read()
                 self._seen, self.cost = stamp, perf_counter() - began
             return self._whole
 
+    def _read(self) -> dict[str, Any]:
+        try:
+            return self._payload(open_run(self._path))
+        except NotStarted:
+            if not begun(self._path):
+                raise
+            return unstarted(self._path)
+
     def _payload(self, run: RunDirectory) -> dict[str, Any]:
-        if run.finished:
+        if run.ended:
             return payload(run, self._recorded(run))
         steps = self._recorded(run)
         if self._advice is None or monotonic() - self._advised > ADVISE:
             self._advice, self._advised = verdict(run, steps), monotonic()
         return payload(run, steps, advice=self._advice, most_bytes=LIVE_BYTES)
+
+    def measured(self) -> tuple[RunDirectory, list[Measured]]:
+        """The run and its steps, for questions about them."""
+        with self._lock:
+            run = open_run(self._path)
+            return run, self._recorded(run)
 
     def change(self) -> dict[str, Any]:
         return {key: value for key, value in self.whole().items() if key not in STATIC}
@@ -81,7 +97,7 @@ class Watcher:
         identity = f"{run.facts.raw.get('started')} {run.facts.raw.get('program')}"
         if identity != self._program:
             self._program, self._steps = identity, {}
-        last = None if run.finished else LIVE_STEPS
+        last = None if run.ended else LIVE_STEPS
         fresh = run.common_steps(last, known=self._steps)
         self._steps |= {ranks[0].step: join(run.facts.program, ranks) for ranks in fresh}
         newest = sorted(self._steps)[-(last or len(self._steps)) :]

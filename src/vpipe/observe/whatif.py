@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from vpipe.errors import UserError
+from vpipe.observe import estimate
 from vpipe.observe.bubbles import attribute
 from vpipe.observe.measured import from_simulation
-from vpipe.observe.timelines import actions, timeline
+from vpipe.observe.timelines import actions, simulated, timeline, typical
+from vpipe.observe.watcher import Watcher
 from vpipe.schedule.catalog import entries, get
-from vpipe.schedule.costs import uniform
+from vpipe.schedule.costs import Costs, uniform
 from vpipe.schedule.simulate import simulate
 
 MAX_ACTIONS = 40_000
@@ -31,8 +34,12 @@ def choices() -> list[dict[str, Any]]:
     ]
 
 
-def answer(question: Mapping[str, str]) -> dict[str, Any]:
-    """The simulated timeline of ``schedule`` with these counts and times; ``UserError`` says what does not fit."""
+def answer(question: Mapping[str, str], watcher: Watcher | None = None) -> dict[str, Any]:
+    """The simulated timeline of ``schedule`` with these counts and times; ``UserError`` says what does not fit.
+
+    ``costs=measured`` takes the costs that the run of ``watcher`` has measured, with the planner's best cut for the
+    schedule; times are then seconds, and ``gain`` says how many times as fast as the run it would be.
+    """
     entry = get(question.get("schedule", ""))
     ranks, microbatches = _count(question, "ranks"), _count(question, "microbatches")
     stages = _count(question, "stages_per_rank") if entry.any_stages_per_rank else None
@@ -40,15 +47,48 @@ def answer(question: Mapping[str, str]) -> dict[str, Any]:
     if size > MAX_ACTIONS:
         raise UserError(f"that would be {size} actions; the page draws at most {MAX_ACTIONS}")
     program = entry.build(ranks, microbatches, stages)
-    forward, input_grad, weight_grad, latency = (_time(question, name) for name in TIMES)
-    costs = uniform(program.placement, forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=latency)
-    simulation = simulate(program, costs)
+    title = f"{entry.name}, {ranks} ranks, {microbatches} microbatches"
+    found: dict[str, Any] = {"unitless": True}
+    if question.get("costs") == "measured" and watcher is not None:
+        costs, cut, seconds = _measured(watcher, entry.name, ranks, microbatches, stages)
+        simulation = simulate(program, costs, blocking=entry.blocking)
+        title += f", layers {' '.join(map(str, cut))}"
+        found = {"unitless": False, "gain": seconds / simulation.makespan if simulation.makespan else None}
+    else:
+        forward, input_grad, weight_grad, latency = (_time(question, name) for name in TIMES)
+        own = uniform(
+            program.placement, forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=latency
+        )
+        simulation = simulate(program, own, blocking=entry.blocking)
     drawn = from_simulation(simulation, scale=1e9)
-    return {
-        "title": f"{entry.name}, {ranks} ranks, {microbatches} microbatches",
+    return found | {
+        "title": title,
         "summary": simulation.summary(),
         "simulated": timeline(drawn, attribute(drawn)) | {"rows": actions(drawn)},
     }
+
+
+def _measured(
+    watcher: Watcher, schedule: str, ranks: int, microbatches: int, stages: int | None
+) -> tuple[Costs, tuple[int, ...], float]:
+    """Costs of the stages by this run's measurements, the cut, and how long the run's own step is simulated to take.
+
+    The batch stays the same: with twice the microbatches each is half as long.
+    """
+    run, steps = watcher.measured()
+    if not steps:
+        raise UserError("no step has been recorded yet, so there are no measured costs")
+    simulations, problem = simulated(steps)
+    now = typical(steps, simulations).simulation
+    profile = estimate.profile_of(run.facts, now.costs) if now is not None else None
+    if now is None or profile is None:
+        raise UserError(problem or "this run's stages have replicas or no named layers; choose costs of your own")
+    rows = now.program.num_microbatches
+    profile = replace(profile, microbatch_rows=microbatches).scaled(rows)
+    plan = estimate.candidate(
+        profile, run.facts, schedule=schedule, num_ranks=ranks, num_microbatches=microbatches, stages_per_rank=stages
+    )
+    return estimate.stage_costs(profile, plan.layout, now.costs, ranks), plan.layout.counts, now.makespan
 
 
 def _count(question: Mapping[str, str], name: str) -> int:

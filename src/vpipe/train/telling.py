@@ -16,7 +16,7 @@ import psutil
 from torch import Tensor
 
 from vpipe.observe.console import Console
-from vpipe.observe.dashboard import Dashboard
+from vpipe.observe.dashboard import PageProcess
 from vpipe.observe.loggers import LOGGERS
 from vpipe.observe.recorder import Recorder
 from vpipe.rundir.endings import Ending
@@ -49,7 +49,7 @@ class Teller:
         self._directory = directory
         wanted = [make for name, make in LOGGERS.items() if self.is_leader and getattr(self._observe, name)]
         self._loggers = [make(directory, session.config.model_dump(mode="json")) for make in wanted]
-        self._page: Dashboard | None = None
+        self._page: PageProcess | None = None
         engines = session.pipeline.engines if self._observe.trace else []
         self._recorders = [Recorder(directory, engine.rank) for engine in engines]
         self._clocks = Clocks(session.pipeline) if self._recorders else None
@@ -67,7 +67,7 @@ class Teller:
         if self._console is not None:
             self._console.start(facts)
         if self.is_leader and self._observe.dashboard:
-            self._page = Dashboard(self._directory).start()
+            self._page = PageProcess(self._directory)
             self.say(f"live page: {self._page.url}")
 
     def beat(self, change: Callable[[Beat], None]) -> None:

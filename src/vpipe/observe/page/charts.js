@@ -1,6 +1,10 @@
 /* Curves as SVG: a grid, one or more series, a cursor that reads the nearest point. */
-function chart({ series, format, xFormat, xName = "iteration", fromZero = false, log = false }) {
-  const width = 560, height = 210, left = 52, right = 10, top = 8, bottom = 26;
+const DASHES = ["", "6 3", "2 3", "8 3 2 3", "1 2", "10 4", "4 2 1 2", "12 2"];
+
+/* `nested` draws curves that may lie on one another: the first is the widest, so every one can be seen. `ends` writes
+   each curve's name at its end. */
+function chart({ series, format, xFormat, xName = "iteration", fromZero = false, log = false, nested = false, ends = false }) {
+  const width = 560, height = 210, left = 52, right = ends ? 34 : 10, top = 8, bottom = 26;
   const usable = (value) => isNumber(value) && (!log || value > 0);
   const points = series.map(({ x, y }) => x.map((value, index) => [value, y[index]]).filter(([a, b]) => isNumber(a) && usable(b)));
   const all = points.flat();
@@ -18,11 +22,14 @@ function chart({ series, format, xFormat, xName = "iteration", fromZero = false,
   const axis = rounds(x0, x1, 6).map((value) => s("text", { x: px(value), y: height - 8, "text-anchor": "middle" }, xFormat ? xFormat(value) : short(value)));
   const lines = series.map(({ tint, dots, faint }, index) => {
     const path = points[index].map(([x, y], number) => (number ? "L" : "M") + px(x).toFixed(1) + " " + py(y).toFixed(1)).join("");
-    const marks = dots ? points[index].map(([x, y]) => s("circle", { cx: px(x), cy: py(y), r: 3, fill: tint })) : [];
-    return [s("path", { d: path, stroke: tint, "stroke-opacity": faint ? 0.4 : 1 }), marks];
+    const alone = points[index].length === 1, wide = nested ? 1.6 + 1.5 * (series.length - 1 - index) : 1.6;
+    const marks = dots || alone ? points[index].map(([x, y]) => s("circle", { cx: px(x), cy: py(y), r: nested ? 2 + wide : 3, fill: tint })) : [];
+    const last = points[index].at(-1);
+    const name = ends && last ? s("text", { x: px(last[0]) + 5, y: py(last[1]) + 4 }, series[index].short) : null;
+    return [s("path", { d: path, stroke: tint, "stroke-opacity": faint ? 0.4 : 1, "stroke-width": wide, "stroke-dasharray": ends || nested ? DASHES[index % DASHES.length] : "" }), marks, name];
   });
   const cursor = s("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });
-  const drawing = s("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": series.map((each) => each.name).join(", ") }, grid.flat(), axis, lines.flat(2), cursor);
+  const drawing = s("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": series.map((each) => each.name).join(", ") }, grid.flat(), axis, lines.flat(2).filter(Boolean), cursor);
   drawing.addEventListener("pointermove", (event) => {
     const box = drawing.getBoundingClientRect();
     const at = x0 + (((event.clientX - box.left) / box.width) * width - left) / (width - left - right) * (x1 - x0);

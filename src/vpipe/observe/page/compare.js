@@ -13,7 +13,7 @@ function start() {
     h("div.pair", null,
       h("section", { id: "throughput" }, h("h2", null, "Throughput, tokens per second"), bars(done, label, tint, (group) => group.throughput, short, (group) => group.spread)),
       h("section", { id: "bubble" }, h("h2", null, "Idle time of all ranks, by cause"), causes(done, label)),
-      h("section", null, h("h2", null, "Memory, largest rank"), bars(done.filter((group) => isNumber(group.memory)), label, tint, (group) => group.memory, bytes)),
+      h("section", null, h("h2", null, "Memory of tensors, largest rank"), bars(done.filter((group) => isNumber(group.memory)), label, tint, (group) => group.memory, bytes)),
       h("section", null, h("h2", null, "Time per iteration"), bars(done.filter((group) => isNumber(group.seconds)), label, tint, (group) => group.seconds, seconds))),
     h("div.pair", null, curve("Loss by iteration", done, label, tint, 1), curve("Loss by training time", done, label, tint, 0)),
     h("p.faint", null, data.about.footer || ""));
@@ -60,5 +60,5 @@ function causes(groups, label) {
 
 function curve(title, groups, label, tint, column) {
   const series = groups.map((group) => ({ name: label(group), x: group.curve.map((point) => point[column]), y: group.curve.map((point) => point[2]), tint: tint(group) }));
-  return h("section", null, h("h2", null, title), chart({ series, format: (value) => String(Number(value.toPrecision(5))), xFormat: column ? null : seconds, xName: column ? "iteration" : "after" }), key(series));
+  return h("section", null, h("h2", null, title), chart({ series, nested: true, format: (value) => String(Number(value.toPrecision(5))), xFormat: column ? null : seconds, xName: column ? "iteration" : "after" }), key(series));
 }

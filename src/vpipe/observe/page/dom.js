@@ -23,7 +23,7 @@ function filled(made, attributes, children) {
 }
 
 function table(head, rows, { wide = [] } = {}) {
-  const cell = (tag, value, column) => h(wide.includes(column) ? tag + ".wide" : tag, null, value instanceof Node ? value : String(value));
+  const cell = (tag, value, column) => h(wide.includes(column) ? tag + ".wide" : tag, tag === "td" ? { "data-label": head[column] instanceof Node ? head[column].textContent : head[column] } : null, value instanceof Node ? value : String(value));
   const body = rows.map((row) => h(row.total ? "tr.total" : "tr", null, (row.cells || row).map((value, column) => cell("td", value, column))));
   return h("div.scroll", null, h("table", null, h("thead", null, h("tr", null, head.map((value, column) => cell("th", value, column)))), h("tbody", null, body)));
 }

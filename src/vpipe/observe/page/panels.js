@@ -1,77 +1,111 @@
 /* The parts of the page that are figures and tables. Each takes the data and returns an element. */
-function tile(name, value, note) {
-  return h("div.tile", null, h("div.name", null, name), h("div.value", null, value), h("div.note", null, note || " "));
+const MEANINGS = {
+  iteration: "One iteration as the training loop sees it: reading the batch and the step, without evaluation and checkpoints. The median of all iterations.",
+  step: "From the first begin to the last end of one step, over all ranks. The median of the recorded steps of one program, without the first.",
+  window: "From the end of the step before to the end of this one, over all ranks: the step and what lies between two steps. Idle time is counted in it.",
+  simulated: "The executed program, simulated with the measured medians of each stage and kind as costs. What it lacks against the measured step is what medians do not explain.",
+  bubble: "The idle share over all ranks: 1 − (work of all ranks) / (ranks × time). Measured in the window of a step; simulated in the makespan.",
+  tensors: "The most of any rank: weights in all their versions, optimizer states, and what a step makes, counted operation by operation. The interpreter and torch are not in it.",
+};
+
+function defined(text, meaning) {
+  return meaning ? h("span.defined", { title: meaning, tabindex: 0 }, text) : text;
 }
 
+function tile(name, value, note, meaning) {
+  return h("div.tile", null, h("div.name", null, defined(name, meaning)), h("div.value", null, value), h("div.note", { title: note || "" }, note || " "));
+}
+
+const figure = (value) => (isNumber(value) && Math.abs(value) >= 1000 ? short(value) : fixed(value, 4));
+const signed = (value) => (value >= 0 ? "+" : "−") + percent(Math.abs(value));
+
 function tiles(data) {
-  const { train, evaluation, count } = data.metrics, prediction = data.prediction || {};
+  const { train, evaluation } = data.metrics, prediction = data.prediction || {};
   const last = (values) => values.filter(isNumber).at(-1);
   const rate = (data.summary || {}).throughput_tokens_per_second;
-  const memory = Math.max(0, ...data.memory.ranks.map((rank) => rank.peak || rank.rss || rank.allocated || 0));
-  const tested = last(evaluation.loss);
-  const total = data.facts.iterations, done = last(train.iteration) || 0;
+  const held = (data.memory || { ranks: [] }).ranks, most = (name) => Math.max(0, ...held.map((rank) => rank[name] || 0));
+  const tested = last(evaluation.loss), total = data.facts.iterations, done = last(train.iteration) || 0;
+  const unit = data.facts.synchronous === false && prediction.units;
   return h("div.tiles", { id: "tiles" },
-    tile("loss", fixed(last(train.loss), 4), isNumber(tested) ? "evaluation " + fixed(tested, 4) : "training"),
-    tile("tokens per second", short(isNumber(rate) ? rate : median(train.tokens_per_second.slice(2))), seconds(median(train.seconds)) + " per iteration"),
-    tile("one step, measured", seconds(prediction.measured_seconds), isNumber(prediction.error) ? "simulated " + (prediction.error >= 0 ? "+" : "−") + percent(Math.abs(prediction.error)) : "not simulated"),
-    tile("bubble, measured", percent(prediction.measured_bubble), isNumber(prediction.simulated_bubble) ? "simulated " + percent(prediction.simulated_bubble) : ""),
-    tile("memory, largest rank", memory ? bytes(memory) : DASH, data.facts.model && data.facts.model.parameters ? short(data.facts.model.parameters) + " parameters" : ""),
-    tile("iterations", done.toLocaleString("en"), total ? percent(done / total, 0) + " of " + total.toLocaleString("en") : data.state === "finished" ? "finished" : count + " lines"));
+    tile("loss", figure(last(train.loss)), isNumber(tested) ? "evaluation " + figure(tested) : "training"),
+    tile("tokens per second", short(isNumber(rate) ? rate : median(train.tokens_per_second.slice(2))), seconds(median(train.seconds)) + " per iteration", MEANINGS.iteration),
+    unit ? tile("one unit, measured", seconds(prediction.measured_seconds / unit), unit + " units in " + seconds(prediction.measured_seconds), MEANINGS.step)
+      : tile("one step, measured", seconds(prediction.measured_seconds), isNumber(prediction.error) ? "simulated " + signed(prediction.error) : "not simulated", MEANINGS.step),
+    tile("bubble, measured", percent(prediction.measured_bubble), isNumber(prediction.simulated_bubble) ? "simulated " + percent(prediction.simulated_bubble) : "", MEANINGS.bubble),
+    tile("tensors, largest rank", most("tensors") ? bytes(most("tensors")) : DASH, most("rss") ? "process " + bytes(most("rss")) : "", MEANINGS.tensors),
+    tile("iterations", done.toLocaleString("en"), total ? percent(done / total, 0) + " of " + total.toLocaleString("en") : ""));
+}
+
+/* Four times that look alike, side by side with what they mean. */
+function timesPanel(data) {
+  const prediction = data.prediction || {};
+  const rows = [["iteration", median(data.metrics.train.seconds), "iteration"], ["step, measured", prediction.measured_seconds, "step"], ["window of a step", prediction.window_seconds, "window"], ["step, simulated", prediction.simulated_seconds, "simulated"]];
+  return h("details", null, h("summary", null, "What the times mean"), table(["", "time", "what it is"], rows.map(([name, value, key]) => [name, seconds(value), MEANINGS[key]]), { wide: [2] }));
+}
+
+/* What a run came to, where it did not simply go on or finish. */
+function statePanel(data) {
+  const state = data.state;
+  if (state.kind === "running" || state.kind === "finished") return h("div", { id: "story", hidden: true });
+  const heading = { failed: "The run failed", killed: "The run was killed", lost: "The run was lost", stopped: "The run was stopped", interrupted: "The run was interrupted", starting: "The run is starting", unknown: "The state of the run is not known" }[state.kind] || state.kind;
+  const where = isNumber(state.rank) ? " on rank " + state.rank : "";
+  return h("section." + (state.bad ? "failed" : "notes"), { id: "story" }, h("h2", null, heading + where),
+    state.sentence ? h("p.cause", null, state.sentence) : null, state.remedy ? h("p", null, state.remedy) : null,
+    state.details ? h("details", { open: state.bad }, h("summary", null, "First cause"), h("pre", null, state.details)) : null,
+    state.log.length ? h("details", { open: state.bad }, h("summary", null, "Last lines of the log"), h("pre", { id: "log" }, state.log.join("\n"))) : null);
+}
+
+function verdictPanel(data) {
+  const found = data.verdict, slow = Object.entries((data.trend || {}).stragglers || {});
+  if (!found && !slow.length) return h("div", { id: "verdict", hidden: true });
+  return h("section", { id: "verdict" },
+    found ? h("p.says", null, found.says) : null,
+    found && found.remedy ? h("p", null, h("code", { title: "predicted " + fixed(found.remedy.gain, 2) + " times as fast, from this run's own measured costs" }, found.remedy.command)) : null,
+    slow.map(([rank, why]) => h("p.straggler", null, "▲ Rank " + rank + " is a straggler: it " + why + ".")));
 }
 
 function bubbleTable(data, drawn) {
   if (!drawn) return h("p.faint", null, "no step is recorded yet");
   const { window: whole, busy, parts } = drawn.bubbles, causes = data.causes;
   const share = (value) => percent(value / whole);
-  const bar = (worked, list) => h("div.bar", { role: "img", "aria-label": "share of the step" }, h("i", { title: "busy " + share(worked), style: { width: (100 * worked) / whole + "%", background: "var(--busy)" } }), list.map((value, index) => h("i", { title: causes[index][1] + " " + share(value), style: { width: (100 * value) / whole + "%", background: `var(--${causes[index][0]})` } })));
+  const bar = (worked, list) => h("div.bar", { role: "img", "aria-label": "share of the step" }, h("i", { title: "busy " + share(worked), style: { width: (100 * worked) / whole + "%", background: "var(--busy)" } }), list.map((value, index) => h("i." + causes[index][0], { title: causes[index][1] + " " + share(value), style: { width: (100 * value) / whole + "%" } })));
   const rows = busy.map((worked, rank) => ["rank " + rank, bar(worked, parts[rank]), share(worked), share(whole - worked), ...parts[rank].map(share)]);
   const mean = (pick) => busy.reduce((sum, _, rank) => sum + pick(rank), 0) / busy.length;
   const means = causes.map((_, index) => mean((rank) => parts[rank][index])), work = mean((rank) => busy[rank]);
   rows.push({ total: true, cells: ["all ranks", bar(work, means), share(work), share(whole - work), ...means.map(share)] });
-  const swatch = (name, label) => h("span", null, h("i", { style: { background: `var(--${name})` } }), label);
+  const swatches = [h("span", null, h("i", { style: { background: "var(--busy)" } }), "busy"), ...causes.map(([name, label]) => h("span", null, h("i.cause." + name), label))];
   return h("div", null, table(["", "", "busy", "idle", ...causes.map((cause) => cause[1])], rows),
-    h("div.legend", null, swatch("busy", "busy"), causes.map(([name, label]) => swatch(name, label))),
-    h("p.faint", null, "The window is " + ticks(whole) + ": from the end of the step before to the last end of this one. The parts sum to the idle time."));
+    h("div.legend", null, swatches),
+    h("p.faint", null, "The ", defined("window", MEANINGS.window), " is " + ticks(whole) + ". The parts sum to the idle time; idle over all ranks is the ", defined("bubble", MEANINGS.bubble), "."));
 }
 
 function memoryTable(data) {
   const { stages, ranks } = data.memory;
-  const terms = [...new Set(stages.flatMap((row) => Object.keys(row.planned || {})))];
-  const planned = (row, term) => (row.planned ? bytes(row.planned[term]) : DASH);
-  const predicted = table(["stage", "rank", "weights", "versions", "kept versions", "microbatches held", ...terms.map((term) => "plan: " + term.replaceAll("_", " "))],
-    stages.map((row) => [row.stage, row.ranks.join(" "), bytes(row.weights), row.versions, bytes(row.version_bytes), row.in_flight, ...terms.map((term) => planned(row, term))]));
-  const titles = { rss: "process", in_step: "activations and gradients" };
-  const keys = [...new Set(ranks.flatMap((row) => Object.keys(row)))];
-  const most = (row) => Math.max(row.peak || 0, row.rss || 0, row.allocated || 0, row.weights || 0);
-  const top = Math.max(1, ...ranks.map(most));
-  const bar = (row) => h("div.bar", { role: "img", "aria-label": "weights and the rest" }, [["accent", row.weights || 0, "weights"], ["busy", Math.max(0, most(row) - (row.weights || 0)), "activations and the rest"]].map(([name, value, label]) => h("i", { title: label + " " + bytes(value), style: { width: (100 * value) / top + "%", background: `var(--${name})` } })));
-  const cell = (row, name) => (name === "versions" && row[name] < 4096 ? String(row[name]) : bytes(row[name]));
-  const measured = keys.length ? table(["rank", "weights, then the rest", ...keys.map((name) => titles[name] || name.replaceAll("_", " "))],
-    ranks.map((row, rank) => [rank, bar(row), ...keys.map((name) => cell(row, name))]), { wide: [1] }) : h("p.faint", null, "nothing recorded");
-  return h("div", null, h("h3", null, "predicted, per stage"), predicted, h("h3", null, "measured, the most of each rank"), measured);
+  const terms = [...new Set(stages.flatMap((row) => Object.keys(row.predicted || {})))];
+  const predicted = table(["stage", "rank", "weights", "versions", "kept versions", "microbatches held", ...terms.map((term) => term.replaceAll("_", " "))],
+    stages.map((row) => [row.stage, row.ranks.join(" "), bytes(row.weights), row.versions, bytes(row.version_bytes), row.in_flight, ...terms.map((term) => (row.predicted ? bytes(row.predicted[term]) : DASH))]));
+  const parts = [["accent", "weights", (row) => (row.weights || 0) * Math.max(1, row.versions || 1)], ["data", "optimizer", (row) => row.optimizer || 0], ["busy", "activations and gradients", (row) => row.in_step || 0]];
+  const top = Math.max(1, ...ranks.map((row) => parts.reduce((sum, [, , size]) => sum + size(row), 0)));
+  const bar = (row) => h("div.bar", { role: "img", "aria-label": "tensors of the rank" }, parts.map(([name, label, size]) => h("i", { title: label + " " + bytes(size(row)), style: { width: (100 * size(row)) / top + "%", background: `var(--${name})` } })));
+  const measured = ranks.some((row) => Object.keys(row).length) ? table(["rank", "tensors", "weights", "versions", "optimizer", "activations and gradients", "all tensors", "process"],
+    ranks.map((row, rank) => [rank, bar(row), bytes(row.weights), row.versions || DASH, bytes(row.optimizer), bytes(row.in_step), bytes(row.tensors), bytes(row.rss || row.peak || row.allocated)])) : h("p.faint", null, "nothing recorded");
+  return h("div", null, h("h3", null, "measured, the most of each rank"), measured, h("div.legend", null, parts.map(([name, label]) => h("span", null, h("i", { style: { background: `var(--${name})` } }), label))),
+    h("h3", null, "predicted for the executed order, per stage"), predicted);
 }
 
 function stageTable(data) {
+  const hosts = data.facts.hosts || [], placed = data.facts.placement || [];
+  const many = new Set(hosts).size > 1;
   const rows = (data.facts.stages || []).map((row) => {
     const layers = row.layers || [];
     const names = layers.length > 6 ? [...layers.slice(0, 3), "… " + (layers.length - 5) + " more …", ...layers.slice(-2)] : layers;
-    return [row.stage, names.join(", "), layers.length, short(row.parameters), bytes(row.weight_bytes)];
+    const ranks = placed[row.stage] || [];
+    return [row.stage, ranks.map((rank) => rank + (many ? " on " + hosts[rank] : "")).join(", "), names.join(", "), layers.length, short(row.parameters), bytes(row.weight_bytes)];
   });
-  return table(["stage", "layers", "number", "parameters", "weights"], rows, { wide: [1] });
+  return table(["stage", "rank", "layers", "number", "parameters", "weights"], rows, { wide: [2] });
 }
 
 function planPanel(plan) {
   const simple = Object.entries(plan).filter(([, value]) => value === null || typeof value !== "object");
   return h("div", null, table(["", ""], simple.map(([name, value]) => [name.replaceAll("_", " "), String(value)]), { wide: [1] }), h("h3", null, "plan.json"), h("pre", null, JSON.stringify(plan, null, 1)));
-}
-
-function lossCharts(data) {
-  const { train, evaluation } = data.metrics;
-  const accent = "var(--accent)";
-  const loss = [{ name: "loss", x: train.iteration, y: train.loss, tint: accent, faint: train.loss.length > 60 }];
-  if (train.loss.length > 60) loss.push({ name: "smoothed", x: train.iteration, y: smooth(train.loss), tint: accent });
-  if (evaluation.loss.length) loss.push({ name: "evaluation", x: evaluation.iteration, y: evaluation.loss, tint: "var(--imbalance)", dots: evaluation.loss.length < 40 });
-  const rate = [{ name: "tokens per second", x: train.iteration, y: train.tokens_per_second, tint: "var(--good)" }];
-  return [h("section", { id: "loss" }, h("h2", null, "Loss"), chart({ series: loss, format: (value) => Number(value.toPrecision(4)) + "" }), key(loss)),
-    h("section", { id: "throughput" }, h("h2", null, "Throughput"), chart({ series: rate, format: short, fromZero: true }), key(rate))];
 }

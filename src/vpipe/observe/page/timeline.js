@@ -1,8 +1,28 @@
 /* The drawn timeline: time from left to right, one lane per rank or per stage, and below it one for what the rank swaps.
    Timelines that share a View zoom together. */
-const COMPUTE = new Set(["F", "B", "I", "W", "R", "REDUCE", "STEP"]);
 const SWAPS = new Set(["OUT", "IN"]);
-const drawnAsBox = (item) => COMPUTE.has(item.kind) || SWAPS.has(item.kind);
+const drawnAsBox = (item) => !/^(SEND|RECV)_/.test(item.kind);
+
+/* Lines laid over the colour of a kind, so that kinds differ in greyscale and for colour-blind eyes. The data have them
+   as paths of a square of six. */
+const woven = new Map();
+function weave(pen, fill, path) {
+  const name = fill + path + isDark();
+  if (!woven.has(name)) {
+    const tile = document.createElement("canvas");
+    tile.width = tile.height = 12;
+    const brush = tile.getContext("2d");
+    brush.scale(2, 2);
+    brush.fillStyle = fill;
+    brush.fillRect(0, 0, 6, 6);
+    brush.strokeStyle = isDark() ? "rgb(255 255 255 / 20%)" : "rgb(0 0 0 / 16%)";
+    brush.stroke(new Path2D(path));
+    const made = pen.createPattern(tile, "repeat");
+    made.setTransform(new DOMMatrix().scale(0.5));
+    woven.set(name, made);
+  }
+  return woven.get(name);
+}
 
 /* What part of time is shown, and which microbatch is looked at. */
 class View {
@@ -72,6 +92,7 @@ class Timeline {
     this.ranks = [];
     this.swaps = [];
     this.lanes = [];
+    this.marks = {};
     this.canvas = h("canvas", { role: "img", "aria-label": label, tabindex: 0 });
     this.element = h("div.lane", null, this.canvas);
     view.drawings.push(this);
@@ -96,7 +117,7 @@ class Timeline {
     this.ranks.forEach((items, rank) => {
       const stages = [...new Set(items.map((item) => item.stage))].sort((a, b) => a - b);
       stages.forEach((stage) => ranksOf.set(stage, [...(ranksOf.get(stage) || []), rank]));
-      if (!mode) this.addLanes("rank " + rank, rank, stages, () => true);
+      if (!mode) this.addLanes("rank " + rank + (this.marks[rank] ? " ▲" : ""), rank, stages, () => true);
     });
     if (!mode) return;
     for (const stage of [...ranksOf.keys()].sort((a, b) => a - b)) {
@@ -120,9 +141,9 @@ class Timeline {
   draw() {
     this.layOut();
     const count = Math.max(1, this.lanes.length);
-    this.row = count > 20 ? 13 : count > 10 ? 18 : 24;
-    this.gap = count > 20 ? 2 : 4;
-    this.width = Math.max(320, this.element.clientWidth);
+    this.row = count > 24 ? 10 : count > 12 ? 14 : count > 8 ? 18 : 24;
+    this.gap = count > 12 ? 2 : 4;
+    this.width = Math.max(260, this.element.clientWidth);
     this.height = count * (this.row + this.gap) + 24;
     const scale = Math.max(2, devicePixelRatio || 1);
     if (this.canvas.width !== Math.round(this.width * scale) || this.canvas.height !== Math.round(this.height * scale)) {
@@ -134,7 +155,8 @@ class Timeline {
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     pen.clearRect(0, 0, this.width, this.height);
     this.ink = { text: colour("ink"), soft: colour("soft"), faint: colour("faint"), row: colour("row"), line: colour("line"), send: colour("communication") };
-    this.fills = Object.fromEntries(Object.entries(this.data.colours).map(([kind, pair]) => [kind, pair[isDark() ? 1 : 0]]));
+    const textures = this.data.textures || {};
+    this.fills = Object.fromEntries(Object.entries(this.data.colours).map(([kind, pair]) => [kind, textures[kind] ? weave(pen, pair[isDark() ? 1 : 0], textures[kind]) : pair[isDark() ? 1 : 0]]));
     this.lanes.forEach((lane, number) => this.drawLane(lane, number * (this.row + this.gap)));
     this.drawAxis(count * (this.row + this.gap));
   }
@@ -185,7 +207,7 @@ class Timeline {
     pen.fillStyle = this.fills[item.kind];
     const gap = wide > 5 ? 1 : 0;
     pen.fillRect(left, top, Math.max(0.75, wide - gap), this.row);
-    const text = item.microbatch < 0 ? "" : String(item.microbatch);
+    const text = item.microbatch < 0 ? "" : wide > 7 * (this.digits + 1) + 5 ? item.kind + item.microbatch : String(item.microbatch);
     if (text && this.row >= 13 && wide > 7 * this.digits + 3) {
       pen.globalAlpha = dim ? 0.3 : 1;
       pen.fillStyle = this.ink.text;
@@ -262,7 +284,14 @@ class Timeline {
   }
 }
 
+/* The box of a kind as the timeline draws it. */
+function swatch(data, kind) {
+  const path = (data.textures || {})[kind], fill = data.colours[kind][isDark() ? 1 : 0];
+  const lines = path ? s("path", { d: path + "M0 0", transform: "scale(2)", stroke: isDark() ? "#fff" : "#000", "stroke-opacity": 0.25, fill: "none", "stroke-width": 0.6 }) : null;
+  return s("svg", { class: "swatch", viewBox: "0 0 12 12" }, s("rect", { width: 12, height: 12, rx: 2, fill }), lines);
+}
+
 function legend(data, used) {
-  const parts = Object.entries(data.kinds).filter(([kind]) => used.has(kind)).map(([kind, name]) => h("span", null, h("i", { style: { background: data.colours[kind][isDark() ? 1 : 0] } }), name));
+  const parts = Object.entries(data.kinds).filter(([kind]) => used.has(kind)).map(([kind, name]) => h("span", null, swatch(data, kind), kind.length === 1 ? kind + " " + name : name));
   return [...parts, h("span", null, h("i", { style: { background: "var(--communication)", height: "4px", verticalAlign: "3px" } }), "message posted"), h("span", null, h("i", { style: { background: "var(--row)" } }), "idle")];
 }

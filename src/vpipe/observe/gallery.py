@@ -1,0 +1,70 @@
+"""Many runs: which lie in a directory, and what one line tells of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from vpipe.errors import UserError
+from vpipe.observe.rundir import open_run
+from vpipe.observe.story import begun, story
+
+MOST = 200
+"""Runs that are listed: the newest."""
+TAIL = 4096
+
+
+def runs(directory: Path) -> dict[str, Path]:
+    """Name → run directory, the newest first. A directory that is a run is its own and only one."""
+    if is_run(directory):
+        return {directory.resolve().name: directory}
+    with suppress(OSError):
+        found = [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink() and is_run(path)]
+        newest = sorted(found, key=lambda path: (_started(path), path.name), reverse=True)[:MOST]
+        return {path.name: path for path in newest}
+    return {}
+
+
+def is_run(path: Path) -> bool:
+    return (path / "run.json").is_file() or begun(path)
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    """What the list shows: one line per run."""
+    return [_line(name, path) for name, path in runs(directory).items()]
+
+
+def _line(name: str, path: Path) -> dict[str, Any]:
+    told = story(path)
+    found: dict[str, Any] = {"name": name, "state": {key: told[key] for key in ("kind", "sentence", "bad")}}
+    try:
+        facts = open_run(path).facts.raw
+    except UserError:
+        return found
+    model = facts.get("model")
+    found |= {key: facts.get(key) for key in ("schedule", "num_ranks", "num_stages", "num_microbatches", "started")}
+    found["model"] = model.get("name") if isinstance(model, dict) else None
+    last = next((line for line in _latest(path / "metrics.jsonl") if line.get("kind") == "train"), {})
+    return found | {key: last.get(key) for key in ("iteration", "loss", "tokens_per_second")}
+
+
+def _latest(path: Path) -> Iterator[dict[str, Any]]:
+    """The last lines of a file, the newest first."""
+    with suppress(OSError, ValueError):
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL))
+            tail = file.read(TAIL).decode("utf-8", errors="replace").split("\n")
+        for text in reversed(tail[:-1]):
+            found = json.loads(text)
+            if isinstance(found, dict):
+                yield found
+
+
+def _started(path: Path) -> float:
+    for name in ("config.yaml", "run.json"):
+        with suppress(OSError):
+            return (path / name).stat().st_mtime
+    return 0.0

@@ -1,0 +1,50 @@
+"""What a stranger may take from the page's server: little, and not for long.
+
+Any user of the machine can open connections to a port of the loopback interface, and a request that is never finished
+costs its sender nothing. So a connection has ``HEADER_SECONDS`` to send its request, there are at most ``MAX_WAITING``
+connections that have not, and when one more comes, the oldest of them goes: whoever sends a whole request is served,
+whatever the others do. A body is refused, because nothing here takes one. Connections are closed after each answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADER_SECONDS = 5.0
+MAX_WAITING = 32
+MAX_STREAMS = 32
+"""Browsers that follow a run at once."""
+MAX_HEADER_BYTES = 16 * 1024
+
+
+class Guarded(H11Protocol):
+    """uvicorn's protocol with a deadline for the request, and a bound on those who wait for theirs."""
+
+    _waiting: dict[Guarded, asyncio.TimerHandle] = {}  # noqa: RUF012 - shared on purpose: it counts all connections
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        while len(self._waiting) >= MAX_WAITING:
+            next(iter(self._waiting))._leave()
+        self._waiting[self] = self.loop.call_later(HEADER_SECONDS, self._leave)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None:  # the request is whole
+            self._settled()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._settled()
+        super().connection_lost(exc)
+
+    def _settled(self) -> None:
+        timer = self._waiting.pop(self, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _leave(self) -> None:
+        self._settled()
+        self.transport.abort()
