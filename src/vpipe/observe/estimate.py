@@ -23,6 +23,8 @@ from vpipe.schedule.costs import Costs, StageCosts
 
 TOLERANCE = 0.1
 """How far the stages may be from the sums of their sorts, as a share of the longest stage."""
+EFFORT, PATIENCE = 0.3, 0.5
+"""Of the planner, while somebody waits for a page: its effort, and its seconds."""
 KINDS = ("forward", "input_grad", "weight_grad", "step")
 
 Array = npt.NDArray[np.float64]
@@ -75,7 +77,8 @@ def candidate(profile: Profile, facts: Facts, **changes: Any) -> Plan:
     wanted: dict[str, Any] = {"schedule": facts.schedule, "num_microbatches": _units(facts)} | changes
     if "schedule" not in changes:
         wanted.setdefault("stages_per_rank", _stages_per_rank(facts))
-    return plan(profile, wanted.pop("num_ranks", facts.num_ranks), recompute=False, swap=False, **wanted)
+    ranks = wanted.pop("num_ranks", facts.num_ranks)
+    return plan(profile, ranks, recompute=False, swap=False, effort=EFFORT, time_limit=PATIENCE, **wanted)
 
 
 def stage_costs(profile: Profile, layout: Layout, costs: Costs, num_ranks: int) -> Costs:
