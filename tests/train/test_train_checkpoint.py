@@ -14,7 +14,8 @@ import torch
 from train_runs import Run, close, equal, run, tiny
 
 from vpipe.errors import UserError
-from vpipe.train import checkpoint
+from vpipe.rundir.manifest import Manifest
+from vpipe.train import checkpoint, saving
 
 ADAM = {"training.optimizer": "adamw", "training.weight_decay": 0.1, "model.extra": {"dropout": 0.2}}
 CASES: dict[str, dict[str, Any]] = {
@@ -40,6 +41,7 @@ def stopped(config: dict[str, Any], directory: Path, at: int) -> None:
     def save_and_die(iteration: int, position: tuple[int, int]) -> None:
         save(iteration, position)
         if iteration >= at:
+            broken.trainer.keeper.settle()
             raise KeyboardInterrupt
 
     broken.trainer.keeper.save = save_and_die  # type: ignore[method-assign]
@@ -166,7 +168,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(name: str, train
     damage(where / "iteration-000008" / file)  # type: ignore[no-untyped-call]
     resumed = Run(tiny(), tmp_path / "rest", where)
     assert resumed.trainer.iteration == 4
-    warning, resumption = resumed.said.splitlines()
+    warning, *_, resumption = resumed.said.splitlines()
     assert warning.startswith("warning: ")
     assert f"iteration-000008/{file}" in warning.replace("layer-0000.", file + ".")
     assert "iteration-000004" in resumption
@@ -195,20 +197,24 @@ def test_another_optimizer_or_seed_is_said(trained: Path, tmp_path: Path) -> Non
     assert "the checkpoint has seed 0, the config 7" in resumed.said
 
 
-@pytest.mark.parametrize("function", ["save_file", "_commit"])
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("function", ["layer_file.write", "Manifest.sealed", "writing.replace"])
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
-    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    function: str, blocking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(tiny(), tmp_path / "whole")
-    broken = Run(tiny({"checkpoint.interval": 4}), tmp_path / "run")
-    original = getattr(checkpoint, function)
+    broken = Run(tiny({"checkpoint.interval": 4, "checkpoint.blocking": blocking}), tmp_path / "run")
+    holder, name = function.split(".")
+    place = getattr(saving, holder)
+    original = getattr(place, name)
 
-    def full(*args: Any) -> Any:
-        if broken.trainer.iteration == 8:
-            raise OSError(errno.ENOSPC, "No space left on device", str(args[0]) if function != "save_file" else None)
-        return original(*args)
+    def full(*args: Any, **options: Any) -> Any:
+        at = args[0].standing.iteration if isinstance(args[0], Manifest) else 8 * ("iteration-000008" in str(args[0]))
+        if at == 8:
+            raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
+        return original(*args, **options)
 
-    monkeypatch.setattr(checkpoint, function, full)
+    monkeypatch.setattr(place, name, full)
     broken.train()
     assert broken.trainer.iteration == 8
     assert equal(broken.weights, whole.weights)

@@ -31,7 +31,7 @@ from vpipe.launch.slurm import script
 from vpipe.rundir import claim
 from vpipe.runtime.priority import Turnstile
 from vpipe.runtime.transport.inprocess import InProcessTransport
-from vpipe.train import session, worker
+from vpipe.train import layer_file, session, worker
 
 
 def leaves(model: type[BaseModel], path: str = "") -> list[str]:
@@ -116,6 +116,20 @@ def checkpoints(bench: Bench, config: dict[str, Any]) -> Any:
     where = found.trainer.keeper.directory
     names = sorted(path.name for path in where.glob("iteration-*"))
     return names, where.relative_to(bench.tmp_path / found.directory.name) if names and where.name != "kept" else where
+
+
+def saved_by(bench: Bench, config: dict[str, Any]) -> Any:
+    """Which threads write checkpoints."""
+    threads: set[str] = set()
+    write = layer_file.write
+
+    def noted(*args: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return write(*args)
+
+    bench.patch.setattr(layer_file, "write", noted)
+    bench.run(config)
+    return threads
 
 
 def readers(bench: Bench, config: dict[str, Any]) -> Any:
@@ -358,6 +372,7 @@ CASES: dict[str, Case] = {
     "parallel.use_orion_scheduler": Case(learned, True, SHORT, "refused: Orion is asked for, but its library"),
     "checkpoint.directory": Case(checkpoints, "TMP/kept", SHORT | {"checkpoint.interval": 2}, "kept"),
     "checkpoint.interval": Case(checkpoints, 2, SHORT, "iteration-000002"),
+    "checkpoint.blocking": Case(saved_by, True, SHORT | {"checkpoint.interval": 1}, "MainThread"),
     "checkpoint.keep": Case(checkpoints, 1, SHORT | {"checkpoint.interval": 1}, "iteration-000002"),
     "checkpoint.resume": Case(resumed, "BEFORE", {}, "before"),
     "observe.directory": Case(run_directory, "elsewhere", {}, "elsewhere"),

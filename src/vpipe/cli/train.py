@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import click
 
 from vpipe import config as configs
 from vpipe.errors import UserError
-from vpipe.rundir import endings
+from vpipe.rundir import endings, lineage, manifest
 from vpipe.rundir.claim import CLAIMED, Claim
 from vpipe.rundir.endings import Ending, Kind
 from vpipe.rundir.layout import CONFIG, LOGS
@@ -100,11 +101,14 @@ def run(
         where = str(output_dir) if output_dir else None
         return worker.train(**arguments, output_dir=where, overwrite=overwrite, continues=resume is not None)
     _enter_container(config)
-    taken = claim.take(config, output_dir, resume=resume is not None, overwrite=overwrite)
-    code = _by_ssh(config, taken, start)
-    if code is not None:
-        return code
-    return _here(config, taken, arguments | {"directory": str(taken.directory), "run": taken.run})
+    taken = claim.take(config, output_dir, resume=resume is not None, source=start, overwrite=overwrite)
+    try:
+        code = _by_ssh(config, taken, start)
+        if code is not None:
+            return code
+        return _here(config, taken, arguments | {"directory": str(taken.directory), "run": taken.run})
+    finally:
+        taken.release()
 
 
 def _here(config: configs.PipelineConfig, taken: Claim, arguments: dict[str, Any]) -> int:
@@ -187,10 +191,21 @@ def _resume_from(config: configs.PipelineConfig, output_dir: Path | None, resume
         return Path(resume).resolve()
     kept = config.checkpoint.directory
     places = [Path(kept)] if kept else [output_dir] if output_dir else []
-    runs = Path(config.observe.directory)
-    places += sorted((path for path in runs.glob("*") if path.is_dir()), reverse=True) if runs.is_dir() else []
+    if not any(lineage.current(place) for place in places):  # one that a run has used is the only one that is meant
+        runs = Path(config.observe.directory)
+        places += sorted((path for path in runs.glob("*") if path.is_dir()), key=_age) if runs.is_dir() else []
     for place in places:
-        if any(place.glob("iteration-*/manifest.json")) or any(place.glob("checkpoints/iteration-*/manifest.json")):
-            return place.resolve()
+        with suppress(UserError):
+            if manifest.find(place):
+                return place.resolve()
     click.echo("vpipe: there is no checkpoint yet; starting anew", err=True)
     return None
+
+
+def _age(directory: Path) -> tuple[float, str]:
+    """Sorts runs, the newest first, by when they began."""
+    entry = lineage.current(directory)
+    with suppress(ValueError):
+        if entry is not None:
+            return -datetime.fromisoformat(entry.started).timestamp(), directory.name
+    return -directory.stat().st_mtime, directory.name

@@ -27,6 +27,8 @@ class CheckpointConfig(Section):
     """Iterations between two checkpoints; 0 writes one after each epoch, -1 none."""
     keep: Count = 2
     """How many of the latest checkpoints are kept."""
+    blocking: bool = False
+    """Train on only when a checkpoint is on disk; false writes it beside training, from a copy in memory."""
     resume: Text | None = worded(None, "latest, a directory, or null")
     """Go on from this checkpoint directory, or from the latest of checkpoint.directory; null starts anew."""
 

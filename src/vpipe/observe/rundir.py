@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from vpipe.errors import UserError
 from vpipe.observe.story import begun, ended, story
+from vpipe.rundir.layout import METRICS
 from vpipe.schedule.action import Action, parse
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program, Versions
@@ -127,7 +128,16 @@ class RunDirectory:
         return _text(self.path / "config.yaml") or ""
 
     def metrics(self) -> list[dict[str, Any]]:
-        return list(self._lines(self.path / "metrics.jsonl"))
+        """The lines of this run and those it continues; what others wrote beyond where it was resumed is dropped."""
+        found: list[dict[str, Any]] = []
+        for line in self._lines(self.path / METRICS):
+            if line.get("kind") == "resume":
+                at = line.get("iteration")
+                reached = at if isinstance(at, int) else 0
+                found = [each for each in found if _number(each.get("iteration")) <= reached]
+            else:
+                found.append(line)
+        return found
 
     def summary(self) -> dict[str, Any] | None:
         """summary.json; ``None`` while the run goes on."""
@@ -281,6 +291,10 @@ def _tail(path: Path, most_bytes: int) -> str:
     except OSError:
         return ""
     return text.partition("\n")[2] if skipped else text
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, int | float) else 0
 
 
 def _no_number(name: str) -> float | None:

@@ -10,13 +10,14 @@ import os
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
-from vpipe.rundir import lineage
+from vpipe.rundir import lineage, manifest
 from vpipe.rundir.layout import CHECKPOINTS, CONFIG, METRICS, OF_A_RUN, PLAN, RUN, STATE
 from vpipe.rundir.lock import Lock
 from vpipe.rundir.process import Process
@@ -37,6 +38,10 @@ class Claim:
     lock: Lock | None = None
     """``None`` where the launcher holds it."""
 
+    def release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
 
 def command() -> list[str]:
     """What the user has typed."""
@@ -44,8 +49,18 @@ def command() -> list[str]:
     return [str(word) for word in json.loads(told)] if told else [Path(sys.argv[0]).name, *sys.argv[1:]]
 
 
-def take(config: PipelineConfig, output_dir: Path | None, *, resume: bool = False, overwrite: bool = False) -> Claim:
-    """A directory for a new run: ``output_dir``, or a new one of this second's name below ``observe.directory``."""
+def take(
+    config: PipelineConfig,
+    output_dir: Path | None,
+    *,
+    resume: bool = False,
+    source: Path | None = None,
+    overwrite: bool = False,
+) -> Claim:
+    """A directory for a new run: ``output_dir``, or a new one of this second's name below ``observe.directory``.
+
+    ``resume`` says that the run continues another one, ``source`` which; without one there was no checkpoint yet.
+    """
     run = lineage.new_id()
     path = output_dir or Path(config.observe.directory)
     plan = config.parallel.partition
@@ -53,12 +68,16 @@ def take(config: PipelineConfig, output_dir: Path | None, *, resume: bool = Fals
         path = _fresh(path) if output_dir is None else output_dir.resolve()
         path.mkdir(parents=True, exist_ok=True)
         lock = Lock(path, run, shlex.join(command()))
-        _refuse_used(path, resume, overwrite)
-        config.to_yaml(path / CONFIG)
-        if isinstance(plan, str) and plan != "auto":
-            (path / PLAN).write_bytes(Path(plan).read_bytes())
-        me = Process.here()
-        Beat(run, writer=me, launcher=me).write(path)
+        try:
+            _refuse_used(path, resume, source, overwrite)
+            config.to_yaml(path / CONFIG)
+            if isinstance(plan, str) and plan != "auto":
+                (path / PLAN).write_bytes(Path(plan).read_bytes())
+            me = Process.here()
+            Beat(run, writer=me, launcher=me).write(path)
+        except BaseException:
+            lock.release()
+            raise
     except OSError as error:
         raise UserError(
             f"the run directory {path} cannot be written: {error.strerror}; choose another with --output-dir"
@@ -95,7 +114,7 @@ def used(directory: Path) -> str:
     return f"a run ({', '.join(traces or [CHECKPOINTS])})" if traces or kept else ""
 
 
-def _refuse_used(directory: Path, resume: bool, overwrite: bool) -> None:
+def _refuse_used(directory: Path, resume: bool, source: Path | None, overwrite: bool) -> None:
     if overwrite:
         for name in OF_A_RUN:
             path = directory / name
@@ -107,3 +126,17 @@ def _refuse_used(directory: Path, resume: bool, overwrite: bool) -> None:
             f"{directory} holds {what}; --resume {directory} continues it, --overwrite removes it and begins anew, and "
             "another --output-dir leaves it alone"
         )
+    here = {entry.line.run for entry in lineage.read(directory)}
+    if source is not None and here and not here & _runs_of(source):
+        raise UserError(
+            f"{directory} holds {what}, which {source} does not continue; choose another --output-dir, or resume "
+            f"{directory}"
+        )
+
+
+def _runs_of(source: Path) -> set[str]:
+    """The runs on the line of the newest whole checkpoint of ``source``."""
+    for path in manifest.find(source):
+        with suppress(manifest.DamagedCheckpoint):
+            return manifest.Manifest.read(path).line.runs
+    return set()

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
+from vpipe.rundir import lineage
+from vpipe.rundir.claim import command
+from vpipe.rundir.layout import CHECKPOINTS
+from vpipe.rundir.lineage import Entry, Line
+from vpipe.rundir.lock import Lock
 from vpipe.rundir.state import Beat
 from vpipe.runtime.update import LossScale
-from vpipe.train import checkpoint
+from vpipe.train import checkpoint, layer_file
 from vpipe.train.checkpoint import Checkpoint, DamagedCheckpoint, Standing
 from vpipe.train.feed import Position
-from vpipe.train.gathering import first_text
+from vpipe.train.gathering import alone, first_text, gather_numbers
+from vpipe.train.saving import Layers, Place, Save, Saver
 from vpipe.train.session import Session
 
 
@@ -27,24 +33,89 @@ class Keeper:
         self,
         session: Session,
         directory: Path,
+        run: str,
         say: Callable[[str], None],
         beat: Callable[[Callable[[Beat], None]], None],
     ) -> None:
-        chosen = session.config.checkpoint.directory
-        self.directory = Path(chosen) if chosen is not None else directory / "checkpoints"
+        section, pipeline = session.config.checkpoint, session.pipeline
+        self.directory = Path(section.directory).resolve() if section.directory else directory / CHECKPOINTS
+        self.line = Line(run)
+        self._run_directory = directory
         self._session = session
         self._say = say
         self._beat = beat
         self._kept: int | None = None
+        self._parent: Path | None = None
+        self._lock: Lock | None = None
+        self._is_leader = pipeline.engines[0].rank == 0
+        processes = (0, 1) if alone(pipeline) else (pipeline.engines[0].rank, pipeline.placement.num_ranks)
+        self._saver = Saver(Place(self.directory, *processes, section.keep), blocking=section.blocking)
+        self._pending = False
+
+    def enter(self) -> None:
+        """From now on the directories are this run's: it is listed there, with its parent. Rank 0 does it."""
+        if not self._is_leader:
+            return
+        own = self.directory == self._run_directory / CHECKPOINTS
+        parent = str(self._parent) if self._parent else None
+        entry = Entry.now(self.line, parent, command(), None if own else str(self.directory))
+        try:
+            if not own:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._lock = Lock(self.directory, self.line.run, " ".join(command()))
+                lineage.enter(self.directory, entry)
+            lineage.enter(self._run_directory, entry)
+        except OSError as error:
+            self._say(f"warning: {error.filename}: {error.strerror}; the run goes on without it")
 
     def save(self, iteration: int, position: Position) -> None:
-        """Write a checkpoint; where it cannot be written the run goes on and says so."""
+        """Write a checkpoint beside what follows; where it cannot be written the run goes on and says so."""
         if iteration == self._kept:
             return
+        self.settle()
+        session = self._session
+        config = session.config.to_dict()
+        if session.model.vocab_size > 0:  # a checkpoint must stand without the data set
+            config["model"]["vocab_size"] = session.model.vocab_size
+        self._beat(lambda beat: setattr(beat, "phase", "saving"))
+        self._saver.begin(Save(self._standing(iteration, position), self.line, config), self._layers())
+        self._kept, self._pending = iteration, True
+        self.poll()
+
+    def poll(self) -> None:
+        """Tell of a save that has ended meanwhile."""
+        save = self._saver.done()
+        if save is None:
+            return
+        if save.path is not None:
+            iteration, path, seconds = save.standing.iteration, save.path, save.seconds
+            self._beat(lambda beat: _note(beat, iteration, path, seconds))
+        elif self._is_leader:
+            self._say(
+                f"warning: no checkpoint at iteration {save.standing.iteration}: {save.problem}; earlier ones are "
+                "intact and the run goes on"
+            )
+
+    def settle(self) -> None:
+        """Wait for the save that is on its way. Every rank calls this at the same place."""
+        if not self._pending:
+            return
+        self._pending = False
+        troubles = gather_numbers(self._session.pipeline, [float(self._saver.trouble())])
+        if any(numbers[0] for numbers in troubles):
+            self._saver.call_off()
+        self._saver.wait()
+        self.poll()
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def _standing(self, iteration: int, position: Position) -> Standing:
         session, pipeline = self._session, self._session.pipeline
         epoch, batch = position
         updater = pipeline.engines[0].updater
-        standing = Standing(
+        return Standing(
             iteration,
             epoch,
             batch * session.feed.step,
@@ -56,19 +127,17 @@ class Keeper:
             session.config.training.optimizer,
             session.skeleton.fingerprint,
         )
-        config = session.config.to_dict()
-        if session.model.vocab_size > 0:  # a checkpoint must stand without the data set
-            config["model"]["vocab_size"] = session.model.vocab_size
-        try:
-            begin = perf_counter()
-            self._beat(lambda beat: setattr(beat, "phase", "saving"))
-            path = checkpoint.save(self.directory, pipeline, standing, config, keep=session.config.checkpoint.keep)
-            self._kept = iteration
-            self._beat(lambda beat: _saved(beat, iteration, path, perf_counter() - begin))
-        except OSError as error:
-            self._say(
-                f"warning: no checkpoint at iteration {iteration}: {error}; earlier ones are intact and the run goes on"
-            )
+
+    def _layers(self) -> Layers:
+        """The layers of which this process holds the first replica."""
+        pipeline = self._session.pipeline
+        return {
+            layer: layer_file.tensors_of(module, engine.updater.optimizers.get(index))
+            for engine in pipeline.engines
+            for index, stage in engine.stages.items()
+            if pipeline.placement.ranks_of[index][0] == engine.rank
+            for layer, module in stage.modules.items()
+        }
 
     def resume(self, where: Path) -> Position:
         """Go on from the newest whole checkpoint of ``where``; the position of the next batch."""
@@ -85,12 +154,22 @@ class Keeper:
                 self._say(f"warning: {problem}; trying the checkpoint before it")
                 continue
             self._restore(found.standing, tensors)
+            self._continue(found)
             position = self._position(found.standing)
             self._say(f"resumed from {path}: epoch {position[0]}, batch {position[1]}")
-            self._kept = found.standing.iteration if path.parent == self.directory else None
-            self._beat(lambda beat, at=found.standing.iteration, where=path: _saved(beat, at, where, 0.0))  # type: ignore[misc]
             return position
         raise UserError(f"no checkpoint of {where} is whole; start anew, or restore one from a copy")
+
+    def _continue(self, found: Checkpoint) -> None:
+        """This run is a child of the one that wrote the checkpoint."""
+        iteration, path = found.standing.iteration, found.path
+        self.line = found.manifest.line.child(self.line.run, iteration)
+        self._parent = path
+        self._kept = iteration if path.parent == self.directory else None
+        self._beat(lambda beat: _note(beat, iteration, path, 0.0))
+        left = [each.name for each in checkpoint.checkpoints(path.parent) if _later(each, found)]
+        if left:
+            self._say(f"later checkpoints stay where they are and are not of this run: {', '.join(left)}")
 
     def _check_model(self, found: Checkpoint) -> None:
         wanted = self._session.skeleton.fingerprint
@@ -134,8 +213,17 @@ class Keeper:
         return (standing.epoch, batch) if batch < feed.num_batches else (standing.epoch + 1, 0)
 
 
-def _saved(beat: Beat, iteration: int, path: Path, seconds: float) -> None:
+def _note(beat: Beat, iteration: int, path: Path, seconds: float) -> None:
     beat.saved, beat.checkpoint, beat.save_seconds = iteration, str(path), max(beat.save_seconds, seconds)
+
+
+def _later(path: Path, than: Checkpoint) -> bool:
+    """Whether a checkpoint of the same run was written after the one that is resumed."""
+    with suppress(DamagedCheckpoint):
+        other = Checkpoint.open(path)
+        same = other.manifest.line.run in than.manifest.line.runs
+        return same and other.standing.iteration > than.standing.iteration
+    return False
 
 
 def load_layer(tensors: Mapping[str, Tensor], module: nn.Module, optimizer: Any = None) -> None:

@@ -21,6 +21,7 @@ from vpipe.observe.loggers import LOGGERS
 from vpipe.observe.recorder import Recorder
 from vpipe.rundir.endings import Ending
 from vpipe.rundir.journal import Journal
+from vpipe.rundir.layout import METRICS
 from vpipe.rundir.state import Beat, Heart
 from vpipe.runtime.engine import Engine, Record
 from vpipe.runtime.live import LiveBytes
@@ -47,6 +48,7 @@ class Teller:
         self._journal = Journal(directory, run, self.say) if self.is_leader else None
         self._heart = Heart(directory, _beat(directory, run)).start() if self.is_leader else None
         self._directory = directory
+        self._run = run
         wanted = [make for name, make in LOGGERS.items() if self.is_leader and getattr(self._observe, name)]
         self._loggers = [make(directory, session.config.model_dump(mode="json")) for make in wanted]
         self._page: PageProcess | None = None
@@ -69,6 +71,11 @@ class Teller:
         if self.is_leader and self._observe.dashboard:
             self._page = PageProcess(self._directory)
             self.say(f"live page: {self._page.url}")
+
+    def resumed(self, iteration: int) -> None:
+        """Mark in metrics.jsonl where this run goes on: what another one wrote there beyond is not this run's."""
+        if self._journal is not None and (self._directory / METRICS).exists():
+            self._journal.metrics({"kind": "resume", "iteration": iteration, "run": self._run, "time": time()})
 
     def beat(self, change: Callable[[Beat], None]) -> None:
         """Change what the heartbeat says."""

@@ -57,7 +57,7 @@ class Trainer:
         pipeline.set_learning_rate(self.rate)
         self.run_id = run or lineage.new_id()
         self.teller = Teller(session, directory, self.run_id, console)
-        self.keeper = Keeper(session, directory, self.teller.say, self.teller.beat)
+        self.keeper = Keeper(session, directory, self.run_id, self.teller.say, self.teller.beat)
         self.evaluation = Evaluation(session) if training.evaluation_interval >= 0 else None
         self.stopping = Stopping(pipeline)
         self.metrics = Metrics(
@@ -89,7 +89,9 @@ class Trainer:
         """Train to the end, or until somebody asks to stop; the summary. ``ended`` says how."""
         training = self.session.config.training
         try:
+            self.keeper.enter()
             self.teller.start(self._facts())
+            self.teller.resumed(self.iteration)
             if self.evaluation is not None and not self.evaluation.num_batches:
                 self.teller.say(f"warning: there is no evaluation: {self.evaluation.why_not}")
             with self.stopping.listening():
@@ -99,6 +101,7 @@ class Trainer:
                     self._evaluate_and_save()
                     if training.exit_after_profile and self._profiles(self.iteration - 1):
                         break
+            self.keeper.settle()
             if self._asked is not None:
                 self.ended = ending.asked(self._asked, self.iteration)
             else:
@@ -108,6 +111,7 @@ class Trainer:
             return summary
         finally:
             self.teller.close()
+            self.keeper.close()
             self.session.close()
 
     def _facts(self) -> dict[str, Any]:
@@ -148,6 +152,7 @@ class Trainer:
         self.teller.iteration(self._line(positions[-1][0], loss, tokens, seconds, count))
         if self._ends_update(self.iteration):
             self._updates.append(perf_counter() - self._since_update)
+        self.keeper.poll()
         self.teller.beat(self._beats)
 
     def _beats(self, beat: Beat) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,9 @@ def train(
     with _concluding(taken, rank) as conclusion:
         session = open_session(checked)
         if taken is None:
-            taken = _take(
-                session.pipeline, checked, Path(output_dir) if output_dir else None, rank, overwrite, continues
-            )
+            chosen, source = Path(output_dir) if output_dir else None, Path(resume) if resume else None
+            take = partial(claim.take, checked, chosen, resume=continues, source=source, overwrite=overwrite)
+            taken = _take(session.pipeline, chosen, rank, take)
             conclusion.claim = taken
         observe = checked.observe
         console = Console(line_format=observe.line_format, log_interval=observe.log_interval) if rank == 0 else None
@@ -79,6 +81,8 @@ class _concluding:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._rank == 0:
             self._write(ending.of_error(error))
+        if self.claim is not None:
+            self.claim.release()
 
     def _write(self, how: Ending) -> None:
         if self.claim is not None:
@@ -86,16 +90,14 @@ class _concluding:
                 ending.conclude(self.claim.directory, self.claim.run, how)
 
 
-def _take(
-    pipeline: Pipeline, config: PipelineConfig, output_dir: Path | None, rank: int, overwrite: bool, continues: bool
-) -> Claim:
+def _take(pipeline: Pipeline, output_dir: Path | None, rank: int, take: Callable[[], Claim]) -> Claim:
     """Rank 0 takes the run directory, unless a launcher of ours has, and tells the others its name."""
     mine = None
     told = os.environ.get(CLAIMED)
     if told and output_dir is not None:
         mine = Claim(output_dir, told)
     elif rank == 0:
-        mine = claim.take(config, output_dir, resume=continues, overwrite=overwrite)
+        mine = take()
     where = first_text(pipeline, str(mine.directory) if mine else "")
     run = first_text(pipeline, mine.run if mine else "")
     return mine or Claim(Path(where), run)

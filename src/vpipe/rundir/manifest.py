@@ -1,0 +1,246 @@
+"""The manifest of a checkpoint: where the run stood, of which line it is, and size and sha256 of every file.
+
+    iteration-000150/
+      manifest.json            ends with the sha256 of all its bytes before that: any flipped bit is noticed
+      layer-0000.safetensors
+      …
+
+Everything that is read is checked for its type before it is believed. A name is a number, not a text: 1000000 follows
+999999. Where another line has taken the name already, the run's id is added to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from vpipe.errors import UserError
+from vpipe.rundir import lineage
+from vpipe.rundir.layout import CHECKPOINTS
+from vpipe.rundir.lineage import Line
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+_NAME = re.compile(r"iteration-(\d{6,})(?:-([0-9a-f]{12})(?:-(\d+))?)?\Z")
+_FILE = re.compile(r"layer-\d{4,}\.safetensors\Z")
+_SHA = re.compile(r"[0-9a-f]{64}\Z")
+_SEAL = (b',\n "sha256": "', b'"\n}\n')
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint that is not what was written."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands: all it takes to go on as if nothing had happened."""
+
+    iteration: int
+    epoch: int
+    consumed: int
+    """What is used up of the epoch, over all replicas: examples, or batches where they go by tokens."""
+    num_units: int
+    num_updates: int
+    loss_scale: float
+    good_steps: int
+    seed: int
+    optimizer: str
+    model: str
+    """A fingerprint: a checkpoint of another model is refused."""
+
+    @classmethod
+    def parse(cls, found: Any) -> Standing:
+        """``ValueError`` unless every field is there, of its type, and nothing else."""
+        kinds = {each.name: {"int": int, "float": float, "str": str}[str(each.type)] for each in fields(cls)}
+        if not isinstance(found, dict) or found.keys() != kinds.keys():
+            raise ValueError("position has other fields than it should")
+        for name, kind in kinds.items():
+            value: Any = found[name]
+            if type(value) not in ((kind, int) if kind is float else (kind,)):
+                raise ValueError(f"position.{name} is {value!r}, not of type {kind.__name__}")
+            if (kind is not str and name != "seed" and value < 0) or (kind is float and not isfinite(value)):
+                raise ValueError(f"position.{name} is {value!r}")
+        return cls(**found)
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file must be."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def parse(cls, found: Any) -> FileFacts:
+        if not isinstance(found, dict) or type(found.get("bytes")) is not int or found["bytes"] < 0:
+            raise ValueError("a file without a size")
+        if not isinstance(found.get("sha256"), str) or not _SHA.match(found["sha256"]):
+            raise ValueError("a file without a checksum")
+        return cls(found["bytes"], found["sha256"])
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What manifest.json says."""
+
+    standing: Standing
+    line: Line
+    files: Mapping[str, FileFacts]
+    config: Mapping[str, Any]
+
+    def sealed(self) -> bytes:
+        """The text, with its own checksum at its end."""
+        body = {
+            "format": FORMAT,
+            "run": self.line.run,
+            "ancestors": self.line.to_json(),
+            "position": asdict(self.standing),
+            "files": {name: asdict(self.files[name]) for name in sorted(self.files)},
+            "config": self.config,
+        }
+        text = json.dumps(body, indent=1).encode().removesuffix(b"\n}")
+        return text + _SEAL[0] + hashlib.sha256(text).hexdigest().encode() + _SEAL[1]
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """The manifest of a checkpoint; ``DamagedCheckpoint`` where it is not what was written."""
+        path = directory / MANIFEST
+        try:
+            found = cls._parse(_unsealed(path.read_bytes()))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            told = " ".join(str(error).split())
+            raise DamagedCheckpoint(f"{path} cannot be read ({type(error).__name__}: {told})") from None
+        named = parse_name(directory.name)
+        if named is not None and named.iteration != found.standing.iteration:
+            raise DamagedCheckpoint(f"{path} is of iteration {found.standing.iteration}, which its directory is not")
+        return found
+
+    @classmethod
+    def _parse(cls, found: Any) -> Manifest:
+        if not isinstance(found, dict) or not isinstance(found.get("files"), dict) or not found["files"]:
+            raise ValueError("it lists no files")
+        odd = next((name for name in found["files"] if not _FILE.match(name)), None)
+        if odd is not None or not isinstance(found.get("config"), dict):
+            raise ValueError(f"it lists {odd!r}" if odd is not None else "it holds no config")
+        files = {name: FileFacts.parse(facts) for name, facts in found["files"].items()}
+        line = Line.parse(found["run"], found["ancestors"])
+        return cls(Standing.parse(found["position"]), line, files, found["config"])
+
+
+def _unsealed(data: bytes) -> Any:
+    before, after = _SEAL
+    begin = len(data) - len(before) - 64 - len(after)
+    text = data[: max(0, begin)]
+    if data[max(0, begin) :] != before + hashlib.sha256(text).hexdigest().encode() + after:
+        if data.startswith(b'{\n "format": 1,'):
+            raise ValueError("it has no checksum: it was written by an earlier version of vpipe")
+        raise ValueError("it does not match its checksum")
+    found = json.loads(data)
+    if found.get("format") != FORMAT:
+        raise ValueError(f"its format is {found.get('format')!r}, not {FORMAT}")
+    return found
+
+
+@dataclass(frozen=True, order=True)
+class Name:
+    """What the name of a checkpoint says."""
+
+    iteration: int
+    run: str = ""
+    number: int = 0
+
+    def __str__(self) -> str:
+        more = f"-{self.run}" if self.run else ""
+        return f"iteration-{self.iteration:06d}{more}{f'-{self.number}' if self.number else ''}"
+
+
+def parse_name(text: str) -> Name | None:
+    found = _NAME.match(text)
+    return Name(int(found[1]), found[2] or "", int(found[3] or 0)) if found else None
+
+
+def free_name(directory: Path, iteration: int, run: str) -> Path:
+    """A name that nothing has: a checkpoint that is there is never overwritten."""
+    names = [Name(iteration), *(Name(iteration, run, number) for number in range(100))]
+    return next(path for path in (directory / str(name) for name in names) if not path.exists())
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The finished checkpoints of a directory, of whatever line, in the order of their numbers."""
+    found = [(name, path) for path in directory.glob("iteration-*") if (name := parse_name(path.name)) is not None]
+    return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
+
+
+def on_line(directory: Path, line: Line, until: int | None = None) -> list[Path]:
+    """The checkpoints of a line, oldest first. One whose manifest cannot be read is among them: it may be of this line,
+    and whoever reads it says what is wrong with it."""
+    found = []
+    for path in checkpoints(directory):
+        name = parse_name(path.name)
+        assert name is not None
+        if until is not None and name.iteration > until:
+            continue
+        try:
+            place = line.place(Manifest.read(path).line.run, name.iteration)
+        except DamagedCheckpoint:
+            place = -1
+        if place is not None:
+            found.append(((name.iteration, place, name.number), path))
+    return [path for _, path in sorted(found)]
+
+
+def find(where: Path) -> list[Path]:
+    """The checkpoints to try, newest first: of a checkpoint and its line before it, of a directory, of a run."""
+    if (where / MANIFEST).is_file():
+        rest = _before(where)
+        return [where, *reversed(rest)]
+    for directory, entry in _places(where):
+        kept = checkpoints(directory)
+        if not kept:
+            continue
+        line = entry.line if entry is not None else _newest_line(kept)
+        found = on_line(directory, line) if line is not None else kept
+        if found:
+            return found[::-1]
+    raise UserError(
+        f"{where} holds no checkpoint; give a directory with {MANIFEST}, or a run directory with {CHECKPOINTS}/ in it"
+    )
+
+
+def _before(where: Path) -> list[Path]:
+    """The checkpoints before one, of its line."""
+    name = parse_name(where.name)
+    try:
+        line = Manifest.read(where).line
+    except DamagedCheckpoint:
+        known = lineage.current(where.parent) or lineage.current(where.parent.parent)
+        if known is None or name is None:
+            return []
+        line = known.line
+    until = name.iteration if name is not None else None
+    return [path for path in on_line(where.parent, line, until) if path != where]
+
+
+def _places(where: Path) -> list[tuple[Path, lineage.Entry | None]]:
+    """Where the checkpoints of a directory may lie, with the run whose line counts there."""
+    own = lineage.current(where)
+    places: list[tuple[Path, lineage.Entry | None]] = [(where, own or lineage.current(where.parent))]
+    if own is not None and own.checkpoints is not None:
+        places.append((Path(own.checkpoints), own))
+    return [*places, (where / CHECKPOINTS, own)]
+
+
+def _newest_line(kept: list[Path]) -> Line | None:
+    """The line of the newest checkpoint that says whose it is; ``None`` where none does."""
+    for path in reversed(kept):
+        try:
+            return Manifest.read(path).line
+        except DamagedCheckpoint:
+            continue
+    return None
