@@ -146,6 +146,28 @@ def test_a_config_and_a_directory_give_the_same_model(name: str, tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_a_value_that_later_layers_add_reaches_them() -> None:
+    """What the code makes between two blocks from results of earlier pieces: every piece that makes it reads them."""
+
+    class SkippingForCausalLM(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+            start = self.model.embed_tokens(input_ids) * 2
+            made = start
+            for layer in self.model.layers:
+                angles = self.model.rotary_emb(made, torch.arange(made.shape[1])[None])
+                made = layer(made, position_embeddings=angles) + start
+            logits = self.lm_head(self.model.norm(made))
+            loss = self.loss_function(logits, labels, self.config.vocab_size) if labels is not None else None
+            return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+    torch.manual_seed(3)
+    reference = SkippingForCausalLM(transformers.AutoConfig.for_model(**CASES["llama"])).train()
+    model = hf.layers(copy.deepcopy(reference))
+    assert sum("model.embed_tokens" in layer.reads for layer in model.layers) > 1
+    compare(model, model.build(), reference)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "microbatches"), [("zb-h1", 1), ("interleaved", 2), ("gpipe", 2)])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_other_schedules(name: str, schedule: str, microbatches: int) -> None:

@@ -142,7 +142,11 @@ class _Work:
         self.pieces[index].taken[place] = name
         self.read[index][name] = origin
         source = (origin.call, origin.leaf) if origin.kind == "call" else self.arguments_of[origin]
-        self.pieces[self.piece_of(origin)].given[source] = name
+        writer = self.piece_of(origin)
+        fresh = source not in self.pieces[writer].given
+        self.pieces[writer].given[source] = name
+        if origin.kind == "function" and fresh:
+            self.need(writer, origin)
 
     def need(self, index: int, start: Origin) -> None:
         """Make a value available to a piece: read what calls of earlier pieces gave, compute the rest again."""

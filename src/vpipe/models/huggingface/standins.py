@@ -36,8 +36,9 @@ class Shape:
     size: tuple[int, ...]
     dtype: torch.dtype
 
-    def tensor(self, device: torch.device, fill: float = 0.0, solid: bool = False) -> Tensor:
-        """A tensor of this shape, without memory unless it must be ``solid`` because code writes into it."""
+    def tensor(self, device: torch.device, fill: float = torch.nan, solid: bool = False) -> Tensor:
+        """A tensor of this shape, without memory unless it must be ``solid`` because code writes into it. It is not a
+        number, so that a result that depended on it would show."""
         value = fill if self.dtype.is_floating_point else 0
         if solid:
             return torch.full(self.size, value, dtype=self.dtype, device=device)
