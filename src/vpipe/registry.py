@@ -14,7 +14,8 @@ and a broken plug-in cannot hurt a run that does not use it. No torch here, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
@@ -28,15 +29,26 @@ class Registry(Generic[T]):
     """Names of one kind of thing, and what they stand for.
 
     ``kind`` is what errors call an entry ("model"); ``group`` is the entry-point group that other packages use.
+    ``built_in`` are our own names, each with the ``module:function`` that is imported when it is asked for; or
+    ``filled_by`` is the module that enters them.
     """
 
-    def __init__(self, kind: str, group: str | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        group: str | None = None,
+        built_in: Mapping[str, str] | None = None,
+        filled_by: str | None = None,
+    ) -> None:
         self.kind = kind
         self.group = group
+        self.built_in = dict(built_in or {})
+        self._filled_by = filled_by
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, force: bool = False) -> Callable[[Item], Item]:
-        """A decorator that enters a class or function under ``name``; ``force`` replaces a taken name."""
+        """A decorator that enters a class or function under ``name``; ``force`` replaces a taken name. One of our own
+        built-in names is not taken: whoever enters it means theirs."""
         if not isinstance(name, str) or not name.strip():
             raise UserError(
                 f'a {self.kind} is registered under a name, not under {name!r}: write @register("my_{self.kind}")'
@@ -55,9 +67,18 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """What ``name`` stands for, be it an entry point of another package. An unknown name lists the known ones."""
+        self._fill()
+        if name in self.built_in and not self.is_own(name):
+            module, _, attribute = self.built_in[name].partition(":")
+            found: T = getattr(import_module(module), attribute)
+            return found
         if name not in self._entries:
             self._entries[name] = self._load(name)
         return self._entries[name]
+
+    def is_own(self, name: str) -> bool:
+        """Whether a user or another package has entered ``name``."""
+        return name in self._entries or any(point.name == name for point in self._entry_points())
 
     def create(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """``get(name)(*args, **kwargs)``."""
@@ -69,11 +90,13 @@ class Registry(Generic[T]):
         return made(*args, **kwargs)
 
     def list_registered(self) -> list[str]:
-        """All names, those of other packages' entry points included, sorted."""
-        return sorted({*self._entries, *(point.name for point in self._entry_points())})
+        """All names, our own and those of other packages' entry points included, sorted."""
+        self._fill()
+        return sorted({*self.built_in, *self._entries, *(point.name for point in self._entry_points())})
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries or any(point.name == name for point in self._entry_points())
+        self._fill()
+        return name in self.built_in or (isinstance(name, str) and self.is_own(name))
 
     def __len__(self) -> int:
         return len(self.list_registered())
@@ -83,6 +106,10 @@ class Registry(Generic[T]):
 
     def __repr__(self) -> str:
         return f"Registry({self.kind!r}: {', '.join(self.list_registered()) or 'empty'})"
+
+    def _fill(self) -> None:
+        if self._filled_by is not None:
+            import_module(self._filled_by)
 
     def _entry_points(self) -> list[EntryPoint]:
         return [] if self.group is None else list(entry_points(group=self.group))
@@ -118,7 +145,32 @@ def _address(item: object) -> str:
     return f"{getattr(item, '__module__', '?')}.{getattr(item, '__qualname__', repr(item))}"
 
 
-MODEL_REGISTRY: Registry[Any] = Registry("model", group="vpipe.models")
-DATASET_REGISTRY: Registry[Any] = Registry("dataset", group="vpipe.datasets")
+MODEL_REGISTRY: Registry[Any] = Registry(
+    "model",
+    group="vpipe.models",
+    built_in={
+        "gpt": "vpipe.models.gpt:gpt",
+        "gpt2": "vpipe.models.gpt:gpt2",
+        "llama": "vpipe.models.llama:llama",
+        "bert": "vpipe.models.bert:bert",
+        "translation": "vpipe.models.translation:translation",
+        "cpm-medium": "vpipe.models.cpm:cpm_medium",
+        "cpm-large": "vpipe.models.cpm:cpm_large",
+        "huggingface": "vpipe.models.huggingface:huggingface",
+        "emulated": "vpipe.models.emulated:emulated",
+    },
+)
+DATASET_REGISTRY: Registry[Any] = Registry(
+    "dataset",
+    group="vpipe.datasets",
+    built_in={
+        "bert": "vpipe.data.bert_hdf5:load",
+        "chid": "vpipe.data.chid:load",
+        "code_search_net": "vpipe.data.code_search_net:load",
+        "synthetic": "vpipe.data.synthetic:load",
+        "text": "vpipe.data.text:load",
+        "translation": "vpipe.data.translation:load",
+    },
+)
 STAGE_REGISTRY: Registry[Any] = Registry("stage", group="vpipe.stages")
-SCHEDULE_REGISTRY: Registry[Any] = Registry("schedule", group="vpipe.schedules")
+SCHEDULE_REGISTRY: Registry[Any] = Registry("schedule", group="vpipe.schedules", filled_by="vpipe.schedule.catalog")

@@ -310,6 +310,7 @@ TRANSLATION = {
 }
 
 CASES: dict[str, Case] = {
+    "plugins": Case(learned, ["no_such_module_of_ours"], SHORT, contains="neither a Python file"),
     "model.name": Case(learned, "llama", SHORT),
     "model.hidden_size": Case(learned, 32, SHORT),
     "model.num_layers": Case(learned, 3, SHORT),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,10 @@ import yaml
 from torch import nn
 from train_runs import run, tiny
 
+from vpipe import plugins
+from vpipe.cli import parity, submit
 from vpipe.cli import train as cli
+from vpipe.errors import UserError
 from vpipe.interfaces import DatasetInterface, ModelInterface, StageInterface
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, SCHEDULE_REGISTRY, STAGE_REGISTRY
 
@@ -114,7 +118,98 @@ def test_a_model_says_where_it_is_cut(tmp_path: Path) -> None:
 
 
 def test_documents_are_python() -> None:
-    for document in ("CONTRIBUTING.md", "docs/training.md"):
+    for document in ("CONTRIBUTING.md", "docs/training.md", "docs/from-ourgpipe.md"):
         for block in code_blocks(document):
             compile(block, document, "exec")
     assert sys.version_info >= (3, 11)
+
+
+def documented_job(folder: Path) -> Path:
+    """The files of docs/from-ourgpipe.md as printed."""
+    text = (ROOT / "docs/from-ourgpipe.md").read_text()
+    (model,) = (block for block in code_blocks("docs/from-ourgpipe.md") if "MODEL_REGISTRY" in block)
+    (job,) = (block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "plugins:" in block)
+    (folder / "my_model.py").write_text(model)
+    (folder / "my_job.yaml").write_text(job)
+    return folder / "my_job.yaml"
+
+
+def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *words], cwd=cwd, capture_output=True, text=True, timeout=110)
+
+
+def losses(run_directory: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_the_example_of_ourgpipes_page_runs_as_printed_and_under_torchrun(tmp_path: Path) -> None:
+    job = documented_job(tmp_path)
+    done = command("vpipe", "train", "my_job.yaml", "--output-dir", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0]
+    (tmp_path / "elsewhere").mkdir()
+    torchrun = ("torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "vpipe", "train")
+    done = command(*torchrun, str(job), "--output-dir", str(tmp_path / "second"), cwd=tmp_path / "elsewhere")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "second") == found
+
+
+def test_a_plugin_of_the_command_line_reaches_ranks_and_the_queue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = documented_job(tmp_path)
+    text = job.read_text().replace("plugins: [my_model.py]\n", "")
+    job.write_text(text.replace("scheduler: 1f1b", "scheduler: 1f1b, transport: inprocess"))
+    file = (tmp_path / "my_model.py").rename(tmp_path / "other_name.py")
+    given = ["--plugin", str(file)]
+    run_at = tmp_path / "run"
+    with pytest.raises(UserError, match=r"next_letter|letters"):
+        cli.command.main([str(job), "--output-dir", str(tmp_path / "none")], standalone_mode=False)
+    assert cli.command.main([str(job), *given, "--output-dir", str(run_at)], standalone_mode=False) == 0
+    assert losses(run_at)
+    kept = yaml.safe_load((run_at / "config.yaml").read_text())
+    assert kept["plugins"] == [str(file)], "the resolved config stands by itself"
+    capsys.readouterr()
+    assert submit.command.main([str(job), *given, "--dry-run"], standalone_mode=False) == 0
+    assert str(file) in capsys.readouterr().out
+    assert parity.command.main([str(job), *given, "--steps", "1"], standalone_mode=False) == 0
+
+
+def test_a_plugin_that_fails_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    cases = {
+        "x = 1\ny = 1 / 0\n": r"broken\.py, line 2 fails: ZeroDivisionError: division by zero",
+        "def f(:\n": r"broken\.py, line 1 fails: SyntaxError",
+        "import no_such_thing_at_all\n": "No module named 'no_such_thing_at_all'",
+    }
+    for text, words in cases.items():
+        file.write_text(text)
+        with pytest.raises(UserError, match=words) as caught:
+            plugins.load([str(file)])
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="does not exist"):
+        plugins.load([str(tmp_path / "nowhere.py")])
+
+
+def test_a_plugin_imports_its_neighbours_and_brings_a_schedule(tmp_path: Path) -> None:
+    (schedule,) = (block for block in code_blocks("CONTRIBUTING.md") if "SCHEDULE_REGISTRY" in block)
+    (tmp_path / "neighbour_of_mine.py").write_text("NAME = 'one-at-a-time'\n")
+    (tmp_path / "mine.py").write_text("from neighbour_of_mine import NAME\n" + schedule)
+    config = {**tiny({"parallel.scheduler": "one-at-a-time"}), "plugins": ["mine.py"]}
+    assert train(config, tmp_path)
+
+
+def test_the_registries_list_what_is_built_in() -> None:
+    code = (
+        "import sys; from vpipe.registry import *; "
+        "print(*MODEL_REGISTRY, *DATASET_REGISTRY, *SCHEDULE_REGISTRY); "
+        "assert 'gpt' in MODEL_REGISTRY and 'text' in DATASET_REGISTRY and '1f1b' in SCHEDULE_REGISTRY; "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {"gpt", "huggingface", "synthetic", "zb-h1"} <= set(done.stdout.split())
+    assert callable(MODEL_REGISTRY.get("gpt"))
+    assert callable(DATASET_REGISTRY.get("text"))

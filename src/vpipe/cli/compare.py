@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from vpipe.cli.choice import COUNT, WholeNumbers
+from vpipe.cli.plugin import plugin_option, with_plugins
 
 
 @click.command("compare")
@@ -16,6 +17,7 @@ from vpipe.cli.choice import COUNT, WholeNumbers
 @click.option("--models", default="", help="Names of models, instead of the config's one.")
 @click.option("--repeats", type=COUNT, default=1, show_default=True, help="Runs of each; they are interleaved.")
 @click.option("--iterations", type=COUNT, help="Iterations of each run, instead of the config's.")
+@plugin_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field for all runs.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="Seconds of one run.")
 @click.option("--retry", is_flag=True, help="Run again what failed before.")
@@ -28,6 +30,7 @@ def command(
     repeats: int,
     iterations: int | None,
     overrides: tuple[str, ...],
+    plugins: tuple[str, ...],
     timeout: float,
     retry: bool,
     output: Path,
@@ -42,6 +45,7 @@ def command(
     """
     from vpipe.observe import comparison, sweep
 
+    overrides = with_plugins(overrides, plugins)
     wanted = sweep.Sweep(
         config, _names(schedulers), tuple(microbatches), _names(models), repeats, iterations, overrides, timeout
     )

@@ -10,12 +10,14 @@ from typing import Any
 import click
 
 from vpipe import config as configs
+from vpipe.cli.plugin import plugin_option, with_plugins
 
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Iterations to compare.")
 @click.option("--scheduler", help="The schedule, instead of the config's.")
+@plugin_option
 @click.option(
     "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config; may be repeated."
 )
@@ -29,7 +31,13 @@ from vpipe import config as configs
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
-    config: Path, steps: int, scheduler: str | None, overrides: tuple[str, ...], reference: str, as_json: bool
+    config: Path,
+    steps: int,
+    scheduler: str | None,
+    overrides: tuple[str, ...],
+    plugins: tuple[str, ...],
+    reference: str,
+    as_json: bool,
 ) -> int:
     """Train pipelined and in one process, and compare loss, gradients and weights to the bit.
 
@@ -39,7 +47,7 @@ def command(
     Example:
       vpipe parity configs/default.yaml --scheduler zb-v --steps 3
     """
-    loaded = configs.load(config, overrides, scheduler)
+    loaded = configs.load(config, with_plugins(overrides, plugins), scheduler)
     chosen = loaded.config.model_copy(
         update={"launch": loaded.config.launch.model_copy(update={"threads": 1})}  # more threads add in another order
     )

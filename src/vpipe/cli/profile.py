@@ -9,6 +9,7 @@ import click
 
 from vpipe import config as configs
 from vpipe.cli.measuring import ROUNDS
+from vpipe.cli.plugin import plugin_option, with_plugins
 
 
 @click.command("profile")
@@ -18,6 +19,7 @@ from vpipe.cli.measuring import ROUNDS
 @click.option(
     "--graph-text", type=click.Path(path_type=Path, dir_okay=False), help="Write PipeDream's graph text as well."
 )
+@plugin_option
 @click.option(
     "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config; may be repeated."
 )
@@ -28,6 +30,7 @@ def command(
     repeat: int,
     graph_text: Path | None,
     overrides: tuple[str, ...],
+    plugins: tuple[str, ...],
     as_json: bool,
 ) -> int:
     """Measure the layers of a model, the links between ranks, the swap lane and the runtime itself.
@@ -45,7 +48,7 @@ def command(
     from vpipe.plan.graph_text import export_graph
 
     refuse_lost(output, graph_text)
-    loaded = configs.load(config, overrides)
+    loaded = configs.load(config, with_plugins(overrides, plugins))
     found = measure(loaded.config, repeat, quiet=as_json)
     if isinstance(found, int):
         return found

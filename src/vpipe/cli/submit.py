@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from vpipe.cli.plugin import plugin_option, with_plugins
 from vpipe.errors import UserError
 
 
@@ -35,6 +36,7 @@ from vpipe.errors import UserError
     "--sweep", multiple=True, metavar="KEY=A,B", help="One run per value, as a job array; again for more keys."
 )
 @click.option("--array", help="Which runs of the sweep, such as 0-7%2; without a sweep: seeds.")
+@plugin_option
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the config.")
 @click.option("--scheduler", help="Override parallel.scheduler.")
 @click.option("--python", default=None, help="Python program of the ranks; this one if not given.")
@@ -51,6 +53,7 @@ def command(
     to: str,
     sweep: tuple[str, ...],
     overrides: tuple[str, ...],
+    plugins: tuple[str, ...],
     scheduler: str | None,
     follow: bool,
     cancel_on_interrupt: bool,
@@ -69,6 +72,7 @@ def command(
       vpipe submit configs/gpt_small.yaml --to ray --gpus-per-task 1
       vpipe submit configs/gpt_small.yaml --to kubernetes --image registry/vpipe:1 --dry-run
     """
+    overrides = with_plugins(overrides, plugins)
     if to != "slurm":
         from vpipe.launch import elsewhere
 

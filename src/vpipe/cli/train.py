@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from vpipe import config as configs
+from vpipe.cli.plugin import plugin_option, with_plugins
 from vpipe.errors import UserError
 from vpipe.rundir import endings, lineage, manifest
 from vpipe.rundir.claim import CLAIMED, Claim
@@ -32,6 +33,7 @@ from vpipe.schedule import catalog
 @click.option(
     "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config; may be repeated."
 )
+@plugin_option
 @click.option("--nproc", type=click.IntRange(1), help="Ranks of one pipeline: sets parallel.model_parallel_size.")
 @click.option(
     "--output-dir",
@@ -45,6 +47,7 @@ def command(
     config: Path,
     scheduler: str | None,
     overrides: tuple[str, ...],
+    plugins: tuple[str, ...],
     nproc: int | None,
     output_dir: Path | None,
     resume: str | None,
@@ -63,8 +66,8 @@ def command(
     """
     if nproc is not None:
         overrides = (*overrides, f"parallel.model_parallel_size={nproc}")
-    known = [name for entry in catalog.entries() for name in (entry.name, *entry.aliases)]
-    loaded = configs.load(config, overrides, scheduler, names={"parallel.scheduler": known})
+    overrides = with_plugins(overrides, plugins)
+    loaded = configs.load(config, overrides, scheduler, names={"parallel.scheduler": _schedules})
     if print_config:
         click.echo(configs.commented(loaded.config), nl=False)
         return 0
@@ -72,6 +75,10 @@ def command(
     if overwrite and resume:
         raise UserError(f"--overwrite removes the run that --resume {resume} would go on from; give one of them")
     return run(loaded.config, loaded.warnings, output_dir, resume, overwrite)
+
+
+def _schedules() -> list[str]:
+    return [name for entry in catalog.entries() for name in (entry.name, *entry.aliases)]
 
 
 def run(

@@ -9,7 +9,7 @@ run on what is left when the wrong keys are taken out.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from os import PathLike
@@ -18,16 +18,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from vpipe import plugins
 from vpipe.config.checks import check, touches
 from vpipe.config.document import Document, parse, read_yaml
 from vpipe.config.idle import idle_keys
-from vpipe.config.paths import absolute_paths, is_program
+from vpipe.config.paths import absolute, absolute_paths, is_program
 from vpipe.config.pipeline import PipelineConfig
 from vpipe.config.problems import ConfigError, Key, Problem, dotted, from_pydantic, short
 from vpipe.config.vpipe_yaml import is_vpipe, translate
 from vpipe.errors import nearest
 
 ORION = "USE_ORION_SCHEDULER"
+PLUGINS: Key = ("plugins",)
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,15 @@ def load(
     overrides: Sequence[str] = (),
     scheduler: str | None = None,
     *,
-    names: Mapping[str, Collection[str]] | None = None,
+    names: Mapping[str, Collection[str] | Callable[[], Collection[str]]] | None = None,
     environment: Mapping[str, str] | None = None,
+    run_plugins: bool = True,
 ) -> Loaded:
     """The config of a YAML file, ours, OurGPipe's or VPipe's.
 
     ``overrides`` are words such as ``training.learning_rate=1e-3``; ``scheduler`` is ``--scheduler``. ``names`` gives
-    the names that a key may have, such as ``{"parallel.scheduler": [...]}``. Raises :class:`ConfigError`, a
-    ``UserError``, with every problem.
+    the names that a key may have, such as ``{"parallel.scheduler": [...]}``, or a function that does once the
+    config's plugins are imported. Raises :class:`ConfigError`, a ``UserError``, with every problem.
     """
     source = Path(path)
     document = read_yaml(source)
@@ -106,7 +109,10 @@ def load(
         raise ConfigError(draft.problems)
     _override(draft, overrides, scheduler, os.environ if environment is None else environment)
     absolute_paths(draft, source.parent)
-    config = _finish(draft, names or {})
+    listed = draft.values.get("plugins")
+    if run_plugins and isinstance(listed, list):
+        plugins.load([item for item in listed if isinstance(item, str)])
+    config = _finish(draft, {key: known() if callable(known) else known for key, known in (names or {}).items()})
     return Loaded(config, (*warnings, *idle_keys(config)), source)
 
 
@@ -124,6 +130,9 @@ def _override(draft: Draft, overrides: Sequence[str], scheduler: str | None, env
         name, equals, text = override.partition("=")
         origin = f"--set {short(override)[1:-1]}"
         key: Key = tuple(part.strip() for part in name.split("."))
+        if equals and key == PLUGINS:
+            _add_plugins(draft, parse(text, origin).value, origin)
+            continue
         if not equals or len(key) < 2 or not all(key):
             draft.problems.append(Problem("is not section.key=value, such as training.epochs=1", (), origin))
             continue
@@ -134,6 +143,14 @@ def _override(draft: Draft, overrides: Sequence[str], scheduler: str | None, env
             draft.put(key, value.value, origin)
     if scheduler is not None:
         draft.put(("parallel", "scheduler"), scheduler, "--scheduler")
+
+
+def _add_plugins(draft: Draft, value: Any, origin: str) -> None:
+    """Plugins of the command line join those of the file; theirs are relative to the working directory."""
+    given = value if isinstance(value, list) else [value]
+    texts = [absolute(item, Path.cwd()) if isinstance(item, str) and item.endswith(".py") else item for item in given]
+    before = draft.values.get("plugins")
+    draft.put(PLUGINS, [*(before if isinstance(before, list) else []), *texts], origin)
 
 
 def _finish(draft: Draft, names: Mapping[str, Collection[str]]) -> PipelineConfig:

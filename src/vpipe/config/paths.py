@@ -40,6 +40,11 @@ def absolute_paths(draft: Draft, folder: Path) -> None:
         value = place.get(name) if isinstance(place, dict) else None
         if isinstance(place, dict) and isinstance(value, str) and _is_path(key, value):
             place[name] = absolute(value, Path.cwd() if key in draft.overridden else folder)
+    found = draft.values.get("plugins")
+    if isinstance(found, list):
+        draft.values["plugins"] = [
+            absolute(item, folder) if isinstance(item, str) and item.endswith(".py") else item for item in found
+        ]
     _take_plan(draft)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
-from vpipe.config.base import Section
+from vpipe.config.base import Section, Text, listed
 from vpipe.config.placement import ParallelConfig
 from vpipe.config.running import CheckpointConfig, LaunchConfig, ObserveConfig
 from vpipe.config.sections import DatasetConfig, ModelConfig, TrainingConfig
@@ -33,13 +33,16 @@ class PipelineConfig(Section):
     """What it shows and writes down."""
     launch: LaunchConfig = LaunchConfig()
     """Where its ranks run."""
+    plugins: tuple[Text, ...] = listed((), "a list of Python files or modules")
+    """Your own code: Python files, or modules that can be imported, that register models, data sets, stages or
+    schedules. Every rank imports them. A file lies relative to this one."""
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str]) -> PipelineConfig:
         """The config of a YAML file, ours, OurGPipe's or VPipe's. Raises ``UserError`` with all problems."""
         from vpipe.config.load import load
 
-        return load(path).config
+        return load(path, run_plugins=False).config
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PipelineConfig:

@@ -40,8 +40,10 @@ def reference() -> str:
     parts = [INTRODUCTION]
     for name, field in PipelineConfig.model_fields.items():
         section = section_of(field)
-        assert section is not None, "every field of the whole is a section"
-        parts += _section(section, name)
+        if section is not None:
+            parts += _section(section, name)
+        else:
+            parts += [f"## `{name}`", "", f"{_flat(field.description)} ({_flat(expects(field))})", ""]
     return "\n".join(parts)
 
 

@@ -15,18 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vpipe.errors import UserError, nearest
+from vpipe.registry import DATASET_REGISTRY
 
 if TYPE_CHECKING:
     from vpipe.data.dataset import DataSet
 
-_READERS = {
-    "bert": "bert_hdf5",
-    "chid": "chid",
-    "code_search_net": "code_search_net",
-    "synthetic": "synthetic",
-    "text": "text",
-    "translation": "translation",
-}
+_READERS = DATASET_REGISTRY.built_in
 _ALIASES = {"bert_hdf5": "bert", "code": "code_search_net", "codesearchnet": "code_search_net", "cpm": "chid"}
 
 
@@ -64,12 +58,13 @@ def load(
 
 
 def _reader(name: str) -> Callable[..., Any]:
-    module = _READERS.get(_ALIASES.get(name, name))
-    if module is None:
+    address = _READERS.get(_ALIASES.get(name, name))
+    if address is None:
         raise UserError(
             f"there is no data set {name!r}: choose from {', '.join(dataset_names())}{nearest(name, _READERS)}"
         )
-    return typing.cast("Callable[..., Any]", import_module(f"vpipe.data.{module}").load)
+    module, _, function = address.partition(":")
+    return typing.cast("Callable[..., Any]", getattr(import_module(module), function))
 
 
 def _check_options(name: str, reader: Callable[..., Any], given: Mapping[str, Any]) -> None:

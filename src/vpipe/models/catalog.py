@@ -14,19 +14,10 @@ from typing import Any
 
 from vpipe.errors import UserError, nearest
 from vpipe.models.model import Model
+from vpipe.registry import MODEL_REGISTRY
 
-BUILDERS: dict[str, tuple[str, str]] = {
-    "gpt": ("gpt", "gpt"),
-    "gpt2": ("gpt", "gpt2"),
-    "llama": ("llama", "llama"),
-    "bert": ("bert", "bert"),
-    "translation": ("translation", "translation"),
-    "cpm-medium": ("cpm", "cpm_medium"),
-    "cpm-large": ("cpm", "cpm_large"),
-    "huggingface": ("huggingface", "huggingface"),
-    "emulated": ("emulated", "emulated"),
-}
-"""Name in a config → (module of this package, function); a module is imported when its model is asked for."""
+BUILDERS = MODEL_REGISTRY.built_in
+"""Name in a config → ``module:function``; a module is imported when its model is asked for."""
 
 
 def builder(name: str) -> Callable[..., Model]:
@@ -35,8 +26,8 @@ def builder(name: str) -> Callable[..., Model]:
         raise UserError(
             f"model.name {name!r} is not a model{nearest(name, BUILDERS)}; the models are {', '.join(BUILDERS)}"
         )
-    module, function = BUILDERS[name]
-    made: Callable[..., Model] = getattr(import_module(f"vpipe.models.{module}"), function)
+    module, _, function = BUILDERS[name].partition(":")
+    made: Callable[..., Model] = getattr(import_module(module), function)
     return made
 
 

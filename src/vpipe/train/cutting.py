@@ -52,7 +52,7 @@ def cut(config: PipelineConfig, skeleton: Skeleton, num_stages: int) -> Cut:
 
 def _registered_cut(config: PipelineConfig, num_stages: int) -> list[int] | None:
     """What ``get_stage_partition`` of a registered model says, where its author wrote one."""
-    if config.model.name not in MODEL_REGISTRY:
+    if not MODEL_REGISTRY.is_own(config.model.name):
         return None
     found = MODEL_REGISTRY.get(config.model.name)
     if not (isinstance(found, type) and issubclass(found, ModelInterface)):

@@ -9,6 +9,7 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
+from vpipe import plugins
 from vpipe.config import PipelineConfig
 from vpipe.data import catalog as data_catalog
 from vpipe.data.dataset import DataSet
@@ -87,7 +88,8 @@ def num_replicas(config: PipelineConfig) -> int:
 def load_data(config: PipelineConfig) -> DataSet:
     """The data set of a config: built in, or registered by the user."""
     section, length = config.dataset, config.model.sequence_length
-    if section.name in DATASET_REGISTRY:
+    plugins.load(config.plugins)
+    if DATASET_REGISTRY.is_own(section.name):
         return registered_dataset(section, length, config.training.seed)
     extra = dict(section.extra)
     if "test_size" in data_catalog.options(section.name):
@@ -100,7 +102,8 @@ def load_data(config: PipelineConfig) -> DataSet:
 def load_model(config: PipelineConfig, vocab_size: int | None) -> Model:
     """The model of a config: built in, or registered by the user."""
     section, seed = config.model, config.training.seed
-    if section.name in MODEL_REGISTRY:
+    plugins.load(config.plugins)
+    if MODEL_REGISTRY.is_own(section.name):
         return registered_model(section, vocab_size, seed)
     known = inspect.signature(model_catalog.builder(section.name)).parameters
     return model_catalog.build(section.name, section.options(known), vocab_size=vocab_size, seed=seed)
@@ -127,6 +130,7 @@ def schedule_options(config: PipelineConfig) -> dict[str, Any]:
 
 def open_session(config: PipelineConfig) -> Session:
     """Build everything that this rank needs."""
+    plugins.load(config.plugins)
     refuse(config)
     data = load_data(config)
     model = load_model(config, data.vocab_size)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vpipe import plugins
 from vpipe.config import PipelineConfig
 from vpipe.observe.console import Console
 from vpipe.rundir import claim
@@ -40,6 +41,7 @@ def train(
     one that a run has used: the user said ``--resume``, even if there was no checkpoint yet.
     """
     checked = PipelineConfig.from_dict(config)
+    plugins.load(checked.plugins)
     if checked.launch.threads:
         torch.set_num_threads(checked.launch.threads)
     rank = 0
