@@ -23,6 +23,7 @@ A ``torch.autograd.Function`` takes part by naming the tensor arguments whose gr
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
@@ -239,6 +240,8 @@ class OwnFunction:
         self.slots = slots
 
     def save(self, node: Any, slots: Slots) -> Saved | None:
+        if not _KNOWS_HOOKS or any(raw.unpack_hook is not None for raw in node._raw_saved_tensors or ()):
+            return None  # its backward may look once, and the check has to look again
         works: list[Any] = []
         node.defer = works.append
         return Saved((), works)
@@ -271,6 +274,15 @@ def kind_of(node_type: type) -> Kind | None:
         slots = getattr(getattr(node_type, "_forward_cls", None), "deferrable", ())
         return OwnFunction(tuple(slots)) if slots else None
     return _KINDS.get(node_type.__name__)
+
+
+def forbids_inputs(node_type: type) -> bool:
+    """Whether a ``Function`` refuses a backward that runs for some weights only: a checkpoint that is reentrant does,
+    because what it does inside runs for all of them."""
+    if not issubclass(node_type, BackwardCFunction):
+        return False
+    backward = inspect.unwrap(getattr(getattr(node_type, "_forward_cls", None), "backward", forbids_inputs))
+    return any("is_checkpoint_valid" in name for name in getattr(getattr(backward, "__code__", None), "co_names", ()))
 
 
 def carries(node_type: type) -> bool:

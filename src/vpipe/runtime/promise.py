@@ -210,12 +210,11 @@ class General:
 
     @classmethod
     def of(cls, product: Product, node: Any, weights: Sequence[Tensor], rehearsal: bool) -> General | None:
-        if rehearsal and isinstance(product.kind, OwnFunction):
-            saved: Saved | None = Saved((), [])
-        else:
-            saved = product.kind.save(node, product.slots)
+        saved = product.kind.save(node, product.slots)
         if saved is None:
             return None
+        if rehearsal and isinstance(product.kind, OwnFunction):
+            del node.defer  # for now: the backward that is rehearsed is the plain one
         behind = node.next_functions
         edges = [
             GradientEdge(*behind[slot]) if number < 0 else None

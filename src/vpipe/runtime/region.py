@@ -383,4 +383,7 @@ def _forget(tensor: Tensor) -> None:
 
 
 def _forgotten(nothing: None) -> Tensor:
-    raise AssertionError("a region that is recomputed must run its backward on the recomputed graph")
+    raise UserError(
+        "a layer computes a gradient inside its forward, for which a recomputed layer has kept nothing; "
+        "leave it out of `recompute`"
+    )

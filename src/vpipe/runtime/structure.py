@@ -127,6 +127,8 @@ class Structure:
 
     def analyse(self, left_out: Collection[int] = ()) -> Analysis:
         """Let every weight wait that may; those in ``left_out`` may not."""
+        if any(_forbids_inputs(node_type) for node_type in self.types):
+            return Analysis((), (), frozenset(), (), own_code=True)
         later = self._later(left_out)
         while weights := self._multiplied(later):
             left_out = {*left_out, *weights}
@@ -242,6 +244,11 @@ class Structure:
 @cache
 def _kind(node_type: type) -> Kind | None:
     return products.kind_of(node_type)
+
+
+@cache
+def _forbids_inputs(node_type: type) -> bool:
+    return products.forbids_inputs(node_type)
 
 
 @cache
