@@ -9,6 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")  # a busy machine is no defect
 
 Vpipe = Callable[..., "subprocess.CompletedProcess[str]"]
 

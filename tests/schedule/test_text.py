@@ -35,7 +35,7 @@ def test_replicas_are_found_in_the_turns_of_the_units() -> None:
 
 def test_what_torch_writes_and_we_do_not() -> None:
     program = from_csv(
-        "0UNSHARD,0F0,,(0F1;0B0)OVERLAP_F_B,0B1,0REDUCE_GRAD,0RESHARD\r\n1F0,1B0, 1F1 ,1B1,1REDUCE_GRAD0\r\n"
+        "0UNSHARD,0F0,0WAIT_SEND_F0,(0F1;0B0)OVERLAP_F_B,0B1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\r\n1F0,1B0, 1F1 ,1B1,1REDUCE_GRAD0\r\n"
     )
     assert str(program) == "0F0 0F1 0B0 0B1 0REDUCE\n1F0 1B0 1F1 1B1 1REDUCE"
     assert [column for column, _ in cells("0F0,,(0F1;0B0)OVERLAP_F_B,0B1\n")[0]] == [1, 3, 3, 4]

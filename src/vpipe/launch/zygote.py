@@ -140,7 +140,14 @@ def keep_store(listener: int, port: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     distributed = import_module("torch.distributed")
     store = distributed.TCPStore(
-        "127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener
+        "127.0.0.1",
+        port,
+        None,
+        True,
+        timedelta(seconds=60),
+        wait_for_workers=False,
+        master_listen_fd=listener,
+        use_libuv=False,  # torch 2.6 refuses a socket of ours otherwise
     )
     while store is not None:
         signal.pause()

@@ -58,7 +58,11 @@ class Place:
     def connect(self, timeout: float, keep: bool = False) -> Any:
         """A client of the store at which the ranks meet, with what this generation writes; ``keep`` also serves it."""
         listener = socket.create_server((self.host, self.port), backlog=1024) if keep and self._is_loopback else None
-        options: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener else {}
+        options: dict[str, Any] = (
+            {"master_listen_fd": listener.detach(), "use_libuv": False}  # which torch 2.6 refuses otherwise
+            if listener
+            else {}
+        )
         store = _stores.TCPStore(
             self.host,
             self.port,

@@ -2,8 +2,8 @@
 
 The form that ``torch.distributed.pipelining`` dumps and loads, so schedules travel both ways. Reading also takes what
 torch writes and vpipe does not: empty cells (idle slots), compound cells such as ``(1F3;2B1)OVERLAP_F_B`` (read as
-their parts in order), ``REDUCE_GRAD`` (our ``REDUCE``), and ``UNSHARD``/``RESHARD`` (the business of a sharded weight
-store: left out).
+their parts in order), ``REDUCE_GRAD`` (our ``REDUCE``), and what is left out: ``UNSHARD``/``RESHARD`` (the business of a sharded weight
+store) and ``WAIT_SEND_F``/``WAIT_SEND_B``/``WAIT_REDUCE_GRAD`` (torch 2.15's own bookkeeping of what is under way).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vpipe.schedule.program import Program, Versions
 
 MAX_BYTES = 512 * 2**20
 _COMPOUND = re.compile(r"\((.*)\)OVERLAP_F_B")
-_SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)\d*")
+_FOREIGN = re.compile(r"\d+(UNSHARD|RESHARD|WAIT_SEND_[FB]|WAIT_REDUCE_GRAD)\d*")
 _REDUCE_GRAD = re.compile(r"(\d+)REDUCE_GRAD\d*")
 _HUGE = re.compile(r"\d{10}")
 
@@ -107,7 +107,7 @@ def from_cells(rows: Cells, source: str, versions: Versions = Versions.NEWEST) -
 
 def _cell(cell: str, source: str, row: int, column: int) -> Iterator[Action]:
     cell = cell.strip()
-    if not cell or _SHARDING.fullmatch(cell):
+    if not cell or _FOREIGN.fullmatch(cell):
         return
     if compound := _COMPOUND.fullmatch(cell):
         for part in compound[1].split(";"):

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 from torch import Tensor
@@ -57,7 +59,7 @@ class Units:
     @property
     def part(self) -> float:
         """The part that these units are of their update."""
-        return sum(self.shares()) if self.whole is not None else 1.0
+        return reduce(add, self.shares(), 0.0) if self.whole is not None else 1.0
 
     def shares(self) -> list[float]:
         """Each unit's part of all valid targets: the weights that make the mean over units the mean over targets."""
