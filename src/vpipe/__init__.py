@@ -26,6 +26,10 @@ _HOMES = {
 __all__ = ["Layer", "Pipeline", "UserError", "__version__", "add_loss"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)

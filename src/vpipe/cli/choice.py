@@ -54,6 +54,10 @@ class Source:
         named = f": {violation.action}" if violation.action else ""
         return f"row {violation.rank + 1}{column}{named}: {violation.reason}"
 
+    def title(self, program: Program) -> str:
+        """What a picture of it is headed with."""
+        return f"{self.name}, {program.num_ranks} ranks, {program.num_microbatches} microbatches"
+
     def check(self, program: Program) -> None:
         """Refuse an invalid file; schedules of the catalogue are valid."""
         from vpipe.schedule.verify import verify

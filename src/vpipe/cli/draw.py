@@ -5,38 +5,85 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from vpipe.cli.choice import Source, program_options
 from vpipe.cli.timing import cost_options
+from vpipe.errors import UserError, nearest
 from vpipe.schedule.program import Program
+
+if TYPE_CHECKING:
+    from vpipe.schedule.simulate import Simulation
+
+FORMS = ("text", "svg", "pdf", "png", "tex", "csv")
+WIDTH = 16.0
+"""Centimetres of a figure: the text of an A4 page."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a figure wants."""
+
+    title: str | None
+    width: float | None
+    font: str | None
 
 
 @click.command("draw")
 @program_options
 @cost_options
-@click.option("--format", "form", type=click.Choice(["text", "svg", "csv"]), default="text", show_default=True)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(FORMS),
+    help="By default what the ending of --output says, else text. pdf and png need matplotlib.",
+)
+@click.option("--width", type=click.FloatRange(min=2, max=200), help="Figures: width in centimetres. [16]")
+@click.option("--no-title", is_flag=True, help="Figures: without a title; the caption says it.")
+@click.option("--font", help="Figures: the font family (svg, pdf, png; tex takes the document's).")
 @click.option("--lowered", is_flag=True, help="CSV: with communication, as ranks execute it.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, writable=True), help="File to write; else the terminal."
 )
-def command(program: Program, source: Source, form: str, lowered: bool, output: str | None, **times: Any) -> None:
+def command(
+    program: Program,
+    source: Source,
+    form: str | None,
+    width: float | None,
+    no_title: bool,
+    font: str | None,
+    lowered: bool,
+    output: str | None,
+    **times: Any,
+) -> None:
     """Draw a schedule: time from left to right, one line per rank.
 
     \b
       vpipe draw 1f1b -p 4 -m 8
-      vpipe draw zb-v -p 4 -m 8 --format svg -o zb-v.svg
+      vpipe draw zb-v -p 4 -m 8 -o zb-v.pdf --width 8.5 --no-title        (svg, pdf, png, tex, csv, txt by the ending)
       vpipe draw interleaved -p 4 -m 8 -v 2 --format csv --lowered > schedule.csv
     """
-    from vpipe.errors import UserError
-
+    form = _form(form, output)
+    if form in ("text", "csv") and (width is not None or no_title or font is not None):
+        raise UserError(f"--width, --no-title and --font are for figures (svg, pdf, png, tex), not for {form}")
     if lowered and form != "csv":
         raise UserError(f"--lowered is for --format csv; {form} draws the time that communication takes by itself")
     if lowered:
         source.check(program)
-    picture = _csv(program, lowered) if form == "csv" else _picture(program, source, form, output, times)
+    figure = Figure(None if no_title else source.title(program), width, font)
+    if form in ("pdf", "png"):
+        if output is None:
+            raise UserError(f"--format {form} needs a file: add -o figure.{form}")
+        _save(_simulated(program, source, times), Path(output), figure)
+        return
+    if form == "csv":
+        picture = _csv(program, lowered)
+    else:
+        picture = _picture(_simulated(program, source, times), form, output, figure)
     if output is None:
         click.echo(picture, nl=False, color=True)  # _picture decides whether there is colour
         return
@@ -54,16 +101,46 @@ def _csv(program: Program, lowered: bool) -> str:
     return to_csv(lower(program) if lowered and not is_lowered(program) else program)
 
 
-def _picture(program: Program, source: Source, form: str, output: str | None, times: dict[str, Any]) -> str:
+def _form(form: str | None, output: str | None) -> str:
+    """What is asked for, or what the file's ending says; the two must agree."""
+    ending = Path(output).suffix[1:].lower() if output else ""
+    told = {"txt": "text", "": form or "text"}.get(ending, ending)
+    if told not in FORMS:
+        raise UserError(
+            f"{output}: there is no form .{ending}{nearest(ending, FORMS)}; it is one of {', '.join(FORMS)}"
+        )
+    if form is not None and form != told:
+        raise UserError(f"{output} ends with .{ending}, but --format is {form}; leave one of them away")
+    return told
+
+
+def _save(simulation: Simulation, path: Path, figure: Figure) -> None:
+    from vpipe.observe.figure import save
+
+    try:
+        save(simulation, path, figure.title, figure.width or WIDTH, figure.font)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _simulated(program: Program, source: Source, times: dict[str, Any]) -> Simulation:
     from vpipe.schedule.costs import uniform
-    from vpipe.schedule.draw import text
     from vpipe.schedule.simulate import simulate
-    from vpipe.schedule.svg import svg
 
     source.check(program)
-    simulation = simulate(program, uniform(program.placement, **times))
+    return simulate(program, uniform(program.placement, **times))
+
+
+def _picture(simulation: Simulation, form: str, output: str | None, figure: Figure) -> str:
+    from vpipe.schedule.draw import text
+    from vpipe.schedule.svg import Paper, svg
+    from vpipe.schedule.tikz import tikz
+
     if form == "svg":
-        return svg(simulation, f"{source.name}, {program.num_ranks} ranks, {program.num_microbatches} microbatches")
+        for_paper = output is not None or figure.width is not None or figure.font is not None
+        return svg(simulation, figure.title, Paper(figure.width, figure.font) if for_paper else None)
+    if form == "tex":
+        return tikz(simulation, figure.title, figure.width or WIDTH)
     terminal = output is None and sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else None
-    return text(simulation, width=width, colour=terminal and not os.environ.get("NO_COLOR"))
+    columns = shutil.get_terminal_size().columns if terminal else None
+    return text(simulation, width=columns, colour=terminal and not os.environ.get("NO_COLOR"))

@@ -64,6 +64,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
         return getattr(import_module(f"vpipe.schedule.{_HOME_OF[name]}"), name)

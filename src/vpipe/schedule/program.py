@@ -83,3 +83,12 @@ class Program:
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+    def _repr_svg_(self) -> str | None:
+        """The picture that a notebook shows: every action takes one unit of time; none of a program that would hang."""
+        from vpipe.schedule.simulate import simulate
+        from vpipe.schedule.svg import svg
+        from vpipe.schedule.verify import verify
+
+        title = f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches"
+        return None if verify(self) else svg(simulate(self), title)

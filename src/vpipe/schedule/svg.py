@@ -1,13 +1,15 @@
 """The picture of a simulated program as SVG: time from left to right, one line per rank.
 
-It follows the light or dark scheme of the page it stands on. A box is an action, with its kind and microbatch; of
-several stages on a rank the later ones are paler. What takes no time (an update without a cost) is a line. Kinds differ
-in colour, in texture and by their letter, so that they can be told apart in greyscale and by colour-blind eyes.
+It follows the light or dark scheme of the page it stands on, unless it is for paper. A box is an action, with its kind
+and microbatch; of several stages on a rank the later ones are paler. What takes no time (an update without a cost) is a
+line. Kinds differ in colour, in texture and by their letter, so that they can be told apart in greyscale and by colour-
+blind eyes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from html import escape
 from math import ceil
 
@@ -51,15 +53,23 @@ text{fill:#e6e8eb}.a,.f{fill:#9aa3ad}path{stroke:#c9d1d9}
 pattern path{stroke:#fff;stroke-opacity:.2}.page{fill:#0d1117}.idle{fill:#1a2028}"""
 
 
-def svg(simulation: Simulation, title: str) -> str:
-    """The document."""
+@dataclass(frozen=True)
+class Paper:
+    """What a figure of a document wants: a width in centimetres, a font, and no dark scheme."""
+
+    width: float | None = None
+    font: str | None = None
+
+
+def svg(simulation: Simulation, title: str | None, paper: Paper | None = None) -> str:
+    """The document; on ``paper`` it is light, whatever the reader's screen."""
     program, spans = simulation.program, simulation.spans
     shortest = min((each.end - each.begin for row in spans for each in row if each.end > each.begin), default=1.0)
     origin = min((row[0].begin for row in spans if row), default=0.0)
     length = max(simulation.makespan, 1e-12)
     scale = min(24 / shortest, (MAX_WIDTH - MARGIN - 16) / length)
     foot = HEAD + program.num_ranks * (ROW + GAP) + 14
-    body = [f'<text class="t" x="12" y="21">{escape(title)}</text>']
+    body = [f'<text class="t" x="12" y="21">{escape(title)}</text>'] if title is not None else []
     for rank, row in enumerate(spans):
         top = HEAD + rank * (ROW + GAP)
         body.append(f'<text x="12" y="{top + 16}">rank {rank}</text>')
@@ -69,7 +79,7 @@ def svg(simulation: Simulation, title: str) -> str:
     body += _key(simulation, foot + 22)
     body.append(f'<text class="f" x="{MARGIN}" y="{foot + 41}">{figures(simulation)}</text>')
     kinds = {span.action.kind for row in spans for span in row}
-    return _document(max(ceil(MARGIN + length * scale + 16), 560), foot + FOOT, title, body, kinds)
+    return _document(max(ceil(MARGIN + length * scale + 16), 560), foot + FOOT, title, body, kinds, paper)
 
 
 def _rectangle(kind: str, left: float, top: float, width: float, more: str = "", inside: str = "") -> str:
@@ -116,17 +126,26 @@ def _key(simulation: Simulation, top: int) -> list[str]:
     return drawn
 
 
-def _document(width: int, height: int, title: str, body: list[str], kinds: Collection[Kind]) -> str:
+def _document(
+    width: int, height: int, title: str | None, body: list[str], kinds: Collection[Kind], paper: Paper | None
+) -> str:
     drawn = {kind: fills for kind, fills in FILLS.items() if kind in kinds}
     light, dark = ("".join(f".c{kind}{{fill:{fill[scheme]}}}" for kind, fill in drawn.items()) for scheme in (0, 1))
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    box = f'viewBox="0 0 {width} {height}"'
+    if paper is not None and paper.width is not None:
+        size = f'{box} width="{paper.width:g}cm" height="{paper.width * height / width:.4g}cm"'
+    else:
+        size = f'{box} width="{width}" height="{height}"'
+    font = f"\ntext{{font-family:'{escape(paper.font)}'}}" if paper is not None and paper.font is not None else ""
+    switch = "" if paper is not None else f"\n@media(prefers-color-scheme:dark){{{DARK}\n{dark}}}"
+    name = [f"<title>{escape(title)}</title>"] if title is not None else []
     patterns = "".join(map(_pattern, drawn))
     fills = "".join(f".k{kind}{{fill:url(#p{kind})}}" for kind in drawn)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
-            f"<title>{escape(title)}</title>",
-            f"<style>{STYLE}\n{fills}\n{light}\n@media(prefers-color-scheme:dark){{{DARK}\n{dark}}}</style>",
+            *name,
+            f"<style>{STYLE}{font}\n{fills}\n{light}{switch}</style>",
             f"<defs>{patterns}</defs>",
             f'<rect class="page" width="{width}" height="{height}"/>',
             *body,

@@ -3,7 +3,8 @@
 The form that ``torch.distributed.pipelining`` dumps and loads, so schedules travel both ways. Reading also takes what
 torch writes and vpipe does not: empty cells (idle slots), compound cells such as ``(1F3;2B1)OVERLAP_F_B`` (read as
 their parts in order) and ``REDUCE_GRAD`` (our ``REDUCE``). Left out are ``UNSHARD``/``RESHARD`` (the business of a
-sharded weight store) and ``WAIT_SEND_F``/``WAIT_SEND_B``/``WAIT_REDUCE_GRAD`` (torch 2.15's bookkeeping of what is under way).
+sharded weight store) and ``WAIT_SEND_F``/``WAIT_SEND_B``/``WAIT_REDUCE_GRAD`` (torch 2.15's bookkeeping of what is
+under way).
 """
 
 from __future__ import annotations

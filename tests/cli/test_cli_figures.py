@@ -1,0 +1,91 @@
+"""``vpipe draw -o``: the ending says the form, and each form is what its readers take."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from vpipe.schedule import build
+
+DRAW = ("draw", "1f1b", "-p", "3", "-m", "4")
+
+
+def drawn(vpipe: Any, path: Path, *options: str) -> Path:
+    done = vpipe(*DRAW, "-o", str(path), *options)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def test_svg_for_paper_has_a_width_a_font_and_no_dark_switch(vpipe: Any, tmp_path: Path) -> None:
+    text = drawn(vpipe, tmp_path / "a.svg", "--width", "8.5", "--no-title", "--font", "Times").read_text()
+    root = ElementTree.fromstring(text)
+    assert root.get("width") == "8.5cm"
+    assert "prefers-color-scheme" not in text
+    assert "font-family:'Times'" in text
+    assert "microbatches" not in text
+    assert "prefers-color-scheme" in vpipe(*DRAW, "--format", "svg").stdout
+
+
+def test_pdf_and_png_are_as_wide_as_asked(vpipe: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    pdf = drawn(vpipe, tmp_path / "a.pdf", "--width", "10").read_bytes()
+    assert pdf.startswith(b"%PDF-")
+    box = re.search(rb"/MediaBox \[ 0 0 ([\d.]+)", pdf)
+    assert box is not None
+    assert abs(float(box[1]) - 10 / 2.54 * 72) < 1
+    png = drawn(vpipe, tmp_path / "a.png", "--width", "10").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert abs(int.from_bytes(png[16:20]) - 10 / 2.54 * 300) <= 1
+
+
+def test_tex_has_a_box_for_every_action(vpipe: Any, tmp_path: Path) -> None:
+    text = drawn(vpipe, tmp_path / "a.tex").read_text()
+    boxes = re.findall(r"\\filldraw\[fill=vpipe[FB],draw=black!50,line", text)
+    assert len(boxes) == 3 * 4 * 2
+    if shutil.which("pdflatex"):
+        document = tmp_path / "d.tex"
+        document.write_text(r"\documentclass{article}\usepackage{tikz}\begin{document}\input{a.tex}\end{document}")
+        subprocess.run(
+            ["pdflatex", "-halt-on-error", "d.tex"], cwd=tmp_path, check=True, capture_output=True, timeout=60
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("-o", "a.svgg"), "did you mean 'svg'"),
+        (("-o", "a.svg", "--format", "csv"), "ends with .svg, but --format is csv"),
+        (("--format", "pdf"), "needs a file"),
+        (("--width", "8"), "are for figures"),
+        (("-o", "a.pdf", "--font", "No Such Font"), "is not on this machine"),
+    ],
+)
+def test_refusals(vpipe: Any, words: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
+    given = [str(tmp_path / word) if word.startswith("a.") else word for word in words]
+    done = vpipe(*DRAW, *given)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_notebook_shows_the_picture_of_a_program() -> None:
+    program = build("zb-h1", 2, 4)
+    picture = program._repr_svg_()
+    assert picture is not None
+    assert picture.startswith("<svg ")
+    broken = program.with_rows([row[::-1] for row in program.rows])
+    assert broken._repr_svg_() is None
+
+
+def test_names_are_listed() -> None:
+    import vpipe
+    import vpipe.schedule
+
+    assert {"Pipeline", "Layer"} <= set(dir(vpipe))
+    assert {"build", "Program"} <= set(dir(vpipe.schedule))
