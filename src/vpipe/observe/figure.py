@@ -31,7 +31,8 @@ def save(simulation: Simulation, path: Path, title: str | None, width: float, fo
         known = ", ".join(sorted(font_manager.get_font_names())[:8])
         raise UserError(f"--font {font!r} is not on this machine; among those here are {known}")
     height = len(simulation.spans) * ROW + (2.1 if title is not None else 1.6)
-    with pyplot.rc_context({"font.size": 7, "hatch.linewidth": 0.3} | ({"font.family": font} if font else {})):
+    wanted: dict[Any, Any] = {"font.size": 7, "hatch.linewidth": 0.3} | ({"font.family": font} if font else {})
+    with pyplot.rc_context(wanted):
         figure, axes = pyplot.subplots(figsize=(width / 2.54, height / 2.54), layout="constrained")
         _draw(simulation, axes)
         if title is not None:
@@ -52,7 +53,11 @@ def _draw(simulation: Simulation, axes: Any) -> None:
             if length <= 0:
                 axes.plot([span.begin - origin] * 2, [rank - 0.45, rank + 0.45], color="0.25", linewidth=0.8)
                 continue
-            style = {"facecolor": FILLS[span.action.kind][0], "hatch": HATCHES.get(kind), "edgecolor": "0.7"}
+            style: dict[str, Any] = {
+                "facecolor": FILLS[span.action.kind][0],
+                "hatch": HATCHES.get(kind),
+                "edgecolor": "0.7",
+            }
             axes.barh(rank, length, 0.9, span.begin - origin, linewidth=0.25, **style)
             seen.setdefault(kind, Patch(linewidth=0.25, label=NAMES[span.action.kind], **style))
             number = span.action.microbatch
