@@ -237,9 +237,8 @@ def test_nothing_is_left_after_a_step_and_after_close() -> None:
     pipe.train_step(batch, batch)
     assert not any("swap" in thread.name for thread in threading.enumerate())
     for engine in pipe.engines:
-        for store in engine._swapper._stores.values():
-            assert isinstance(store, FileStore)
-            assert store.extents.end == 0
+        assert isinstance(engine._swapper._store, FileStore)
+        assert engine._swapper._store.extents.end == 0
     open_files = len(os.listdir("/proc/self/fd"))
     pipe.close()
     assert len(os.listdir("/proc/self/fd")) == open_files - 2

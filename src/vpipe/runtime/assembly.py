@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime import membership
+from vpipe.runtime.device import HOST, chosen, is_host, place
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow
 from vpipe.runtime.heap import keep_freed_memory, return_freed_memory
 from vpipe.runtime.meeting import Place
 from vpipe.runtime.priority import Policy
 from vpipe.runtime.programs import Programs
+from vpipe.runtime.randomness import use_generator_of
 from vpipe.runtime.stage import Loss, Stage, StageOptions
 from vpipe.runtime.threaded import ThreadedEngine
 from vpipe.runtime.ties import check_owners, refuse_sharing, share_tied
@@ -55,6 +57,21 @@ def join(timeout: float, wanted: int | None = None) -> int:
             f"the pipeline wants {wanted} ranks, but the launcher started {world}; start {wanted} processes"
         )
     return world
+
+
+def devices_here(wanted: str, world: int, in_process: bool, threads: bool) -> list[torch.device]:
+    """The devices of this process's ranks; a launcher tells a rank of several which one of its machine it is."""
+    if in_process:
+        found = chosen(wanted, world)
+    else:
+        found = chosen(wanted, world, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+    if threads and not all(map(is_host, found)):
+        raise UserError(
+            f"worker threads run on the CPU, but the device is {found[0]}; give executor='plain', or device='cpu'"
+        )
+    for device in found:
+        use_generator_of(device)
+    return found
 
 
 def agree(programs: Programs, flow: Flow, seed: int) -> None:
@@ -111,27 +128,37 @@ class Pieces:
     autocast: Callable[[], AbstractContextManager[Any]]
     policy: Policy | None = None
     """Who goes first among the worker threads of a rank; ``None`` without worker threads."""
+    devices: Sequence[torch.device] = ()
+    """Of every rank of this process; the host where none are given."""
 
     def engines_in_threads(self, transports: Sequence[Transport]) -> list[Engine]:
         """All ranks in this process. One computes at a time, unless their layers say that several may."""
         alone = len(transports) == 1 or thread_safe(self.layers)
         lock = None if alone else threading.Lock()
         copies = CopiesForReplicas(self.programs.spec.placement)
-        return [self.engine(transport, copies, lock) for transport in transports]
+        devices = self.devices or [HOST] * len(transports)
+        return [
+            self.engine(transport, copies, lock, device) for transport, device in zip(transports, devices, strict=True)
+        ]
 
     def engine_between(self, transport: DistributedTransport) -> Engine:
         """The rank that this process is."""
         transport.prepare_groups(groups(self.programs.spec.placement, self.tied, self.flow))
-        return self.engine(transport, own_module, None)
+        return self.engine(transport, own_module, None, self.devices[0] if self.devices else HOST)
 
-    def engine(self, transport: Transport, build: BuildModule, lock: threading.Lock | None) -> Engine:
+    def engine(
+        self, transport: Transport, build: BuildModule, lock: threading.Lock | None, device: torch.device = HOST
+    ) -> Engine:
         """The engine of one rank, with the layers of its stages and nobody else's."""
         placement = self.programs.spec.placement
         (return_freed_memory if self.swap else keep_freed_memory)()
         stages = {}
         for index in placement.stages_of[transport.rank]:
             replica = placement.ranks_of[index].index(transport.rank)
-            modules = {layer: build(layer, self.layers[layer], replica) for layer in range(*self.flow.bounds[index])}
+            modules = {
+                layer: place(build(layer, self.layers[layer], replica), device)
+                for layer in range(*self.flow.bounds[index])
+            }
             options = StageOptions(
                 versioned=not self.programs.synchronous,
                 splits=index in self.programs.splits,
@@ -149,7 +176,7 @@ class Pieces:
         scale = self.loss_scale if lock is None and transport.num_ranks == 1 else copy.copy(self.loss_scale)
         updater = Updater(transport, placement, stages, optimizers, self.tied, self.update, scale)
         make = partial(ThreadedEngine, policy=self.policy) if self.policy is not None else Engine
-        engine = make(stages, self.flow, transport, updater, self.seed, self.autocast, lock)
+        engine = make(stages, self.flow, transport, updater, self.seed, self.autocast, lock, device)
         if member := membership.current():
             member.watch(engine)
         return engine

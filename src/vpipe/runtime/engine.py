@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from vpipe.runtime.device import HOST, Number, current, is_host, number
+from vpipe.runtime.feed import Feed
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.region import Pending, Run
 from vpipe.runtime.stage import Stage, Unit
 from vpipe.runtime.swap import Move, Swapper
+from vpipe.runtime.swap_device import DeviceSwapper
 from vpipe.runtime.tasks import Hop, Task, Tasks, remote
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.update import Updater
@@ -69,7 +72,7 @@ class Record:
 class Result:
     """What a rank knows after a job."""
 
-    losses: dict[tuple[int, int], float] = field(default_factory=dict)
+    losses: dict[tuple[int, int], Number] = field(default_factory=dict)
     """(layer, microbatch) → what the layer adds to the unit's loss; after the last layer the loss itself, and then the
     unit's share of the batch."""
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -100,8 +103,10 @@ class Engine:
         seed: int,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         lock: threading.Lock | None = None,
+        device: torch.device = HOST,
     ) -> None:
         self.rank = transport.rank
+        self.device = device
         self.stages = stages
         self.flow = flow
         self.transport = transport
@@ -109,7 +114,8 @@ class Engine:
         self._seed = seed
         self._autocast = autocast
         self._guard: AbstractContextManager[Any] = lock or threading.Lock()  # cheaper than a nullcontext
-        self._swapper = Swapper()
+        self._swapper = Swapper() if is_host(device) else DeviceSwapper(device)
+        self._feeding = None if is_host(device) else torch.Stream(device)
         self._moves: dict[Action, Move] = {}
         self._ready = 0
         self.annotates = False
@@ -155,6 +161,23 @@ class Engine:
 
     def run(self, compiled: Compiled, job: Job) -> Result:
         """Run the row. A failure names the action; the other ranks are told."""
+        with current(self.device):
+            return self._run(compiled, self._fed(compiled, job))
+
+    def _fed(self, compiled: Compiled, job: Job) -> Job:
+        """The job with its data on the device, a unit ahead."""
+        if self._feeding is None:
+            return job
+        last = self.flow.num_stages - 1
+        row = [action for action in compiled.program.rows[self.rank] if action.kind is Kind.F]
+        orders = [[action.microbatch for action in row if action.stage == stage] for stage in (0, last)]
+        inputs, targets = (
+            Feed(get, order, self.device, self._feeding)
+            for get, order in zip((job.inputs, job.targets), orders, strict=True)
+        )
+        return replace(job, inputs=inputs, targets=targets)
+
+    def _run(self, compiled: Compiled, job: Job) -> Result:
         self._program, self._versions, self._job = compiled.program, compiled.versions, job
         compiled.tasks.begin(job.step)
         self._even = 1 / compiled.program.num_microbatches
@@ -260,9 +283,9 @@ class Engine:
         """What a unit's forward at one stage says of its loss, layer by layer, so that the sum knows no stages."""
         losses, end = self._result.losses, len(self.flow.layers)
         for layer, value in added:
-            losses[layer, microbatch] = losses.get((layer, microbatch), 0.0) + float(value)
+            losses[layer, microbatch] = losses.get((layer, microbatch), 0.0) + number(value)
         if loss is not None:
-            losses[end, microbatch] = float(loss)
+            losses[end, microbatch] = number(loss)
             losses[end + 1, microbatch] = share
 
     def _backward(self, task: Task, defer_weights: bool) -> None:
@@ -310,7 +333,7 @@ class Engine:
         if self._moves:
             move = self._moves.get(Action(task.stage.index, Kind.IN, task.microbatch))
             if move is not None:
-                move.done.result()
+                move.wait()
 
     def _send(self, hops: Sequence[Hop]) -> None:
         """Roughly: ``isend(y)``."""

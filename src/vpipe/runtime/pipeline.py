@@ -27,7 +27,7 @@ from vpipe.runtime.randomness import undisturbed
 from vpipe.runtime.threaded import choose_executor
 from vpipe.runtime.ties import check_tied
 from vpipe.runtime.trace import Trace
-from vpipe.runtime.transport import choice
+from vpipe.runtime.transport import choice, ondevice
 from vpipe.runtime.transport.inprocess import Hub, PeerFailed
 from vpipe.runtime.treatment import Chosen, stages_with, treated_layers
 from vpipe.runtime.update import LossScale, UpdateOptions, checked_scale
@@ -50,7 +50,8 @@ class Pipeline:
     where ranks are on one machine), "distributed" (gloo for all), or "auto" (shm if all ranks are on one machine).
     ``executor``: "plain" (a rank's actions one after the other), "threaded" (a worker thread per microbatch, which take
     turns by ``priority``: none, first-hp, fifo or critical-path), or "auto" (threaded for the schedule
-    ``async_threaded``).
+    ``async_threaded``). ``device`` is where the ranks compute: "cpu", an accelerator's type ("cuda": a device for every
+    rank of a machine), one device for all of them ("cuda:0"), or "auto" (the accelerator where there is one).
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Pipeline:
         transport: str = "auto",
         executor: str = "auto",
         priority: str = "none",
+        device: str = "cpu",
         timeout: float = 1800.0,
         schedule_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -90,6 +92,7 @@ class Pipeline:
         self._in_process = not assembly.under_launcher()
         world = (num_ranks or 1) if self._in_process else assembly.join(timeout, num_ranks)
         policy = choose_executor(executor, schedule, priority)
+        self.devices = assembly.devices_here(device, world, self._in_process, threads=policy is not None)
         transport = choice.check(transport, self._in_process, world, threads=policy is not None)
         blocking = blocking or entry.blocking
         spec = ScheduleSpec(schedule, world, num_microbatches, stages_per_rank, replicas, schedule_options or {})
@@ -121,10 +124,11 @@ class Pipeline:
             fused_weight_grad,
             autocast,
             policy,
+            self.devices,
         )
         self._hub = Hub(world, blocking) if self._in_process else None
         self.engines = (
-            pieces.engines_in_threads(self._hub.transports())
+            pieces.engines_in_threads(ondevice.transports(self._hub, self.devices))
             if self._hub is not None
             else [pieces.engine_between(choice.between_processes(transport, blocking=blocking, timeout=timeout))]
         )
@@ -169,7 +173,7 @@ class Pipeline:
         program = self.programs.training(update, num_microbatches)
         self._require_optimizer(update)
         job = self._job(inputs, targets, program, training=True, scale=weight)
-        with undisturbed():
+        with undisturbed(self.devices):
             results = self._run(program, job)
         losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
         self.step += 1
@@ -185,7 +189,7 @@ class Pipeline:
         num_units = self._evaluation_units(inputs, targets)
         program = self.programs.forward(num_units)
         job = self._job(inputs, targets, program, training=False)
-        with undisturbed(), torch.no_grad():
+        with undisturbed(self.devices), torch.no_grad():
             self._run(program, job)
         losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
         self.step += 1
@@ -196,7 +200,7 @@ class Pipeline:
         num_units = self._evaluation_units(inputs, None)
         program = self.programs.forward(num_units)
         job = self._job(inputs, None, program, training=False, wants_loss=False)
-        with undisturbed(), torch.no_grad():
+        with undisturbed(self.devices), torch.no_grad():
             results = self._run(program, job)
         self.step += 1
         outputs = {unit: output for result in results for unit, output in result.outputs.items()}
@@ -253,7 +257,11 @@ class Pipeline:
 
         def within(engine: Engine) -> Any:
             with modes.here():
-                return call(engine)
+                try:
+                    return call(engine)
+                except BaseException as error:
+                    engine.transport.fail(error)  # the others may wait for this rank
+                    raise
 
         with ThreadPoolExecutor(len(self.engines), "vpipe-rank") as pool:
             futures = [pool.submit(within, engine) for engine in self.engines]

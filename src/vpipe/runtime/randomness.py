@@ -7,7 +7,7 @@ where the unit is counted over the whole training run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,15 +30,28 @@ def seed_layer(seed: int, unit: int, layer: int) -> None:
     """Seed the generators that a layer on this device draws from."""
     number = key(seed, unit, layer)
     torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed(number)
+    for device_type in _device_types:
+        torch.get_device_module(device_type).manual_seed(number)  # of the thread's current device
+
+
+_device_types: set[str] = set()
+
+
+def use_generator_of(device: torch.device) -> None:
+    """From now on layers draw from this kind of device's generator too."""
+    if device.type != "cpu":
+        _device_types.add(device.type)
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Give the caller back the random state that it had."""
+def undisturbed(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Give the caller back the random state that it had, that of ``devices`` too."""
     state = torch.default_generator.get_state()
+    others = [(torch.get_device_module(d.type), d) for d in dict.fromkeys(devices) if d.type != "cpu"]
+    states = [module.get_rng_state(device) for module, device in others]
     try:
         yield
     finally:
         torch.default_generator.set_state(state)
+        for (module, device), before in zip(others, states, strict=True):
+            module.set_rng_state(before, device)

@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_vers
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, collecting, describe
+from vpipe.runtime.device import scalar
 from vpipe.runtime.flow import Value
 from vpipe.runtime.luggage import Luggage
 from vpipe.runtime.promise import run_backward
@@ -308,7 +309,7 @@ class Region:
                     gradients.append(gradient)
         for edge, dtype, device in graph.scalars:
             roots.append(edge)
-            gradients.append(torch.tensor(weight, dtype=dtype, device=device))
+            gradients.append(scalar(weight, dtype, device))
         if roots:
             run(roots, gradients)
         for value, layer, taken in reversed(graph.taken):

@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from vpipe.runtime.deferred import WeightQueue
+from vpipe.runtime.device import is_host
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.luggage import Luggage
 from vpipe.runtime.promise import run_backward
@@ -135,7 +137,7 @@ class Stage:
     def forward(self, microbatch: int, unit: Unit, values: dict[Value, Any]) -> dict[Value, Any]:
         """Run a unit; the values that other stages read, still attached to nothing but their gradient edges."""
         self.weights.read(unit.version)
-        before = [(part._buffers[slot], _copied(part._buffers[slot])) for part, slot in self._buffers]
+        before = [_Seen(part, slot) for part, slot in self._buffers]
         given: dict[Value, Any] = {}
         unit.luggage = self._pack(unit, values) if self._swapped else None
         for region in self.regions:
@@ -144,9 +146,7 @@ class Stage:
                 unit.values.update({value: values[value] for value in region.taken})
             if region is not self.regions[-1]:
                 values.update({value: detached(given[value]) for value in region.given})
-        for (part, slot), (buffer, copied) in zip(self._buffers, before, strict=True):
-            changed = buffer is not None and copied is not None and not torch.equal(buffer, copied)
-            unit.buffers.append((part, slot, copied if changed else buffer))
+        unit.buffers.extend([(seen.part, seen.slot, seen.as_found()) for seen in before])
         self.units[microbatch] = unit
         return given
 
@@ -245,8 +245,24 @@ class Stage:
         self.weights.gather(self.units.pop(microbatch).version)
 
 
-def _copied(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.clone()
+class _Seen:
+    """A buffer as a forward found it: itself where the forward leaves it alone, else a copy."""
+
+    def __init__(self, part: nn.Module, slot: str) -> None:
+        self.part, self.slot = part, slot
+        self._buffer = part._buffers[slot]
+        self._copy = None if self._buffer is None else self._buffer.clone()
+        self._version = 0 if self._buffer is None else self._buffer._version
+
+    def as_found(self) -> Tensor | None:
+        buffer, copy = self._buffer, self._copy
+        if buffer is None or copy is None:
+            return None
+        if is_host(buffer.device):
+            return buffer if torch.equal(buffer, copy) else copy
+        # To compare values the host would wait. Normalisations change their statistics behind the version's back.
+        counts = not (isinstance(self.part, _NormBase) and self.part.training)
+        return buffer if counts and buffer._version == self._version else copy
 
 
 def _set_buffers(buffers: Sequence[tuple[nn.Module, str, Tensor | None]]) -> None:

@@ -71,16 +71,17 @@ def fill(slot: Tensor, tensor: Tensor) -> None:
     for dimension, stride in enumerate(slot.stride()):
         if stride == 0 and slot.shape[dimension] > 1:
             slot, tensor = slot.narrow(dimension, 0, 1), tensor.narrow(dimension, 0, 1)
-    slot.copy_(tensor.detach())
+    slot.copy_(tensor.detach(), non_blocking=True)
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """What a tensor is on the other side of a boundary: the same numbers, lying alike, in memory of their own."""
+def copied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """What a tensor is on the other side of a boundary: the same numbers, lying alike, in memory of their own, on
+    another ``device`` if one is given."""
     before = shift(tensor)
-    if not before and tensor.is_contiguous():
+    if device is None and not before and tensor.is_contiguous():
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     shape, strides = tuple(tensor.shape), kept_strides(tensor)
-    memory = torch.empty(before + span(shape, strides), dtype=tensor.dtype, device=tensor.device)
+    memory = torch.empty(before + span(shape, strides), dtype=tensor.dtype, device=device or tensor.device)
     copy = memory.as_strided(shape, strides, before)
     fill(copy, tensor)
     return copy.requires_grad_(tensor.requires_grad)

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, Protocol
 
-import torch
 from torch import UntypedStorage
 
 from vpipe.errors import UserError
-from vpipe.runtime.swap_store import FileStore, PinnedStore
+from vpipe.runtime.swap_store import FileStore
 
 MIN_BYTES = 16 * 1024
 """Storages below this stay in memory."""
@@ -48,7 +47,8 @@ class Parcel:
     """Storages that leave and come back together."""
 
     cargo: Sequence[Cargo]
-    places: list[tuple[FileStore | PinnedStore, Any]] = field(default_factory=list)
+    places: list[Any] = field(default_factory=list)
+    """Where each storage waits, as the lane that carries it says."""
 
 
 @dataclass
@@ -61,12 +61,16 @@ class Move:
     end: int = 0
     bytes: int = 0
 
+    def wait(self) -> None:
+        """What follows may use what was moved."""
+        self.done.result()
+
 
 class Swapper:
     """The swap lane of one rank."""
 
     def __init__(self) -> None:
-        self._stores: dict[torch.device, FileStore | PinnedStore] = {}
+        self._store = FileStore()
         self._lane: ThreadPoolExecutor | None = None
         self._last_out: Move | None = None
         self._failure: BaseException | None = None
@@ -86,17 +90,16 @@ class Swapper:
         if self._lane is None:
             self._lane = ThreadPoolExecutor(1, "vpipe-swap")
         move = Move(what)
-        before = _recorded_event()
-        move.done = self._lane.submit(self._carry, carry, parcels, move, before)
+        move.done = self._lane.submit(self._carry, carry, parcels, move)
         return move
 
-    def _carry(self, carry: Callable[..., None], parcels: Sequence[Parcel], move: Move, before: Any) -> None:
+    def _carry(self, carry: Callable[..., None], parcels: Sequence[Parcel], move: Move) -> None:
         if self._failure is not None:
             raise self._failure
         move.begin = perf_counter_ns()
         try:
             for parcel in parcels:
-                carry(parcel, move, before)
+                carry(parcel, move)
         except UserError as error:
             self._failure = UserError(f"{move.what}: {error}")
             raise self._failure from None
@@ -106,30 +109,20 @@ class Swapper:
             raise
         move.end = perf_counter_ns()
 
-    def _carry_out(self, parcel: Parcel, move: Move, before: Any) -> None:
+    def _carry_out(self, parcel: Parcel, move: Move) -> None:
         for each in parcel.cargo:
             storage = each.full()
-            store = self._store(storage.device, before)
-            parcel.places.append((store, store.put(storage)))
+            parcel.places.append(self._store.put(storage))
             move.bytes += storage.nbytes()
             del storage
             each.empty()
 
-    def _carry_in(self, parcel: Parcel, move: Move, before: Any) -> None:
-        for each, (store, place) in zip(parcel.cargo, parcel.places, strict=True):
+    def _carry_in(self, parcel: Parcel, move: Move) -> None:
+        for each, place in zip(parcel.cargo, parcel.places, strict=True):
             storage = each.refill()
-            self._store(storage.device, before)
-            store.get(place, storage)
+            self._store.get(place, storage)
             move.bytes += storage.nbytes()
         parcel.places.clear()
-
-    def _store(self, device: torch.device, before: Any) -> FileStore | PinnedStore:
-        if device not in self._stores:
-            self._stores[device] = FileStore() if device.type == "cpu" else PinnedStore(device)
-        store = self._stores[device]
-        if isinstance(store, PinnedStore):
-            store.after(before)
-        return store
 
     def settle(self) -> None:
         """The step is over: nothing is out, and the thread ends."""
@@ -146,16 +139,8 @@ class Swapper:
             self._lane.shutdown(cancel_futures=True)
             self._lane = None
         self._last_out = self._failure = None
-        for store in self._stores.values():
-            store.clear()
+        self._store.clear()
 
     def close(self) -> None:
         self.abandon()
-        for store in self._stores.values():
-            store.close()
-        self._stores.clear()
-
-
-def _recorded_event() -> Any:
-    """What the compute stream of a device has been given until now; ``None`` where there is only the CPU."""
-    return torch.accelerator.current_stream().record_event() if torch.accelerator.is_available() else None
+        self._store.close()

@@ -1,4 +1,4 @@
-"""Where swapped bytes wait: a file for tensors in main memory, pinned main memory for tensors on a device.
+"""Where swapped bytes of tensors in main memory wait: a file.
 
 The file is written and read by ``pwrite`` and ``preadv`` and not mapped: pages of the system's cache do not count as
 the process's memory, and a full disk is an error that can be told, where a write to a mapped page would end the process
@@ -11,10 +11,9 @@ import ctypes
 import os
 import tempfile
 from bisect import bisect_left
-from typing import IO, Any
+from typing import IO
 
-import torch
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 
 from vpipe.errors import UserError
 
@@ -107,41 +106,3 @@ class FileStore:
 def _bytes(storage: UntypedStorage) -> memoryview:
     """The memory itself. Not by way of numpy, which would forbid the storage ever to be resized."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
-
-
-def _as_tensor(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-class PinnedStore:
-    """Bytes of a device's storages in pinned main memory, copied by a stream of their own.
-
-    Thin, and not run where this was written: there is no device here.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.Stream(device)
-
-    def put(self, storage: UntypedStorage) -> Tensor:
-        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-        self._copy(host, _as_tensor(storage))
-        return host
-
-    def get(self, place: Tensor, storage: UntypedStorage) -> None:
-        self._copy(_as_tensor(storage), place)
-
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        """On the stream of the store; returns when the bytes are there."""
-        torch.accelerator.set_stream(self._stream)  # of this thread, the worker
-        target.copy_(source, non_blocking=True)
-        self._stream.synchronize()
-
-    def after(self, event: Any) -> None:
-        """What follows waits for what the compute stream had been given until then."""
-        self._stream.wait_event(event)
-
-    def clear(self) -> None:
-        """Pinned memory belongs to those who hold it."""
-
-    def close(self) -> None:
-        """The same."""

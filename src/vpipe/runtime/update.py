@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from vpipe.errors import UserError
 from vpipe.layer import TiedWeight
+from vpipe.runtime.device import HOST, Number, beside, floats, found_inf, is_host, number, read
 from vpipe.runtime.modes import forget_casts
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
@@ -86,14 +87,14 @@ class Updater:
         self.options = options or UpdateOptions()
         self.optimizers = dict(optimizers)
         self.scaler = loss_scale or LossScale()
-        self.num_skipped = 0
-        self.last_norm: float | None = None
+        self._skipped: dict[int, Number] = {0: 0.0}
+        self._norm: dict[int, Number] = {}
         self._transport = transport
         self._placement = placement
         self._stages = dict(stages)
         self._tied = tuple(tied)
         self._flow = next(iter(stages.values())).flow
-        self._losses: dict[tuple[int, int], float] = {}
+        self._losses: dict[tuple[int, int], Number] = {}
         self._num_units = 0
         self._verdict: tuple[bool, Tensor | None] | None = None
         self.shared_losses: dict[tuple[int, int], float] | None = None
@@ -106,7 +107,19 @@ class Updater:
     def loss_scale(self) -> float:
         return self.scaler.value
 
-    def begin(self, losses: dict[tuple[int, int], float], num_units: int) -> None:
+    @property
+    def num_skipped(self) -> int:
+        """Updates left out because a gradient was not finite; asking waits for the device."""
+        read(self._skipped)
+        return int(floats(self._skipped)[0])
+
+    @property
+    def last_norm(self) -> float | None:
+        """The gradients' norm before the last update; asking waits for the device."""
+        read(self._norm)
+        return floats(self._norm).get(0)
+
+    def begin(self, losses: dict[tuple[int, int], Number], num_units: int) -> None:
         self._losses, self._num_units = losses, num_units
         self._verdict = None
         self.shared_losses = None
@@ -144,20 +157,22 @@ class Updater:
         if self.options.synchronous and self._verdict is None:
             self._verdict = self._agree()  # gives tied weights new gradients
         gradients = [p.grad for p in stage.weights.parameters.values() if p.grad is not None]
+        finite: bool | Tensor
         if self._verdict is not None:
             finite, factor = self._verdict
         else:
             if self.loss_scale != 1.0:
                 torch._foreach_div_(gradients, self.loss_scale)
             dtype = _promoted([p.dtype for p in stage.weights.parameters.values()])
-            finite, factor = self._judge(_norms(stage).to(dtype)) if self._judges else (True, None)
-            self.num_skipped += not finite
+            finite, factor = self._judge(_known_norms(stage).to(dtype)) if self._judges else (True, None)
+            self._skipped[0] = self._skipped[0] + (1.0 - finite if isinstance(finite, bool) else 1.0 - finite.double())
         stage.weights.before_update()
-        if finite:
-            if factor is not None and gradients:
-                torch._foreach_mul_(gradients, factor)
-            self._set_learning_rate(stage.index)
-            self.optimizers[stage.index].step()
+        with found_inf(self.optimizers[stage.index], finite) as steps:
+            if steps:
+                if factor is not None and gradients:
+                    torch._foreach_mul_(gradients, beside(factor, gradients[0]))
+                self._set_learning_rate(stage.index)
+                self.optimizers[stage.index].step()
         self.optimizers[stage.index].zero_grad(set_to_none=True)
         self.num_updates[stage.index] += 1
         stage.weights.after_update()
@@ -190,6 +205,7 @@ class Updater:
             return True, None
         order = self._parameter_order()
         mine = [_norms(self._stages[stage], self._tied) for stage in sorted(self._stages)]
+        mine = read(self._losses, *mine)  # the only wait of a synchronous step
         losses = self.local_losses()
         sizes = [sum(count for _, count, _ in counts) + self._num_losses(rank) for rank, counts in enumerate(order)]
         everyone = range(self._transport.num_ranks)
@@ -203,17 +219,22 @@ class Updater:
                 at += count
             self.shared_losses.update(self._read_losses(rank, block[at:]))
         dtype = _promoted([_FLOATS[code] for counts in order for _, _, code in counts])
-        verdict = self._judge(torch.cat([by_layer[layer] for layer in sorted(by_layer)]).to(dtype))
-        self.num_skipped += not verdict[0]
-        self.scaler.update(verdict[0])
-        return verdict
+        norms = torch.cat([by_layer[layer] for layer in sorted(by_layer)]).to(dtype)
+        finite, factor = self._judge(norms[norms != NO_GRADIENT])
+        assert isinstance(finite, bool), "what all ranks have said is on the host"
+        self._skipped[0] = self._skipped[0] + (not finite)
+        self.scaler.update(finite)
+        return finite, factor
 
-    def _judge(self, norms: Tensor) -> tuple[bool, Tensor | None]:
-        """The rule of ``torch.nn.utils.clip_grad_norm_``, and whether the norm is finite at all."""
-        norms = norms[norms != NO_GRADIENT]
-        total = torch.linalg.vector_norm(norms) if len(norms) else torch.zeros(())
-        self.last_norm = float(total)
-        finite = isfinite(self.last_norm) or not self._skips
+    def _judge(self, norms: Tensor) -> tuple[bool | Tensor, Tensor | None]:
+        """The rule of ``torch.nn.utils.clip_grad_norm_``, and whether the norm is finite at all; on a device the answer
+        stays there."""
+        total = torch.linalg.vector_norm(norms) if len(norms) else torch.zeros((), device=norms.device)
+        self._norm[0] = number(total)
+        if not self._skips:
+            finite: bool | Tensor = True
+        else:
+            finite = isfinite(float(total)) if is_host(total.device) else torch.isfinite(total)
         if self.options.clip_norm is None:
             return finite, None
         return finite, torch.clamp(self.options.clip_norm / (total + 1e-6), max=1.0)
@@ -275,7 +296,8 @@ class Updater:
         """What this rank's layers contribute to each unit's loss, as ``_read_losses`` reads it."""
         rows = {layer: row for row, layer in enumerate(self._loss_rows(self._transport.rank))}
         values = [0.0] * (len(rows) * self._num_units)
-        for (layer, unit), value in self._losses.items():
+        read(self._losses)
+        for (layer, unit), value in floats(self._losses).items():
             values[rows[layer] * self._num_units + unit] = value
         return torch.tensor(values, dtype=torch.float64)
 
@@ -331,6 +353,14 @@ def _named(stage: Stage, tied: Sequence[TiedWeight]) -> list[str]:
     return [name for name in stage.weights.parameters if name not in later]
 
 
+def _known_norms(stage: Stage) -> Tensor:
+    """The norms of the gradients that a stage has."""
+    parameters = list(stage.weights.parameters.values())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    device = parameters[0].device if parameters else HOST
+    return torch.stack(torch._foreach_norm(gradients)) if gradients else torch.empty(0, device=device)
+
+
 def _norms(stage: Stage, tied: Sequence[TiedWeight] = ()) -> Tensor:
     """The norm of each parameter's gradient, ``NO_GRADIENT`` where there is none."""
     parameters = [stage.weights.parameters[name] for name in _named(stage, tied)]
@@ -339,7 +369,9 @@ def _norms(stage: Stage, tied: Sequence[TiedWeight] = ()) -> Tensor:
     return (
         torch.stack(
             [
-                next(found).double() if p.grad is not None else torch.tensor(NO_GRADIENT, dtype=torch.float64)
+                next(found).double()
+                if p.grad is not None
+                else torch.full((), NO_GRADIENT, dtype=torch.float64, device=p.device)
                 for p in parameters
             ]
         )

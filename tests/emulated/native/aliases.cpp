@@ -42,6 +42,7 @@ static c10::IValue map_iv(const c10::IValue& v, F f) {
   return v;
 }
 static void grow(c10::StorageImpl* s, size_t n) {  // stream-ordered, as on CUDA
+  if (n == 0) s->set_data_ptr(c10::DataPtr(nullptr, s->device()));
   if (n <= s->nbytes()) {
     s->set_nbytes(n);
     return;

@@ -10,9 +10,11 @@ static bool is_tensors(const c10::TypePtr& type) {
          (kind == c10::TypeKind::ListType && type->containedType(0)->kind() == c10::TypeKind::TensorType);
 }
 
+// Some CPU kernels leave outputs empty that nobody needs: batch_norm's saved statistics in evaluation.
 static void copy_back(const c10::IValue& target, const c10::IValue& source) {
   if (source.isTensor()) {
-    if (source.toTensor().defined() && target.toTensor().defined()) target.toTensor().copy_(source.toTensor());
+    auto a = target.toTensor(), b = source.toTensor();
+    if (a.defined() && b.defined() && (b.numel() || !a.numel())) a.copy_(b);
   } else if (source.isTensorList()) {
     auto a = target.toTensorVector(), b = source.toTensorVector();
     for (size_t k = 0; k < a.size(); k++) a[k].copy_(b[k]);

@@ -1,0 +1,62 @@
+"""Batches on their way to a device: through pinned memory, by a stream of their own, one unit ahead of the compute.
+
+A copy from ordinary memory makes the host wait; one from pinned memory does not. So each unit is pinned and sent while
+the unit before it is computed, and the compute stream waits for the event of the unit that it is about to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from vpipe.runtime.device import compute_stream, share, tensors_of
+
+
+class Sent(NamedTuple):
+    """A unit on the device, or soon; the pinned memory must live until the copy has run."""
+
+    value: Any
+    pinned: list[Tensor]
+    arrived: torch.Event
+
+
+class Feed:
+    """One kind of a step's data (inputs or targets), for one rank. ``order`` is that of the rank's forwards."""
+
+    def __init__(self, get: Callable[[int], Any], order: Sequence[int], device: torch.device, stream: torch.Stream):
+        self._get, self._device, self._stream = get, device, stream
+        self._following = dict(pairwise(order))
+        self._ahead: dict[int, Sent] = {}
+        self._underway: list[Sent] = []
+
+    def __call__(self, unit: int) -> Any:
+        """The data of a unit, ready for the compute stream; the next unit sets out."""
+        found = self._ahead.pop(unit, None) or self._send(unit)
+        following = self._following.get(unit)
+        if following is not None and following not in self._ahead:
+            self._ahead[following] = self._send(following)
+        compute = compute_stream(self._device)
+        compute.wait_event(found.arrived)
+        share(tensors_of(found.value), compute)
+        self._underway = [sent for sent in [*self._underway, found] if not sent.arrived.query()]
+        return found.value
+
+    def _send(self, unit: int) -> Sent:
+        pinned: list[Tensor] = []
+
+        def move(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.device == self._device:
+                return leaf
+            source = leaf if leaf.is_pinned() else leaf.pin_memory()
+            pinned.append(source)
+            return source.to(self._device, non_blocking=True)
+
+        value = self._get(unit)
+        with self._stream:
+            moved = tree_map(move, value)
+            return Sent(moved, pinned, self._stream.record_event())

@@ -1,0 +1,119 @@
+"""The swap lane of a rank on a device: pinned main memory, a stream for each way, ordered by events alone.
+
+    compute  F0 ─┐ F1 ──┐ F2 …  wait ─ frees 0     OUT k+1 lets the compute stream wait for OUT k: one unit is in use
+    out          └ copy 0 ─┐ └ copy 1              and one on its way, and freed memory is free in the stream's order
+    in                     └ wait ─ copy 0 ─┐
+    compute            alloc ─┘ (IN 0)      └ wait ─ B0
+
+Memory to come back to is allocated on the compute stream, so the copy must wait for what that stream was given before:
+a backward that is queued and has not yet read the memory's last content. Nothing here makes the host wait.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from vpipe.runtime.device import compute_stream
+from vpipe.runtime.swap import Cargo, Move, Parcel
+
+
+@dataclass
+class DeviceMove(Move):
+    """A passage that is enqueued, not done; waiting blocks the compute stream."""
+
+    device: torch.device | None = None
+    arrived: torch.Event | None = None
+
+    def wait(self) -> None:
+        assert self.device is not None
+        assert self.arrived is not None
+        compute_stream(self.device).wait_event(self.arrived)
+
+
+class DeviceSwapper:
+    """The swap lane of one rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out, self._in = torch.Stream(device), torch.Stream(device)
+        self._leaving: list[tuple[Sequence[Cargo], torch.Event]] = []
+        self._free: dict[int, list[tuple[Tensor, torch.Event]]] = defaultdict(list)
+        """Size → pinned memory, with the event after which its last content has been read."""
+
+    def out(self, parcels: Sequence[Parcel], what: str) -> Move:
+        """Carry the parcels out; ``what`` names them in errors."""
+        self._let_go()
+        move = DeviceMove(what, begin=perf_counter_ns())
+        self._out.wait_event(compute_stream(self._device).record_event())
+        with self._out:
+            for parcel in parcels:
+                for cargo in parcel.cargo:
+                    storage = cargo.full()
+                    host = self._pinned(storage.nbytes())
+                    host.copy_(_as_tensor(storage), non_blocking=True)
+                    parcel.places.append((host, self._out.record_event()))
+                    move.bytes += storage.nbytes()
+            left = self._out.record_event()
+        self._leaving.extend((parcel.cargo, left) for parcel in parcels)
+        move.end = perf_counter_ns()
+        return move
+
+    def fetch(self, parcels: Sequence[Parcel], what: str) -> Move:
+        """Bring the parcels back."""
+        if any(parcel.cargo is cargo for parcel in parcels for cargo, _ in self._leaving):
+            self._let_go()
+        move = DeviceMove(what, begin=perf_counter_ns(), device=self._device)
+        pairs = [pair for parcel in parcels for pair in zip(parcel.cargo, parcel.places, strict=True)]
+        storages = [cargo.refill() for cargo, _ in pairs]
+        self._in.wait_event(compute_stream(self._device).record_event())
+        with self._in:
+            for (_, (host, left)), storage in zip(pairs, storages, strict=True):
+                self._in.wait_event(left)
+                _as_tensor(storage).copy_(host, non_blocking=True)
+                self._free[host.numel()].append((host, self._in.record_event()))
+                move.bytes += storage.nbytes()
+            move.arrived = self._in.record_event()
+        for parcel in parcels:
+            parcel.places.clear()
+        move.end = perf_counter_ns()
+        return move
+
+    def _let_go(self) -> None:
+        """What has been carried out is free for what the compute stream does next."""
+        for cargo, left in self._leaving:
+            compute_stream(self._device).wait_event(left)
+            for each in cargo:
+                each.empty()
+        self._leaving.clear()
+
+    def _pinned(self, num_bytes: int) -> Tensor:
+        """Pinned memory for the lane that leaves."""
+        if not self._free[num_bytes]:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        host, read = self._free[num_bytes].pop()
+        self._out.wait_event(read)
+        return host
+
+    def settle(self) -> None:
+        """The step is over: nothing is out."""
+        self._let_go()
+
+    def abandon(self) -> None:
+        """The step has failed: forget what is out, once nothing is under way."""
+        torch.accelerator.synchronize(self._device)
+        self._leaving.clear()
+
+    def close(self) -> None:
+        if self._free:
+            self.abandon()
+        self._free.clear()
+
+
+def _as_tensor(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

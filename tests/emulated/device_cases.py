@@ -1,0 +1,121 @@
+"""Train the same pipeline on the host and on emulated devices, and compare to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vpipe import Pipeline
+from vpipe.layer import Layer, TiedWeight
+from vpipe.schedule import catalog
+
+WIDTH = 16
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+}
+SCHEDULES = [entry.name for entry in catalog.entries()]
+
+
+class Block(nn.Module):
+    """A residual block with a normalisation whose statistics must advance once a forward."""
+
+    def __init__(self, dropout: float = 0.0, batch_norm: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH) if batch_norm else nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+class First(nn.Module):
+    """Writes the value of the chain and a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(x)
+        return y, torch.tanh(y)
+
+
+class Join(nn.Module):
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return x + skip
+
+
+def plain(num_layers: int = 8, dropout: float = 0.0) -> list[nn.Module]:
+    torch.manual_seed(5)
+    return [Block(dropout, batch_norm=index % 3 == 1) for index in range(num_layers)]
+
+
+def with_skip(num_layers: int = 8) -> list[Layer]:
+    torch.manual_seed(6)
+    first = Layer(First(), reads=("x",), writes=("x", "skip"))
+    join = Layer(Join(), reads=("x", "skip"), writes=("x",))
+    return [first, *(Layer(Block(), reads=("x",), writes=("x",)) for _ in range(num_layers - 2)), join]
+
+
+TIED = (TiedWeight(((0, "up.weight"), (7, "up.weight"))),)
+
+
+class Outcome(NamedTuple):
+    """What a training run came to."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def on_host(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().cpu() for name, value in values.items()}
+
+
+def batches(num_steps: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(9)
+    return [
+        (torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator))
+        for _ in range(num_steps)
+    ]
+
+
+def trained(
+    layers: list[Any], device: str, schedule: str, *, steps: int = 2, optimizer: str = "adamw", **options: Any
+) -> Outcome:
+    """Two steps, then the gradients of one more batch."""
+    units = options.setdefault("num_microbatches", 4)
+    pipe = Pipeline(
+        copy.deepcopy(layers),
+        nn.functional.mse_loss,
+        schedule=schedule,
+        optimizer=OPTIMIZERS[optimizer],
+        device=device,
+        **options,
+    )
+    *training, (inputs, targets) = batches(steps + 1, 8 * units)
+    losses = [pipe.train_step(*batch) for batch in training]
+    gradients: dict[str, Tensor] = {}
+    if catalog.get(schedule).mode == "bsp":
+        losses.append(pipe.train_step(inputs, targets, update=False))
+        gradients = on_host(pipe.gradients())
+    losses.append(pipe.evaluate(inputs, targets))
+    found = Outcome(losses, gradients, on_host(pipe.state_dict()))
+    pipe.close()
+    return found
+
+
+def assert_equal(found: Outcome, expected: Outcome) -> None:
+    assert found.losses == expected.losses
+    assert found.gradients.keys() == expected.gradients.keys()
+    for mine, theirs in ((found.gradients, expected.gradients), (found.state, expected.state)):
+        different = [name for name in theirs if not torch.equal(mine[name], theirs[name])]
+        assert not different, f"{different[0]} and {len(different) - 1} more differ"

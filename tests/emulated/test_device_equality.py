@@ -1,0 +1,102 @@
+"""Every schedule on emulated devices equals the CPU to the bit, however the streams run, and the host never waits."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from device_cases import SCHEDULES, TIED, Outcome, assert_equal, plain, trained, with_skip
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"recompute": 0.5, "clip_norm": 0.3},
+    {"clip_norm": 0.5, "optimizer": "fused"},
+    {"recompute": 1.0, "optimizer": "sgd"},
+]
+"""What turns with the schedules, so that each option meets several of them."""
+
+
+def options_of(schedule: str, num_ranks: int) -> dict[str, Any]:
+    found = OPTIONS[(SCHEDULES.index(schedule) + num_ranks) % len(OPTIONS)]
+    return {**found, "num_ranks": num_ranks, "num_microbatches": max(4, num_ranks)}
+
+
+@lru_cache(maxsize=64)
+def on_cpu(schedule: str, num_ranks: int) -> Outcome:
+    num_layers = 8 if num_ranks <= 4 else 16
+    return trained(plain(num_layers), "cpu", schedule, **options_of(schedule, num_ranks))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_on_two_devices(schedule: str, mode: str) -> None:
+    assert_equal(trained(plain(), "emu", schedule, **options_of(schedule, 2)), on_cpu(schedule, 2))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v", "hanayo", "pipedream", "pipedream-2bw"])
+def test_four_devices(schedule: str, mode: str) -> None:
+    assert_equal(trained(plain(), "emu", schedule, **options_of(schedule, 4)), on_cpu(schedule, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_on_four_devices(schedule: str, emulated: Any) -> None:
+    """The mode turns with the schedule."""
+    modes = list(emulated.MODES.values())
+    emulated.settings(**modes[SCHEDULES.index(schedule) % 3])
+    assert_equal(trained(plain(), "emu", schedule, **options_of(schedule, 4)), on_cpu(schedule, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "pipedream"])
+def test_eight_devices(schedule: str, mode: str) -> None:
+    assert_equal(trained(plain(16), "emu", schedule, **options_of(schedule, 8)), on_cpu(schedule, 8))
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "swapped": ("1f1b", {"swap": 1.0, "num_ranks": 2}),
+    "swapped and recomputed": ("eager-1f1b", {"swap": 0.5, "recompute": 0.5, "num_ranks": 2}),
+    "swapped versions": ("pipedream", {"swap": 1.0, "num_ranks": 3}),
+    "replicas": ("1f1b", {"replicas": 2, "num_ranks": 4}),
+    "replicas of rounds": ("pipedream", {"replicas": [2, 1], "num_ranks": 3}),
+    "replicas in any order": ("1f1b", {"replicas": 2, "num_ranks": 4, "exact_reduction": False}),
+    "tied": ("zb-h1", {"tied": TIED, "num_ranks": 4, "clip_norm": 0.2}),
+    "shared device": ("1f1b", {"num_ranks": 3, "device": "emu:1"}),
+    "one rank": ("1f1b", {"num_ranks": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_goes_with_schedules(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.runtime.swap.MIN_BYTES", 64)
+    schedule, options = CASES[name]
+    device = options.get("device", "emu")
+    options = {key: value for key, value in options.items() if key != "device"}
+    assert_equal(trained(plain(), device, schedule, **options), trained(plain(), "cpu", schedule, **options))
+
+
+def test_skips_over_stages(mode: str) -> None:
+    options = {"num_ranks": 4, "recompute": 0.5}
+    assert_equal(trained(with_skip(), "emu", "1f1b", **options), trained(with_skip(), "cpu", "1f1b", **options))
+
+
+def test_random_numbers_do_not_depend_on_placement() -> None:
+    """Those of a device are not those of the CPU; but one device and four, with recompute or without, draw alike."""
+    layers = plain(dropout=0.3)
+    one = trained(layers, "emu:0", "1f1b", num_ranks=1)
+    assert_equal(trained(layers, "emu", "zb-h1", num_ranks=4, recompute=0.5), one)
+    assert_equal(trained(layers, "emu", "interleaved", num_ranks=2), one)
+    assert one.losses != trained(layers, "cpu", "1f1b", num_ranks=1).losses
+
+
+def test_callers_keep_their_random_state_and_their_device() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3, device="emu:0").cpu()
+    torch.manual_seed(1)
+    trained(plain(dropout=0.3), "emu", "1f1b", num_ranks=2)
+    torch.manual_seed(1)
+    trained(plain(dropout=0.3), "emu:2", "1f1b", num_ranks=1)
+    assert torch.accelerator.current_device_index() == 0
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3, device="emu:0").cpu(), expected)
