@@ -227,9 +227,9 @@ def test_nothing_is_measured_for_a_file_that_cannot_be_written(here: Any) -> Non
 
 def test_a_run_keeps_the_plan_it_follows(here: Any) -> None:
     from vpipe.config import load
-    from vpipe.train import rundir
+    from vpipe.rundir.claim import take
 
     Path("plan.json").write_text('{"partition": [3, 3], "schedule": "1f1b", "num_ranks": 2}')
-    made = rundir.create(load("tiny.yaml", ("parallel.partition=plan.json",)).config, Path("run"))
+    made = take(load("tiny.yaml", ("parallel.partition=plan.json",)).config, Path("run")).directory
     assert (made / "plan.json").read_text() == Path("plan.json").read_text()
-    assert not (rundir.create(load("tiny.yaml").config, Path("other")) / "plan.json").exists()
+    assert not (take(load("tiny.yaml").config, Path("other")).directory / "plan.json").exists()

@@ -7,6 +7,7 @@ import json
 import math
 import operator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from train_runs import Run, equal, run, tiny
 from vpipe.config.sections import TrainingConfig
 from vpipe.data import catalog
 from vpipe.data.dataset import Batch, DataSet
-from vpipe.train import metrics
+from vpipe.train import facts, metrics
 from vpipe.train.feed import Feed
 from vpipe.train.learning_rate import learning_rate
 from vpipe.train.metrics import Metrics
@@ -290,6 +291,22 @@ def test_mfu_from_the_dense_peak_of_the_format_used() -> None:
     assert metrics.peak_flops("Tesla V100-SXM2-32GB", "bf16") is None
     assert metrics.peak_flops("NVIDIA A100", "fp32") == 19.5e12
     assert metrics.peak_flops("NVIDIA A10", "bf16") == 125e12
+
+
+def test_a_run_on_cpus_reports_them_whatever_else_the_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "NVIDIA A100-SXM4-80GB")
+    found = run(tiny(), tmp_path).summary
+    assert (found["device_name"], found["num_gpus"], found["mfu"]) == ("cpu", 0, "n/a")
+
+
+def test_hosts_are_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = SimpleNamespace(placement=SimpleNamespace(num_ranks=3))
+    for told, hosts in ((["one", "one", "two"], ["one", "one", "two"]), (["one"], ["one"] * 3)):
+        monkeypatch.setattr(facts, "gather_text", lambda _, text, told=told: told)
+        assert facts.hosts(pipeline) == hosts  # type: ignore[arg-type]
 
 
 def test_replicas_count(tmp_path: Path) -> None:

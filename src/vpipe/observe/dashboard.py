@@ -58,7 +58,7 @@ class Dashboard:
         self._socket = listening or listen(port)
         self.port: int = self._socket.getsockname()[1]
         settings = uvicorn.Config(
-            app(directory, self.token, self._stopping),
+            guard.closing(app(directory, self.token, self._stopping)),
             http=guard.Guarded,
             h11_max_incomplete_event_size=guard.MAX_HEADER_BYTES,
             log_level="critical",

@@ -20,6 +20,20 @@ MAX_STREAMS = 32
 MAX_HEADER_BYTES = 16 * 1024
 
 
+def closing(app: Any) -> Any:
+    """The application with connections that end after each answer, whatever it is."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        async def last(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        await app(scope, receive, last)
+
+    return answer
+
+
 class Guarded(H11Protocol):
     """uvicorn's protocol with a deadline for the request, and a bound on those who wait for theirs."""
 

@@ -82,7 +82,6 @@ def app(path: str | Path, token: str, stopping: threading.Event | None = None) -
             response.headers["cache-control"] = "no-store"
             response.headers["x-content-type-options"] = "nosniff"
             response.headers["x-frame-options"] = "DENY"
-            response.headers["connection"] = "close"
             return response
 
         return check

@@ -43,7 +43,8 @@ def story(directory: Path) -> dict[str, Any]:
         found |= {"kind": "finished" if done else "unknown", "sentence": sentence, "ended": done}
     found["bad"] = found["kind"] in BAD
     found["details"] = _clean(str(found.get("details") or ""))[-6000:]
-    found["log"] = last_lines(directory, found["rank"]) if found["bad"] else []
+    log = last_lines(directory, found["rank"]) if found["bad"] else []
+    found["log"] = log if "\n".join(log) not in found["details"] else []  # a rank that died of it said it, too
     found["remedy"] = state.ending.remedy(directory) if state.ending else ""
     return found
 
@@ -58,7 +59,8 @@ def last_lines(directory: Path, rank: int | None) -> list[str]:
                 text = file.read(TAIL).decode("utf-8", errors="replace")
         except OSError:
             continue
-        return list(deque((line for line in _clean(text).splitlines() if line.strip()), LINES))
+        if found := list(deque((line for line in _clean(text).splitlines() if line.strip()), LINES)):
+            return found
     return []
 
 

@@ -94,6 +94,13 @@ def _plain(cause: str, share: float) -> str:
     }.get(cause, "No other cut or schedule is predicted to be quicker.")
 
 
+def _cut(counts: Sequence[int]) -> str:
+    """Stages, in layers."""
+    if len(set(counts)) == 1:
+        return f"{len(counts)} stages of {counts[0]} layer" + "s" * (counts[0] > 1)
+    return f"stages of {' '.join(map(str, counts))} layers"
+
+
 def _tried(run: RunDirectory, profile: Profile) -> Iterator[Remedy]:
     """What the planner predicts for a better cut, another schedule, smaller microbatches."""
     facts = run.facts
@@ -116,9 +123,6 @@ def _tried(run: RunDirectory, profile: Profile) -> Iterator[Remedy]:
         except UserError:
             continue
         gain = now / found.step_time if found.step_time else 1.0
-        cut = " ".join(map(str, found.layout.counts))
-        if same:
-            words = f"The cut {cut} is predicted to be {gain:.2f}× as fast; vpipe plan finds it."
-        else:
-            words = f"{name} with the cut {cut} is predicted to be {gain:.2f}× as fast."
+        cut = _cut(found.layout.counts)
+        words = f"{'Cut into' if same else f'{name} with'} {cut}, it is predicted to be {gain:.2f}× as fast."
         yield Remedy(words, f"{base} --scheduler {name}", gain)

@@ -18,7 +18,7 @@ from vpipe.observe.story import begun
 from vpipe.observe.verdict import verdict
 from vpipe.rundir import state as states
 
-LIVE_STEPS = 6
+LIVE_STEPS = 10
 """Steps of a running job that are sent with each change; the page remembers older ones."""
 LIVE_BYTES = 2**16
 """Of the files of short lines that are read with each change."""
@@ -54,8 +54,7 @@ class Watcher:
                 found.append((file.name, stat.st_mtime_ns, stat.st_size))
             except OSError:
                 continue
-        state = states.of(self._path)
-        return (*found, state.kind, state.sentence if state.ended else "")
+        return (*found, states.of(self._path).kind)
 
     def whole(self) -> dict[str, Any]:
         """Everything, computed once per change."""

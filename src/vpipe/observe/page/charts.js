@@ -3,8 +3,8 @@ const DASHES = ["", "6 3", "2 3", "8 3 2 3", "1 2", "10 4", "4 2 1 2", "12 2"];
 
 /* `nested` draws curves that may lie on one another: the first is the widest, so every one can be seen. `ends` writes
    each curve's name at its end. */
-function chart({ series, format, xFormat, xName = "iteration", fromZero = false, log = false, nested = false, ends = false }) {
-  const width = 560, height = 210, left = 52, right = ends ? 34 : 10, top = 8, bottom = 26;
+function chart({ series, format, xFormat, xName = "iteration", fromZero = false, log = false, nested = false, ends = false, size = [560, 210] }) {
+  const [width, height] = size, left = 52, right = ends ? 34 : 10, top = 8, bottom = 26;
   const usable = (value) => isNumber(value) && (!log || value > 0);
   const points = series.map(({ x, y }) => x.map((value, index) => [value, y[index]]).filter(([a, b]) => isNumber(a) && usable(b)));
   const all = points.flat();
@@ -19,14 +19,14 @@ function chart({ series, format, xFormat, xName = "iteration", fromZero = false,
   const px = (value) => left + ((value - x0) / (x1 - x0)) * (width - left - right);
   const py = (value) => top + (1 - (value - y0) / (y1 - y0)) * (height - top - bottom);
   const grid = rounds(y0, y1, 5).map((value) => [s("line", { class: "grid", x1: left, x2: width - right, y1: py(value), y2: py(value) }), s("text", { x: left - 6, y: py(value) + 4, "text-anchor": "end" }, format(value))]);
-  const axis = rounds(x0, x1, 6).map((value) => s("text", { x: px(value), y: height - 8, "text-anchor": "middle" }, xFormat ? xFormat(value) : short(value)));
+  const axis = rounds(x0, x1, Math.round(width / 90)).map((value) => s("text", { x: px(value), y: height - 8, "text-anchor": "middle" }, xFormat ? xFormat(value) : short(value)));
   const lines = series.map(({ tint, dots, faint }, index) => {
     const path = points[index].map(([x, y], number) => (number ? "L" : "M") + px(x).toFixed(1) + " " + py(y).toFixed(1)).join("");
     const alone = points[index].length === 1, wide = nested ? 1.6 + 1.5 * (series.length - 1 - index) : 1.6;
     const marks = dots || alone ? points[index].map(([x, y]) => s("circle", { cx: px(x), cy: py(y), r: nested ? 2 + wide : 3, fill: tint })) : [];
     const last = points[index].at(-1);
     const name = ends && last ? s("text", { x: px(last[0]) + 5, y: py(last[1]) + 4 }, series[index].short) : null;
-    return [s("path", { d: path, stroke: tint, "stroke-opacity": faint ? 0.4 : 1, "stroke-width": wide, "stroke-dasharray": ends || nested ? DASHES[index % DASHES.length] : "" }), marks, name];
+    return [s("path", { d: path, stroke: tint, "stroke-opacity": faint ? 0.4 : 1, style: { strokeWidth: wide }, "stroke-dasharray": ends || nested ? DASHES[index % DASHES.length] : "" }), marks, name];
   });
   const cursor = s("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });
   const drawing = s("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": series.map((each) => each.name).join(", ") }, grid.flat(), axis, lines.flat(2).filter(Boolean), cursor);

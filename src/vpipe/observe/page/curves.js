@@ -1,6 +1,8 @@
 /* Curves over the run: loss, throughput, gradient norm, learning rate, and the ranks one by one. */
 const RANKS = ["#2f6db5", "#d1672f", "#2f8f5b", "#a04fb5", "#b08712", "#2a9aa3", "#c2476b", "#6b7a8f"];
 const MANY = 8;
+const SMALL = [300, 190];
+const large = () => (innerWidth < 640 ? SMALL : [620, 190]);
 
 function section(id, title, ...inside) { return h("section", { id }, h("h2", null, title), ...inside); }
 
@@ -11,9 +13,9 @@ function lossCharts(data) {
   if (evaluation.loss.length) loss.push({ name: "evaluation", x: evaluation.iteration, y: evaluation.loss, tint: "var(--imbalance)", dots: evaluation.loss.length < 40 });
   const one = (name, y, tint) => [{ name, x: train.iteration, y, tint }];
   const rate = one("tokens per second", train.tokens_per_second, "var(--good)"), norm = one("gradient norm", train.gradient_norm, "var(--overhead)"), pace = one("learning rate", train.learning_rate, "var(--communication)");
-  const found = [section("loss", "Loss", chart({ series: loss, format: digits }), key(loss)), section("throughput", "Throughput", chart({ series: rate, format: short, fromZero: true }), key(rate))];
-  if (train.gradient_norm.some(isNumber)) found.push(section("norm", "Gradient norm", chart({ series: norm, format: digits, fromZero: true }), h("p.faint", null, "before clipping, over all stages; of asynchronous schedules, of rank 0's stages")));
-  if (train.learning_rate.some(isNumber)) found.push(section("rate", "Learning rate", chart({ series: pace, format: (value) => Number(value.toPrecision(2)).toString(), fromZero: true })));
+  const found = [section("loss", "Loss", chart({ series: loss, format: digits, size: large() }), key(loss)), section("throughput", "Throughput", chart({ series: rate, size: SMALL, format: short, fromZero: true }), key(rate))];
+  if (train.gradient_norm.some(isNumber)) found.push(section("norm", "Gradient norm", chart({ series: norm, size: SMALL, format: digits, fromZero: true }), h("p.faint", null, data.facts.synchronous === false ? "before clipping, of rank 0's stages" : "before clipping, over all stages")));
+  if (train.learning_rate.some(isNumber)) found.push(section("rate", "Learning rate", chart({ series: pace, size: SMALL, format: (value) => Number(value.toPrecision(2)).toString(), fromZero: true })));
   return found;
 }
 
@@ -33,9 +35,9 @@ function trendCharts(data) {
   const lines = (columns) => ranks.map((rank, index) => ({ name: "rank " + rank + (trend.stragglers[rank] ? " ▲" : ""), short: rank + (trend.stragglers[rank] ? "▲" : ""), x: trend.steps, y: columns[rank], tint: RANKS[index % RANKS.length] }));
   const share = trend.busy.map((row, rank) => row.map((value, index) => (value + trend.waited[rank][index] > 0 ? trend.waited[rank][index] / (value + trend.waited[rank][index]) : null)));
   const note = left ? h("p.faint", null, "drawn: who works most, least and in between, and stragglers; " + left + " ranks are left out") : null;
-  const made = (id, title, columns, format) => section(id, title, chart({ series: lines(columns), format, xName: "step", fromZero: true, ends: true }), key(lines(columns)), note && note.cloneNode(true));
-  const found = [made("work", "Work of each rank, per step", trend.busy, seconds), made("waits", "Share of its time that a rank waits", share, (value) => percent(value, 0))];
+  const made = (id, title, columns, format) => section(id, title, chart({ series: lines(columns), size: SMALL, format, xName: "step", fromZero: true, ends: true }), key(lines(columns)), note && note.cloneNode(true));
+  const found = [made("work", "Work of each rank", trend.busy, seconds), made("waits", "Waiting of each rank", share, (value) => percent(value, 0))];
   const held = trend.tensors || trend.process;
-  if (held) found.push(made("held", trend.tensors ? "Memory of tensors, per step" : "Memory of the process, per step", held, bytes));
+  if (held) found.push(made("held", trend.tensors ? "Memory of tensors" : "Memory of the process", held, bytes));
   return found;
 }

@@ -3,6 +3,7 @@ async function start() {
   document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   const query = new URLSearchParams(location.search), token = query.get("token") || "", names = [query.get("a") || "", query.get("b") || ""];
   const app = document.getElementById("app");
+  app.replaceChildren(h("main", null, h("p.faint", null, "reading the runs …")));
   const read = (name) => fetch("data?" + new URLSearchParams({ token, run: name })).then((reply) => reply.json());
   const found = await Promise.all(names.map(read)).catch(() => null);
   const wrong = found && found.find((each) => each.error);

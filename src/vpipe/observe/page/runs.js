@@ -14,10 +14,10 @@ function start() {
   const row = (run) => {
     const box = h("input", { type: "checkbox", "aria-label": "choose " + run.name, checked: chosen.has(run.name), onchange: () => choose(run.name, box) });
     const place = run.num_ranks ? `${run.num_ranks} × ${run.num_microbatches}` : DASH;
-    return [h("span.pick", null, box, h("a", { href: link({ run: run.name }) }, run.name)), h("span.badge." + run.state.kind, { title: run.state.sentence }, run.state.kind), run.model || DASH, run.schedule || DASH, place, isNumber(run.iteration) ? run.iteration.toLocaleString("en") : DASH, fixed(run.loss, 4), short(run.tokens_per_second)];
+    return [h("span.pick", null, box, h("a", { href: link({ run: run.name }) }, run.name)), h("span.badge." + run.state.kind, { title: run.state.sentence }, run.state.kind), run.model || DASH, run.schedule || DASH, place, isNumber(run.iteration) ? run.iteration.toLocaleString("en") : DASH, isNumber(run.loss) && run.loss >= 1000 ? short(run.loss) : fixed(run.loss, 4), short(run.tokens_per_second)];
   };
   const read = () => fetch("runs?token=" + encodeURIComponent(token)).then((reply) => reply.json()).then((found) => {
-    body.replaceChildren(found.length ? table(["run", "state", "model", "schedule", "ranks × microbatches", "iteration", "loss", "tokens/s"], found.map(row)) : h("p", null, "there is no run here yet"));
+    body.replaceChildren(found.length ? table(["run", "state", "model", "schedule", "ranks × microbatches", "iteration", "loss", "tokens/s"], found.map(row), { wide: [1, 2, 3] }) : h("p", null, "there is no run here yet"));
     for (const each of body.querySelectorAll("input")) each.disabled = chosen.size === 2 && !each.checked;
   }).catch(() => {});
   read();
