@@ -78,6 +78,7 @@ def test_json_and_files(here: Any) -> None:
     assert plan == json.loads(Path("plan.json").read_text())
     assert {
         "format", "version", "schedule", "num_ranks", "stages_per_rank", "num_microbatches", "microbatch_rows",
+        "replicas", "order", "asynchronous",
         "partition", "recompute", "swap", "step_time", "bubble", "stage_times", "stage_memory", "rank_memory", "memory",
         "objective", "lower_bound", "gap", "exact", "limit", "ranking",
     } == set(plan)  # fmt: skip
@@ -233,3 +234,142 @@ def test_a_run_keeps_the_plan_it_follows(here: Any) -> None:
     made = take(load("tiny.yaml", ("parallel.partition=plan.json",)).config, Path("run")).directory
     assert (made / "plan.json").read_text() == Path("plan.json").read_text()
     assert not (take(load("tiny.yaml").config, Path("other")).directory / "plan.json").exists()
+
+
+# ── the machine ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_replicas_are_the_commands_the_configs_or_the_planners(here: Any) -> None:
+    common = ("-m", "8", "--scheduler", "1f1b", "--json")
+    single = here("plan", "profile.json", "-p", "2", *common).json()
+    double = here("plan", "profile.json", "-p", "2", "--replicas", "2", *common).json()
+    assert (single["replicas"], double["replicas"]) == ([], [2, 2])
+    assert len(double["rank_memory"]) == 4
+    assert double["step_time"] > single["step_time"], "the reduction of gradients takes time"
+    free = here("plan", "profile.json", "-p", "4", "--replicas", "auto", "-m", "8", "--json").json()
+    assert len(free["rank_memory"]) == 4
+    assert any("p=2x2" in each["schedule"] for each in free["ranking"])
+    assert any("p=4 " in each["schedule"] for each in free["ranking"])
+
+
+def test_a_configs_data_parallel_size_is_honoured(here: Any) -> None:
+    config = TINY | {"parallel": TINY["parallel"] | {"data_parallel_size": 2}}
+    Path("two.yaml").write_text(yaml.safe_dump(config))
+    model = here("plan", "two.yaml", "--profile", "profile.json").err.partition("trains ")[2].split("; measure")[0]
+    found = load_profile("profile.json")
+    Path("own.json").write_text(
+        json.dumps(found.to_json() | {"model": model.strip("'"), "layers": found.to_json()["layers"][:6]})
+    )
+    planned = here("plan", "two.yaml", "--profile", "own.json", "--scheduler", "1f1b", "-o", "plan.json")
+    assert planned.code == 0, planned.err
+    assert "2 replicas of each, 4 ranks in all" in planned.out
+    assert "--nproc 4" in planned.out
+    assert json.loads(Path("plan.json").read_text())["replicas"] == [2, 2]
+
+
+def test_replicas_of_stages_and_asynchronous_schedules_are_marked(here: Any) -> None:
+    found = here("plan", "profile.json", "-p", "2", "--replicas", "2,1", "-m", "4", "--scheduler", "pipedream")
+    assert found.out.splitlines()[1].startswith(
+        "pipedream (asynchronous: units read weights that are some updates old)"
+    )
+    assert "2 stages, 2 1 replicas, 3 ranks in all" in found.out
+    ranked = here("plan", "profile.json", "-p", "2", "-m", "4", "--asynchronous").out
+    assert "pipedream (asynchronous)" in ranked
+    assert "1f1b" in ranked
+
+
+def test_links_that_differ_and_the_order_of_ranks(here: Any) -> None:
+    Path("links.json").write_text('{"bandwidth": [1e9, 2e6, 1e9], "latency": [0, 0.01, 0]}')
+    common = ("profile.json", "-p", "4", "-m", "8", "--scheduler", "1f1b", "--json")
+    slow = here("plan", *common, "--links", "links.json").json()
+    assert slow["step_time"] > here("plan", *common).json()["step_time"]
+    turned = here("plan", *common, "--speeds", "0.5,1,1,1", "--order", "free").json()
+    given = here("plan", *common, "--speeds", "0.5,1,1,1").json()
+    assert turned["step_time"] < given["step_time"]
+    assert sorted(turned["order"]) == [0, 1, 2, 3]
+    Path("links.json").write_text('{"bandwidth": [1e9]}')
+    assert "must be a list of 3 numbers" in here("plan", *common, "--links", "links.json").err
+
+
+def test_effort_and_time_limit(here: Any) -> None:
+    common = ("profile.json", "-p", "4", "-m", "8", "--scheduler", "1f1b", "--json")
+    plain = here("plan", *common).json()
+    assert here("plan", *common, "--effort", "10").json()["step_time"] <= plain["step_time"]
+    assert here("plan", *common, "--time-limit", "0.01").json()["step_time"] >= plain["step_time"]
+
+
+# ── bad input ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"\xff\xfe{}", "not JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"version": 7, "layers": []}', "a profile of version 7, but this vpipe reads version 1"),
+        (b'{"layers": [{"name": "a", "forward": 1e308}]}', "layers[0].forward is 1e+308"),
+        (b'{"layers": [{"name": "a", "forward": ' + b"9" * 400 + b"}]}", "layers[0].forward is 999"),
+        (b'{"layers": [{"name": "a", "forward": ' + b"9" * 5000 + b"}]}", "not JSON"),
+        (b'{"input_bytes": 1e308, "layers": [{"name": "a", "forward": 1, "input_grad": 1, "weight_grad": 1, '
+         b'"saved_bytes": 1, "boundary_bytes": 1}]}', "input_bytes is 1e+308"),
+    ],
+)  # fmt: skip
+def test_bad_profiles_are_one_sentence(here: Any, text: bytes, words: str) -> None:
+    Path("bad.json").write_bytes(text)
+    found = here("plan", "bad.json", "-p", "2", "-m", "4")
+    assert found.code == 2
+    assert words in found.err
+    assert "bad.json" in found.err
+    assert len(found.err.strip().splitlines()) == 1
+    assert len(found.err) < 400
+
+
+def test_a_directory_is_no_profile_and_the_input_is_not_overwritten(here: Any) -> None:
+    for name in ("folder.json", "folder.txt"):
+        Path(name).mkdir()
+        found = here("plan", name, "-p", "2", "-m", "4")
+        assert (found.code, "cannot be read" in found.err) == (2, True), found.err
+    before = Path("profile.json").read_bytes()
+    found = here("plan", "profile.json", "-p", "2", "-m", "4", "-o", "./profile.json")
+    assert found.code == 2
+    assert "writing there would destroy it" in found.err
+    assert Path("profile.json").read_bytes() == before
+    assert "would destroy" in here("profile", "tiny.yaml", "-o", "tiny.yaml").err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-m", "1" + "0" * 400),
+        ("-p", "1000000000"),
+        ("--memory", "9" * 400),
+        ("--speeds", "inf,1"),
+        ("--effort", "nan"),
+    ],
+)
+def test_numbers_beyond_reason_are_refused(here: Any, arguments: tuple[str, str]) -> None:
+    asked = {"-p": "2", "-m": "4", "--scheduler": "1f1b"} | dict([arguments])
+    found = here("plan", "profile.json", *(word for pair in asked.items() for word in pair))
+    assert found.code == 2, found.out
+    assert "Traceback" not in found.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_check_sees_what_is_swapped(here: Any) -> None:
+    """The frees of the swap lane happen in its own thread, where the profiler that counts bytes does not look."""
+    model = {"name": "gpt", "hidden_size": 64, "num_layers": 6, "num_heads": 2, "sequence_length": 64}
+    dataset = {"name": "synthetic", "batch_size": 16, "extra": {"vocab_size": 64, "num_examples": 64}}
+    parallel = {"model_parallel_size": 2, "scheduler": "gpipe"}
+    training = {"num_microbatches": 8, "optimizer": "adamw"}
+    config = {"model": model, "dataset": dataset, "training": training, "parallel": parallel, "launch": {"threads": 1}}
+    Path("swap.yaml").write_text(yaml.safe_dump(config))
+    assert here("profile", "swap.yaml", "-o", "swap.json", "--repeat", "1").code == 0
+    common = ("plan", "swap.yaml", "--profile", "swap.json", "--scheduler", "gpipe", "--no-recompute", "--json")
+    free = here(*common).json()
+    cap = int(max(free["rank_memory"]) * 0.6)
+    found = here(*common, "--memory", str(cap), "--check").json()
+    assert any(found["swap"])
+    for pair, before in zip(found["check"]["rank_memory"], free["rank_memory"], strict=True):
+        assert abs(pair["error"]) < 0.2
+        assert pair["measured"] < 0.8 * before

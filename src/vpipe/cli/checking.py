@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from vpipe import config as configs
+from vpipe.cli.bar import following
 
 if TYPE_CHECKING:
     from vpipe.plan.planner import Plan
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 STEPS = 8
 
 
-def compare(plan: Plan, config: configs.PipelineConfig) -> dict[str, Any] | int:
+def compare(plan: Plan, config: configs.PipelineConfig, quiet: bool = True) -> dict[str, Any] | int:
     """Step, stages and ranks, predicted and measured; or the exit code of a run that failed, which was said."""
     from vpipe.launch import local
 
@@ -25,17 +26,18 @@ def compare(plan: Plan, config: configs.PipelineConfig) -> dict[str, Any] | int:
         path = Path(directory) / "plan.json"
         plan.save(path)
         arguments = {"config": _obedient(config, plan, path), "directory": directory, "num_steps": STEPS}
-        code = local.run(
-            "vpipe.train.checking:steps",
-            plan.num_ranks,
-            arguments=arguments,
-            environment={"KINETO_LOG_LEVEL": "99"},  # the profiler that counts bytes would talk
-            threads=config.launch.threads,
-            preload=(*local.PRELOAD, "vpipe.train.checking"),
-        )
+        with following(Path(directory), "checking", quiet):
+            code = local.run(
+                "vpipe.train.checking:steps",
+                plan.total_ranks,
+                arguments=arguments,
+                environment={"KINETO_LOG_LEVEL": "99"},  # the profiler that counts bytes would talk
+                threads=config.launch.threads,
+                preload=(*local.PRELOAD, "vpipe.train.checking"),
+            )
         if code:
             return code
-        seen = [json.loads((Path(directory) / f"check{rank}.json").read_text()) for rank in range(plan.num_ranks)]
+        seen = [json.loads((Path(directory) / f"check{rank}.json").read_text()) for rank in range(plan.total_ranks)]
     times = {int(stage): time for rank in seen for stage, time in rank["stages"].items()}
     found = plan.prediction
     return {
@@ -56,8 +58,8 @@ def _obedient(config: configs.PipelineConfig, plan: Plan, path: Path) -> dict[st
     values["parallel"] |= {
         "scheduler": plan.schedule,
         "model_parallel_size": plan.num_ranks,
-        "data_parallel_size": 1,
-        "replicas": None,
+        "data_parallel_size": plan.replicas[0] if len(set(plan.replicas)) == 1 else 1,
+        "replicas": list(plan.replicas) if len(set(plan.replicas)) > 1 else None,
         "stages_per_rank": None if plan.stages_per_rank == default else plan.stages_per_rank,
         "partition": str(path),
         "recompute": 0.0,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
 from vpipe import config as configs
+from vpipe.cli.bar import following
 from vpipe.errors import UserError
 from vpipe.plan.costs import Profile, load_profile
 
@@ -30,7 +26,7 @@ def measure(config: configs.PipelineConfig, repeat: int, quiet: bool = False) ->
     num_ranks = max(2, min(config.num_ranks, num_cores()))
     threads = config.launch.threads or max(1, num_cores() // config.num_ranks)  # as many as in training
     with tempfile.TemporaryDirectory(prefix="vpipe-profile-") as directory:
-        with _bar(Path(directory), quiet):
+        with following(Path(directory), "measuring", quiet):
             code = local.run(
                 "vpipe.train.measuring:profile",
                 num_ranks,
@@ -51,39 +47,11 @@ def measure(config: configs.PipelineConfig, repeat: int, quiet: bool = False) ->
     return found
 
 
-def refuse_lost(*paths: Path | None) -> None:
-    """Say before a long measurement that its result could not be written."""
+def refuse_lost(*paths: Path | None, read: tuple[Path | None, ...] = ()) -> None:
+    """Say before a long measurement that its result could not be written, or would replace what it is made from."""
     for path in paths:
+        for source in read:
+            if path is not None and source is not None and path.resolve() == source.resolve():
+                raise UserError(f"{path} is what this reads, and writing there would destroy it; choose another file")
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
-
-
-@contextmanager
-def _bar(directory: Path, quiet: bool) -> Iterator[None]:
-    """A bar on a terminal, moved by what rank 0 writes about its progress."""
-    if quiet or not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    done = threading.Event()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-
-        def follow() -> None:
-            while not done.wait(0.2):
-                try:
-                    seen = json.loads((directory / "progress.json").read_text())
-                except (OSError, ValueError):
-                    continue
-                progress.update(task, total=seen["total"], completed=seen["done"], description=seen["name"])
-
-        follower = threading.Thread(target=follow, name="vpipe-progress", daemon=True)
-        follower.start()
-        try:
-            yield
-        finally:
-            done.set()
-            follower.join()

@@ -6,13 +6,15 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from vpipe import config as configs
+from vpipe.cli.bar import bar
 from vpipe.cli.choice import COUNT
 from vpipe.cli.measuring import ROUNDS
+from vpipe.cli.ranks import AUTO, Replicas, read_links
 from vpipe.cli.timing import Numbers
 from vpipe.errors import UserError
 
@@ -40,6 +42,18 @@ class Wanted:
     profile: Path | None
     repeat: int | None
     overrides: tuple[str, ...]
+    replicas: int | tuple[int, ...] | Literal["auto"] | None
+    links: Path | None
+    order: str
+    asynchronous: bool
+    effort: float
+    time_limit: float | None
+
+    @property
+    def machine(self) -> str:
+        """The options that describe another machine than this one, as far as they are given."""
+        given = (("--speeds", self.speeds), ("--links", self.links), ("--order free", self.order == FREE))
+        return " and ".join(name for name, value in given if value)
 
 
 @click.command("plan")
@@ -56,6 +70,14 @@ class Wanted:
 @click.option("--profile", type=click.Path(path_type=Path), help="The profile of the config's model. [measured now]")
 @click.option("--repeat", type=click.IntRange(1, 1000), help=f"Rounds of each layer that is measured. [{ROUNDS}]")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config.")
+@click.option("--replicas", type=Replicas(), help="Copies of every stage; auto divides the -p ranks. [the config's]")
+@click.option("--links", type=click.Path(path_type=Path), help="JSON: latency and bandwidth between ranks. [profile's]")
+@click.option(
+    "--order", type=click.Choice(["given", FREE]), default="given", show_default=True, help="Of unequal ranks."
+)
+@click.option("--asynchronous", is_flag=True, help="Let auto choose asynchronous schedules too (stale weights).")
+@click.option("--effort", type=click.FloatRange(0.01, 1000), default=1.0, show_default=True, help="Of the search.")
+@click.option("--time-limit", type=click.FloatRange(0.01), metavar="SECONDS", help="Answer with what is found by then.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan as JSON.")
 @click.option("--vpipe", "old_form", type=click.Path(path_type=Path, dir_okay=False), help="Write it in VPipe's form.")
 @click.option("--check", is_flag=True, help="Run a few steps and lay what was measured beside what was predicted.")
@@ -73,17 +95,17 @@ def command(output: Path | None, old_form: Path | None, check: bool, as_json: bo
     """
     from vpipe.cli.measuring import refuse_lost
 
-    refuse_lost(output, old_form)
     wanted = Wanted(**given)
+    refuse_lost(output, old_form, read=(wanted.target, wanted.profile, wanted.links))
     config = _config(wanted)
     if check and config is None:
         raise UserError(f"--check trains a few steps, for which {wanted.target} is not enough; plan a config")
-    if check and wanted.speeds is not None:
-        raise UserError("--check runs on this machine, whose ranks are equally fast; leave --speeds or --check out")
+    if check and wanted.machine:
+        raise UserError(f"--check runs on this machine, whose ranks are alike; leave {wanted.machine} or --check out")
     profile = _profile(wanted, config, quiet=as_json)
     if isinstance(profile, int):
         return profile
-    found = make(profile, wanted, config)
+    found = make(profile, wanted, config, quiet=as_json)
     if output is not None:
         found.save(output)
     notes = _write_old(found, profile, wanted, old_form) if old_form is not None else []
@@ -91,7 +113,7 @@ def command(output: Path | None, old_form: Path | None, check: bool, as_json: bo
     if check and config is not None:
         from vpipe.cli.checking import compare
 
-        result = compare(found, config)
+        result = compare(found, config, quiet=as_json)
         if isinstance(result, int):
             return result
         checked = result
@@ -143,7 +165,7 @@ def _profile(wanted: Wanted, config: configs.PipelineConfig | None, quiet: bool)
     return found
 
 
-def make(profile: Profile, wanted: Wanted, config: configs.PipelineConfig | None) -> Plan:
+def make(profile: Profile, wanted: Wanted, config: configs.PipelineConfig | None = None, quiet: bool = True) -> Plan:
     """The plan that the command line and the config ask for."""
     from vpipe.plan.planner import plan
 
@@ -154,18 +176,38 @@ def make(profile: Profile, wanted: Wanted, config: configs.PipelineConfig | None
         raise UserError("-v goes with a named schedule; add --scheduler NAME, or leave -v out")
     batch = wanted.batch or (config.dataset.batch_size if config and config.dataset.max_tokens is None else None)
     memory = wanted.memory.split(",") if wanted.memory else None
-    return plan(
-        profile,
-        ranks,
-        num_microbatches=_counts(wanted, config, batch),
-        memory=memory[0] if memory and len(memory) == 1 else memory,
-        schedule=wanted.scheduler,
-        stages_per_rank=wanted.stages_per_rank,
-        speed=wanted.speeds or 1.0,
-        recompute=wanted.recompute,
-        swap=wanted.swap,
-        batch_rows=batch,
-    )
+    replicas = _replicas(wanted, config, ranks)
+    total = ranks if replicas == AUTO else ranks * replicas if isinstance(replicas, int) else sum(replicas)
+    with bar("planning", hidden=quiet) as tell:
+        return plan(
+            profile,
+            ranks,
+            num_microbatches=_counts(wanted, config, batch),
+            memory=memory[0] if memory and len(memory) == 1 else memory,
+            schedule=wanted.scheduler,
+            stages_per_rank=wanted.stages_per_rank,
+            speed=wanted.speeds or 1.0,
+            recompute=wanted.recompute,
+            swap=wanted.swap,
+            batch_rows=batch,
+            modes=("bsp", "asp") if wanted.asynchronous else ("bsp",),
+            replicas=replicas,
+            free_order=wanted.order == FREE,
+            effort=wanted.effort,
+            time_limit=wanted.time_limit,
+            tell=tell,
+            **(read_links(wanted.links, total) if wanted.links else {}),
+        )
+
+
+def _replicas(
+    wanted: Wanted, config: configs.PipelineConfig | None, ranks: int
+) -> int | tuple[int, ...] | Literal["auto"]:
+    """The command line's, else the config's, if it has as many stages."""
+    if wanted.replicas is not None or config is None:
+        return wanted.replicas or 1
+    own = config.parallel.replicas
+    return own if own is not None and len(own) == ranks else config.parallel.data_parallel_size
 
 
 def _counts(wanted: Wanted, config: configs.PipelineConfig | None, batch: int | None) -> int | list[int]:
@@ -189,8 +231,8 @@ def _write_old(found: Plan, profile: Profile, wanted: Wanted, path: Path) -> lis
     from vpipe.plan.predict import Machine, Pipe, stage_facts
     from vpipe.plan.vpipe_form import to_vpipe
 
-    pipe = Pipe.of(found.schedule, found.num_ranks, found.num_microbatches, found.stages_per_rank)
-    machine = Machine.of(found.num_ranks, found.memory, wanted.speeds or 1.0)
+    pipe = Pipe.of(found.schedule, found.num_ranks, found.num_microbatches, found.stages_per_rank, found.replicas)
+    machine = Machine.of(found.total_ranks, found.memory, wanted.speeds or 1.0)
     facts = stage_facts(pipe.program, machine, 1.0 / found.stages_per_rank)
     content, notes = to_vpipe(found.layout, profile.scaled(found.microbatch_rows), facts)
     write_text(path, json.dumps(content) + "\n")
@@ -202,7 +244,7 @@ def _command(found: Plan, wanted: Wanted, config: configs.PipelineConfig | None,
     if output is None:
         return "add -o plan.json, then train with it"
     name = str(wanted.target) if config is not None else "CONFIG"
-    words = ["vpipe", "train", name, "--scheduler", found.schedule, "--nproc", str(found.num_ranks)]
+    words = ["vpipe", "train", name, "--scheduler", found.schedule, "--nproc", str(found.total_ranks)]
     settings = [*wanted.overrides, *run_settings(found, output, config)]
     return shlex.join([*words, *(word for setting in settings for word in ("--set", setting))])
 
@@ -217,6 +259,21 @@ def run_settings(found: Plan, path: Path, config: configs.PipelineConfig | None)
         settings.append(f"training.num_microbatches={found.num_microbatches}")
     if config is None or (config.dataset.max_tokens is None and config.dataset.batch_size != rows):
         settings.append(f"dataset.batch_size={rows}")
+    settings += _copies(found, config)
     if found.stages_per_rank != get(found.schedule).stages_per_rank:
         settings.append(f"parallel.stages_per_rank={found.stages_per_rank}")
+    return settings
+
+
+def _copies(found: Plan, config: configs.PipelineConfig | None) -> list[str]:
+    """The settings that say how many ranks hold a stage, where the config says otherwise."""
+    settings = []
+    if config is None or config.parallel.model_parallel_size != found.num_ranks:
+        settings.append(f"parallel.model_parallel_size={found.num_ranks}")
+    same = len(set(found.replicas)) <= 1
+    copies = found.replicas[0] if found.replicas and same else 1
+    if (config.parallel.data_parallel_size if config else 1) != copies:
+        settings.append(f"parallel.data_parallel_size={copies}")
+    if not same:
+        settings.append(f"parallel.replicas={json.dumps(list(found.replicas))}")
     return settings

@@ -47,7 +47,7 @@ def command(
     from vpipe.plan.costs import write_text
     from vpipe.plan.graph_text import export_graph
 
-    refuse_lost(output, graph_text)
+    refuse_lost(output, graph_text, read=(config,))
     loaded = configs.load(config, with_plugins(overrides, plugins))
     found = measure(loaded.config, repeat, quiet=as_json)
     if isinstance(found, int):

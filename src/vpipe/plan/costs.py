@@ -24,7 +24,9 @@ from typing import Any
 from vpipe.errors import UserError, nearest
 from vpipe.plan.units import format_bytes, format_seconds
 
-FORMAT = "vpipe-profile"
+FORMAT, VERSION = "vpipe-profile", 1
+MOST_SECONDS, MOST_BYTES = 1e9, 2**53
+"""Of one layer and microbatch: 30 years, and what floating numbers count exactly. More is a slip of the pen."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("layers", "device")}
         layers = [{f.name: getattr(layer, f.name) for f in fields(layer)} for layer in self.layers]
-        return {"format": FORMAT, "version": 1, **head, "device": dict(self.device), "layers": layers}
+        return {"format": FORMAT, "version": VERSION, **head, "device": dict(self.device), "layers": layers}
 
     def save(self, path: str | Path) -> None:
         write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
@@ -173,11 +175,15 @@ def load_profile(path: str | Path) -> Profile:
     """Reads ``profile.json``; every fault names the file and the key."""
     where = str(path)
     try:
-        data = json.loads(Path(path).read_text())
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{where}: there is no such profile; make one with `vpipe profile CONFIG -o {where}`") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{where}: not a profile, since it is not JSON ({error})") from None
+    except OSError as error:
+        raise UserError(f"{where}: the profile cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise UserError(f"{where}: not a profile, since it is nested too deeply") from None
+    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
+        raise UserError(f"{where}: not a profile, since it is not JSON ({_short(str(error))})") from None
     return profile_from_json(data, where)
 
 
@@ -185,6 +191,11 @@ def profile_from_json(data: object, where: str = "profile") -> Profile:
     """The profile that a JSON value describes; ``where`` is what errors call it."""
     if not isinstance(data, dict) or data.get("format", FORMAT) != FORMAT:
         raise UserError(f"{where}: not a profile; expected a JSON object with format {FORMAT!r}")
+    if data.get("version", VERSION) != VERSION:
+        raise UserError(
+            f"{where}: a profile of version {_short(repr(data['version']))}, but this vpipe reads version {VERSION}; "
+            "measure again with 'vpipe profile'"
+        )
     rest = {key: value for key, value in data.items() if key not in ("format", "version")}
     reader = _Reader(where)
     layers = rest.pop("layers", None)
@@ -192,10 +203,15 @@ def profile_from_json(data: object, where: str = "profile") -> Profile:
         raise UserError(f"{where}: layers must be a list of at least one layer")
     device = rest.pop("device", {})
     if not isinstance(device, dict):
-        raise UserError(f"{where}: device must be an object of facts, not {device!r}")
+        raise UserError(f"{where}: device must be an object of facts, not {_short(repr(device))}")
     costs = tuple(LayerCost(**reader.fields(LayerCost, layer, f"layers[{i}].")) for i, layer in enumerate(layers))
     values = reader.fields(Profile, rest, "", without={"layers", "device"})
     return Profile(layers=costs, device=device, **values)
+
+
+def _short(text: str) -> str:
+    """Text of a file in an error: no more of it than a line holds."""
+    return text if len(text) <= 60 else f"{text[:40]}… ({len(text)} characters)"
 
 
 class _Reader:
@@ -206,7 +222,7 @@ class _Reader:
 
     def fields(self, kind: type, data: object, prefix: str, without: set[str] | None = None) -> dict[str, Any]:
         if not isinstance(data, dict):
-            raise UserError(f"{self.where}: {prefix.rstrip('.')} must be an object, not {data!r}")
+            raise UserError(f"{self.where}: {prefix.rstrip('.')} must be an object, not {_short(repr(data))}")
         known = {f.name: f for f in fields(kind) if f.name not in (without or set())}
         for key in data:
             if key not in known:
@@ -230,15 +246,17 @@ class _Reader:
         if kind == "str":
             if isinstance(value, str):
                 return value
-            raise UserError(f"{self.where}: {key} is {value!r}; it must be text")
+            raise UserError(f"{self.where}: {key} is {_short(repr(value))}; it must be text")
         if value is None and "None" in kind:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{self.where}: {key} is {value!r}; it must be a number")
+            raise UserError(f"{self.where}: {key} is {_short(repr(value))}; it must be a number")
         positive = "None" in kind or key.endswith("rows")
-        if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        most = MOST_BYTES if kind == "int" or "None" in kind else MOST_SECONDS
+        if not 0 <= value <= most or (positive and value == 0):
             wants = "positive" if positive else "zero or more"
             raise UserError(
-                f"{self.where}: {key} is {value}; it must be finite and {wants}: measure again or correct the file"
+                f"{self.where}: {key} is {_short(repr(value))}; it must be finite, {wants} and at most {most:g}: "
+                "measure again or correct the file"
             )
         return int(value) if kind == "int" else float(value)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,9 +123,13 @@ class Graph:
 def load_graph(path: str | Path) -> Graph:
     """Reads PipeDream's text from a file."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such graph text") from None
+    except OSError as error:
+        raise UserError(f"{path}: the graph text cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a graph text, since it is not UTF-8 ({error})") from None
     return parse_graph(text, str(path))
 
 
@@ -206,8 +209,8 @@ def _number_of(values: dict[str, str], key: str, where: str) -> float:
         value = float(values[key])
     except ValueError:
         raise UserError(f"{where}: {key} is {values[key]!r}, which is no number") from None
-    if not math.isfinite(value) or value < 0:
-        raise UserError(f"{where}: {key} is {values[key].strip()}; it must be finite and zero or more")
+    if not 0 <= value <= 2**53:
+        raise UserError(f"{where}: {key} is {values[key].strip()[:40]}; it must be finite and zero or more")
     return value
 
 

@@ -50,7 +50,9 @@ class Pipe:
     ) -> Pipe:
         entry = get(schedule)
         found = cls(entry, num_ranks, num_microbatches, stages_per_rank or entry.stages_per_rank, replicas)
-        if len(set(replicas)) > 1 and "replicas" not in entry.options:
+        if replicas and found.asynchronous and "replicas" not in entry.options:
+            raise UserError(f"{entry.name} has no replicas; plan pipedream, or a synchronous schedule")
+        if len(set(replicas)) > 1 and not found.asynchronous:
             raise UserError(f"{entry.name} has as many replicas of every stage, not {list(replicas)}")
         size = found.num_stages * num_microbatches * found.width
         if size > MOST_ACTIONS:
@@ -62,7 +64,7 @@ class Pipe:
 
     @property
     def num_stages(self) -> int:
-        return len(self.replicas) if self.replicas and self.asynchronous else self.num_ranks * self.stages_per_rank
+        return self.num_ranks * self.stages_per_rank
 
     @property
     def width(self) -> int:

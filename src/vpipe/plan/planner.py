@@ -2,110 +2,46 @@
 
     plan(profile, 4, memory="4GiB", num_microbatches=8)                      the best partition for 1f1b
     plan(profile, 4, memory="4GiB", num_microbatches=8, schedule="auto")     and the best schedule
+    plan(profile, 8, num_microbatches=16, schedule="auto", replicas="auto")  and the best stages × replicas of 8 ranks
 
 One number is minimised, bounded and printed: the simulated step of the lowered program (``predict``). Candidates come
-from ``starts``, the search over cuts and choices from ``search``, the bound from ``floor``.
+from ``starts``, the search over cuts and choices from ``search``, the bound from ``floor``. Schedules, shapes, numbers
+of microbatches and orders of ranks are tried one after the other and compared by the time of a row.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Literal
 
 from vpipe.errors import UserError
-from vpipe.plan import show
 from vpipe.plan.advice import Misfit, explain_limit
+from vpipe.plan.answer import Plan
 from vpipe.plan.bounds import Options
-from vpipe.plan.costs import Profile, write_text
+from vpipe.plan.costs import Profile
 from vpipe.plan.floor import lower_bound
 from vpipe.plan.judge import Judge
-from vpipe.plan.layout import Layout
+from vpipe.plan.machine import Machine, Matrix
+from vpipe.plan.orders import orders
 from vpipe.plan.packing import Packer
-from vpipe.plan.predict import Machine, Pipe, Prediction, predict
+from vpipe.plan.pipe import Pipe
+from vpipe.plan.predict import predict
 from vpipe.plan.search import Limits, Search
+from vpipe.plan.shapes import Shape, shapes
 from vpipe.plan.starts import starts
 from vpipe.plan.units import parse_bytes
-from vpipe.schedule.catalog import entries
+from vpipe.schedule.catalog import entries, get
+
+__all__ = ["Plan", "plan"]
 
 _NOT_FOR_AUTO = ("naive", "zb-auto")
 """``naive`` is for debugging, ``zb-auto`` plans on its own and is slow."""
 
 Memory = str | float | Sequence[str | float] | None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A layout under a schedule, what it is predicted to do, and the proof."""
-
-    layout: Layout
-    schedule: str
-    num_ranks: int
-    stages_per_rank: int
-    num_microbatches: int
-    microbatch_rows: int
-    memory: tuple[float, ...]
-    prediction: Prediction
-    lower_bound: float
-    """No plan under this schedule and memory has a shorter step."""
-    limit: str
-    """What keeps it from being faster, in words."""
-    ranking: tuple[tuple[str, float], ...] = ()
-    """Where several schedules or numbers of microbatches were tried: each that fits with its step time, best first."""
-
-    @property
-    def step_time(self) -> float:
-        return self.prediction.step_time
-
-    @property
-    def objective(self) -> float:
-        """What was minimised: the step."""
-        return self.step_time
-
-    @property
-    def gap(self) -> float:
-        """By how much the step is above the bound."""
-        return max(0.0, self.step_time / self.lower_bound - 1) if self.lower_bound > 0 else 0.0
-
-    @property
-    def exact(self) -> bool:
-        return self.gap <= 2e-9
-
-    def to_json(self) -> dict[str, Any]:
-        p = self.prediction
-        return {
-            "format": "vpipe-plan",
-            "version": 1,
-            "schedule": self.schedule,
-            "num_ranks": self.num_ranks,
-            "stages_per_rank": self.stages_per_rank,
-            "num_microbatches": self.num_microbatches,
-            "microbatch_rows": self.microbatch_rows,
-            **self.layout.to_json(),
-            "step_time": p.step_time,
-            "bubble": p.bubble,
-            "stage_times": list(p.stage_times),
-            "stage_memory": [terms.to_json() for terms in p.stage_memory],
-            "rank_memory": list(p.rank_memory),
-            "memory": [None if cap == float("inf") else cap for cap in self.memory],
-            "objective": self.objective,
-            "lower_bound": self.lower_bound,
-            "gap": self.gap,
-            "exact": self.exact,
-            "limit": self.limit,
-            "ranking": [{"schedule": name, "step_time": time} for name, time in self.ranking],
-        }
-
-    def save(self, path: str | Path) -> None:
-        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
-
-    def table(self) -> str:
-        """The plan as a person reads it."""
-        return show.table(self)
+Replicas = int | Sequence[int] | Literal["auto"]
 
 
 def plan(
@@ -121,9 +57,13 @@ def plan(
     swap: bool = True,
     batch_rows: int | None = None,
     modes: Sequence[str] = ("bsp",),
+    replicas: Replicas = 1,
+    latency: Matrix | None = None,
+    bandwidth: Matrix | None = None,
+    free_order: bool = False,
     effort: float = 1.0,
     time_limit: float | None = None,
-    tell: Callable[[str], None] = lambda words: None,
+    tell: Callable[[int, int, str], None] = lambda done, total, words: None,
 ) -> Plan:
     """The best plan for ``num_ranks`` ranks.
 
@@ -131,34 +71,144 @@ def plan(
     ``modes``). Several ``num_microbatches`` are compared by time per row; with ``batch_rows`` they are ways to cut the
     same batch, and each microbatch has ``batch_rows / m`` rows. What fits nowhere is a ``UserError`` that says what is
     missing.
+
+    ``replicas`` pipelines of ``num_ranks`` ranks run side by side, each with its own microbatches; a list gives those
+    of every stage (PipeDream's), which share the microbatches. With ``"auto"`` the ``num_ranks`` ranks are divided into
+    stages and replicas, and ``num_microbatches`` are those of all replicas together. With ``free_order`` the ranks,
+    where they differ, may be numbered anew.
     """
-    machine = Machine.of(num_ranks, _caps(memory), speed)
-    options = Options(recompute, swap and profile.swap_bandwidth is not None)
     counts = [num_microbatches] if isinstance(num_microbatches, int) else list(num_microbatches)
-    if num_ranks < 1 or not counts or min(counts) < 1:
-        raise UserError(f"a plan needs at least one rank and one microbatch, not {num_ranks} and {counts}")
-    limits = Limits(effort, inf if time_limit is None else monotonic() + time_limit, tell)
-    found: list[Plan] = []
-    misfits: list[Misfit] = []
-    refusals: list[UserError] = []
-    for count in counts:
-        scaled = profile if batch_rows is None else profile.scaled(_rows(batch_rows, count))
-        for name in _candidates(schedule, modes):
-            try:
-                pipe = Pipe.of(name, num_ranks, count, stages_per_rank if schedule != "auto" else None)
-                found.append(_plan(scaled, pipe, machine, options, limits))
-            except Misfit as misfit:
-                misfits.append(misfit)
-            except UserError as error:
-                refusals.append(error)
-    if not found and misfits:
-        raise min(misfits, key=lambda misfit: misfit.missing).explained()
-    if not found:
-        raise refusals[0]
-    found.sort(key=lambda each: each.step_time / (each.num_microbatches * each.microbatch_rows))
-    names = [each.schedule if len(counts) == 1 else f"{each.schedule} m={each.num_microbatches}" for each in found]
-    ranking = tuple((name, each.step_time) for name, each in zip(names, found, strict=True))
-    return replace(found[0], ranking=ranking if len(found) > 1 else ())
+    copies = _copies(num_ranks, replicas)
+    if not 0 < effort <= 1e6 or not (time_limit is None or time_limit > 0):
+        raise UserError(f"an effort and a time limit are more than zero, not {effort} and {time_limit}")
+    if num_ranks < 1 or not counts or min(counts) < 1 or min(copies, default=1) < 1:
+        raise UserError(
+            f"a plan needs at least one rank and one microbatch, not {num_ranks} and {counts}, and one replica"
+        )
+    if num_ranks > profile.num_layers and replicas != "auto":
+        raise UserError(
+            f"{schedule} on {num_ranks} ranks has {num_ranks} stages, but the model has only {profile.num_layers} "
+            "layers; use fewer ranks"
+        )
+    total = sum(copies) or num_ranks
+    machine = Machine.of(total, _caps(memory), speed, latency, bandwidth)
+    options = Options(recompute, swap and profile.swap_bandwidth is not None)
+    limits = Limits(effort, inf if time_limit is None else monotonic() + time_limit)
+    divided = None if replicas == "auto" else copies
+    wanted = _Wanted(schedule, stages_per_rank, tuple(modes), num_ranks, divided, batch_rows)
+    outcome = _Outcome()
+    cases = list(wanted.cases(profile, machine, counts))
+    for number, case in enumerate(cases):
+        tell(number, len(cases), str(case))
+        if outcome.found and limits.over:
+            break
+        outcome.add(case, machine, options, limits, free_order=free_order)
+    return outcome.best()
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A profile under a schedule with its numbers."""
+
+    profile: Profile
+    pipe: Pipe
+
+    def __str__(self) -> str:
+        pipe = self.pipe
+        copies = f" x {max(pipe.replicas)}" if pipe.replicas else ""
+        return f"{pipe.entry.name} p={pipe.num_ranks}{copies} m={pipe.num_microbatches}"
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What was asked for, and all cases that it leaves open."""
+
+    schedule: str
+    stages_per_rank: int | None
+    modes: tuple[str, ...]
+    num_ranks: int
+    replicas: tuple[int, ...] | None
+    """``None``: all ways to divide the ranks."""
+    batch_rows: int | None
+
+    def cases(self, profile: Profile, machine: Machine, counts: Sequence[int]) -> Iterator[_Case | UserError]:
+        for count in counts:
+            for name in self._names():
+                for shape in self._shapes(profile, machine, name, count):
+                    try:
+                        yield self._case(profile, name, shape)
+                    except UserError as error:
+                        yield error
+
+    def _case(self, profile: Profile, name: str, shape: Shape) -> _Case:
+        if self.batch_rows is not None:
+            parts = shape.num_microbatches * (shape.pipelines if self.replicas is None else 1)
+            profile = profile.scaled(_rows(self.batch_rows, parts))
+        v = self.stages_per_rank if self.schedule != "auto" else None
+        return _Case(profile, Pipe.of(name, shape.num_ranks, shape.num_microbatches, v, shape.replicas))
+
+    def _shapes(self, profile: Profile, machine: Machine, name: str, count: int) -> Iterator[Shape]:
+        if self.replicas is None:
+            yield from shapes(profile, machine, get(name), count)
+        else:
+            yield Shape(self.num_ranks, count, self.replicas)
+
+    def _names(self) -> list[str]:
+        if self.schedule != "auto":
+            return [self.schedule]
+        return [entry.name for entry in entries() if entry.mode in self.modes and entry.name not in _NOT_FOR_AUTO]
+
+
+class _Outcome:
+    """The plans of all cases, and why others have none."""
+
+    def __init__(self) -> None:
+        self.found: list[Plan] = []
+        self.misfits: list[Misfit] = []
+        self.refusals: list[UserError] = []
+
+    def add(
+        self, case: _Case | UserError, machine: Machine, options: Options, limits: Limits, *, free_order: bool
+    ) -> None:
+        if isinstance(case, UserError):
+            self.refusals.append(case)
+            return
+
+        def made(order: Sequence[int], effort: float) -> Plan:
+            within = replace(limits, effort=limits.effort * effort)
+            answer = _plan(case.profile, case.pipe, machine.in_order(order), options, within)
+            return replace(answer, order=tuple(order) if list(order) != sorted(order) else ())
+
+        try:
+            self.found.append(orders(machine, made) if free_order else made(range(machine.num_ranks), 1.0))
+        except Misfit as misfit:
+            self.misfits.append(misfit)
+        except UserError as error:
+            self.refusals.append(error)
+
+    def best(self) -> Plan:
+        """The plan with the least time for a row, and how the others rank behind it."""
+        if not self.found and self.misfits:
+            raise min(self.misfits, key=lambda misfit: misfit.missing).explained()
+        if not self.found:
+            raise self.refusals[0]
+        self.found.sort(key=lambda each: float(f"{each.step_time / each.rows:.9g}"))  # equal ones as in the catalogue
+        several = {
+            "m": len({each.num_microbatches for each in self.found}) > 1,
+            "p": len({(each.num_ranks, each.replicas) for each in self.found}) > 1,
+        }
+        ranking = tuple((_name(each, several), each.step_time) for each in self.found)
+        return replace(self.found[0], ranking=ranking if len(self.found) > 1 else ())
+
+
+def _name(answer: Plan, several: dict[str, bool]) -> str:
+    name = answer.schedule
+    if several["p"]:
+        same = len(set(answer.replicas)) == 1
+        copies = f"x{answer.replicas[0]}" if same else "x" + ",".join(map(str, answer.replicas))
+        name += f" p={answer.num_ranks}{copies if answer.replicas else ''}"
+    name += f" m={answer.num_microbatches}" if several["m"] else ""
+    return name + (" (asynchronous)" if answer.asynchronous else "")
 
 
 def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limits: Limits) -> Plan:
@@ -184,19 +234,26 @@ def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limi
         prediction=prediction,
         lower_bound=prediction.step_time if found.proven else lower_bound(judge, options),
         limit=explain_limit(profile, found.layout, prediction),
+        replicas=pipe.replicas,
+        asynchronous=pipe.asynchronous,
     )
-
-
-def _candidates(schedule: str, modes: Sequence[str]) -> list[str]:
-    if schedule != "auto":
-        return [schedule]
-    return [entry.name for entry in entries() if entry.mode in modes and entry.name not in _NOT_FOR_AUTO]
 
 
 def _caps(memory: Memory) -> float | Sequence[float] | None:
     if memory is None or isinstance(memory, str | int | float):
         return None if memory is None else float(parse_bytes(memory))
     return [float(parse_bytes(each)) for each in memory]
+
+
+def _copies(num_ranks: int, replicas: Replicas) -> tuple[int, ...]:
+    """Replicas of every stage; empty where there is one of each, or where they are free."""
+    if replicas == "auto" or replicas == 1:
+        return ()
+    if isinstance(replicas, int):
+        return (replicas,) * num_ranks
+    if len(replicas) != num_ranks:
+        raise UserError(f"replicas are given for {len(replicas)} stages, but there are {num_ranks} ranks of stages")
+    return () if set(replicas) == {1} else tuple(int(each) for each in replicas)
 
 
 def _rows(batch_rows: int, num_microbatches: int) -> int:

@@ -12,7 +12,7 @@ rule most of them out; if none of the rest is shorter, the layout is proven to b
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, pairwise, product
 from math import comb, inf
@@ -51,7 +51,6 @@ class Limits:
 
     effort: float = 1.0
     deadline: float = inf
-    tell: Callable[[str], None] = lambda words: None
 
     @property
     def over(self) -> bool:

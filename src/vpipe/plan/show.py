@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from vpipe.plan.memory import Choice
 from vpipe.plan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from vpipe.plan.planner import Plan
+    from vpipe.plan.answer import Plan
 
 SHOWN = 12
 """Lines of a ranking."""
@@ -18,10 +19,7 @@ SHOWN = 12
 
 def table(plan: Plan) -> str:
     """The whole plan."""
-    lines = [
-        f"{plan.schedule}: {plan.num_ranks} ranks, {plan.num_microbatches} microbatches of {plan.microbatch_rows} rows",
-        _stages(plan),
-    ]
+    lines = [_head(plan), _stages(plan)]
     if plan.stages_per_rank > 1:
         lines.append(_ranks(plan))
     lines += [_step(plan), _proof(plan), f"limited by {plan.limit}"]
@@ -30,10 +28,30 @@ def table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _head(plan: Plan) -> str:
+    parts = [f"{plan.num_ranks} ranks"]
+    if plan.replicas:
+        same = len(set(plan.replicas)) == 1
+        copies = f"{plan.replicas[0]} replicas of each" if same else f"{_list(plan.replicas)} replicas"
+        noun = "stages" if plan.asynchronous else "ranks"
+        parts = [f"{plan.num_ranks} {noun}, {copies}, {plan.total_ranks} ranks in all"]
+    parts.append(f"{plan.num_microbatches} microbatches of {plan.microbatch_rows} rows")
+    if plan.order:
+        parts.append(f"ranks in the order {_list(plan.order)}")
+    mark = " (asynchronous: units read weights that are some updates old)" if plan.asynchronous else ""
+    return f"{plan.schedule}{mark}: {', '.join(parts)}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
 def _stages(plan: Plan) -> str:
     """One row a stage. The memory of a stage stands against its rank's cap where it has the rank for itself."""
     slowest = max(plan.prediction.stage_times) or 1.0
-    caps = plan.memory if plan.stages_per_rank == 1 else (float("inf"),) * plan.layout.num_stages
+    caps = (float("inf"),) * plan.layout.num_stages
+    if plan.stages_per_rank == 1:
+        caps = plan.stage_caps
     head = ("stage", "layers", "keep", "recompute", "swap", "time", "of slowest", "memory")
     rows = []
     for stage, choices in enumerate(plan.layout.choices):
@@ -67,8 +85,7 @@ def _of_cap(size: float, cap: float) -> str:
 
 
 def _step(plan: Plan) -> str:
-    rows = plan.num_microbatches * plan.microbatch_rows
-    speed = f", {rows / plan.step_time:.3g} rows/s" if plan.step_time else ""
+    speed = f", {plan.rows / plan.step_time:.3g} rows/s" if plan.step_time else ""
     return f"predicted step {format_seconds(plan.step_time)}{speed}, bubble {plan.prediction.bubble:.1%}"
 
 

@@ -6,7 +6,6 @@ here so that every message and table writes them alike.
 
 from __future__ import annotations
 
-import math
 import re
 
 from vpipe.errors import UserError
@@ -16,6 +15,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt", start=1)
     for ending in ("b", "ib")
 }
+_MOST = 2**53
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
 
 
@@ -24,8 +24,8 @@ def parse_bytes(text: str | int | float) -> int:
     if isinstance(text, bool):
         raise UserError(f"memory is {text!r}; write a size such as 4GiB or 512MB")
     if isinstance(text, int | float):
-        if not math.isfinite(text) or text <= 0:
-            raise UserError(f"memory is {text!r}; it must be a positive number of bytes, for example 4GiB")
+        if not 0 < text <= _MOST:
+            raise UserError(f"memory is {str(text)[:24]}; it must be a positive number of bytes, for example 4GiB")
         return int(text)
     match = _NUMBER.fullmatch(text)
     unit = match and _UNITS.get(match[2].lower())
@@ -33,6 +33,8 @@ def parse_bytes(text: str | int | float) -> int:
         raise UserError(
             f"memory is {text!r}, which is no size; write a number and a unit, for example 4GiB, 512MB or 1000000"
         )
+    if float(match[1]) * unit > _MOST:
+        raise UserError(f"memory is {text[:20]}…, more than {_MOST:.0e} bytes; write a size such as 4GiB")
     size = int(float(match[1]) * unit)
     if size <= 0:
         raise UserError(f"memory is {text!r}; it must be more than zero bytes, for example 4GiB")

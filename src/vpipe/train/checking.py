@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, perf_counter_ns, time_ns
 from typing import Any
 
 import psutil
@@ -27,6 +27,7 @@ from vpipe.config import PipelineConfig
 from vpipe.runtime import assembly
 from vpipe.runtime.weights import count_bytes
 from vpipe.schedule.action import Kind
+from vpipe.schedule.semantics import LANE, Lane
 from vpipe.train.session import Session, open_session
 
 WARM_UP = 2
@@ -45,9 +46,14 @@ class Seen:
     resident: int = 0
 
     def to_json(self) -> dict[str, Any]:
+        lanes: dict[tuple[int, Lane], float] = defaultdict(float)
+        for (stage, kind), times in self.actions.items():
+            lanes[stage, LANE[kind]] += median(times) / 1e9
+        # A stage swaps beside its work: the longer of the two is its time.
         stages: dict[int, float] = defaultdict(float)
-        for (stage, _), times in self.actions.items():
-            stages[stage] += median(times) / 1e9
+        for (stage, lane), time in lanes.items():
+            if lane is not Lane.LINK:
+                stages[stage] = max(stages[stage], time)
         return {
             "steps": self.steps,
             "stages": {str(stage): time for stage, time in stages.items()},
@@ -67,7 +73,9 @@ def steps(config: dict[str, Any], directory: str, num_steps: int) -> int:
     session = open_session(checked)
     seen = Seen()
     counts = _chains(session)
+    rank = session.pipeline.engines[0].rank
     for number in range(WARM_UP + num_steps):
+        _tell(Path(directory), rank, number, WARM_UP + num_steps + 1, f"step {number + 1}")
         if number == WARM_UP:
             _forget_peak()
         taken = [_train(session, count, seen if number >= WARM_UP else Seen()) for count in counts]
@@ -75,11 +83,19 @@ def steps(config: dict[str, Any], directory: str, num_steps: int) -> int:
             between = counts[-1] - counts[0]
             seen.steps.append((taken[-1] - taken[0]) / between if between else taken[0])
     seen.resident = _peak() - empty
+    _tell(Path(directory), rank, WARM_UP + num_steps, WARM_UP + num_steps + 1, "memory")
     seen.tensors = _held(session) + _allocated(session, counts[-1])
-    rank = session.pipeline.engines[0].rank
     (Path(directory) / f"check{rank}.json").write_text(json.dumps(seen.to_json()))
     session.close()
     return 0
+
+
+def _tell(directory: Path, rank: int, done: int, total: int, name: str) -> None:
+    """Rank 0 says how far it is, for whoever waits; a reader sees the file before or after, never half of it."""
+    if rank == 0:
+        fresh = directory / "progress.new"
+        fresh.write_text(json.dumps({"done": done, "total": total, "name": name}))
+        os.replace(fresh, directory / "progress.json")
 
 
 def _chains(session: Session) -> list[int]:
@@ -114,14 +130,29 @@ def _held(session: Session) -> int:
 def _allocated(session: Session, num_batches: int) -> int:
     """The most bytes of tensors that a step has allocated and not yet freed, by the allocator's own account.
 
-    ``LiveBytes`` counts the same for one thread; what was swapped out comes back in another.
+    The profiler sees one thread. What another carries out and brings back stands in the trace: the bytes of an OUT are
+    gone at its end, those of an IN are there from its begin on.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         _train(session, num_batches, Seen())
     assert watched.profiler is not None
     results: Any = watched.profiler.kineto_results
-    sizes = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
-    return max(accumulate(sizes), default=0)
+    changes = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
+    changes += _carried(session)
+    return max(accumulate(size for _, size in sorted(changes)), default=0)
+
+
+def _carried(session: Session) -> list[tuple[int, int]]:
+    """When the swap lane of this rank has freed and taken bytes in the last step, by the profiler's clock."""
+    since = time_ns() - perf_counter_ns()
+    trace = session.pipeline.trace()
+    found = []
+    for record in (record for engine in session.pipeline.engines for record in trace.records[engine.rank]):
+        if record.action.kind is Kind.OUT:
+            found.append((since + record.end, -record.bytes))
+        elif record.action.kind is Kind.IN:
+            found.append((since + record.ready, record.bytes))
+    return found
 
 
 def _empty() -> int:

@@ -68,7 +68,7 @@ def read_plan(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"the plan {path} cannot be read: {error.strerror}; make it with 'vpipe plan'") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no plan, since it is not JSON ({error}); make it with 'vpipe plan'") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} is no plan, since it holds no object; make it with 'vpipe plan'")
@@ -100,11 +100,15 @@ def _agree(config: PipelineConfig, path: Path, plan: dict[str, Any]) -> None:
         "parallel.scheduler": catalog.get(config.parallel.scheduler).name,
         "parallel.model_parallel_size": config.parallel.model_parallel_size,
         "training.num_microbatches": config.training.num_microbatches,
+        "parallel.replicas": list(
+            config.parallel.replicas or (config.parallel.data_parallel_size,) * config.parallel.model_parallel_size
+        ),
     }
     planned = {
         "parallel.scheduler": catalog.get(schedule).name if isinstance(schedule, str) else None,
         "parallel.model_parallel_size": plan.get("num_ranks"),
         "training.num_microbatches": plan.get("num_microbatches"),
+        "parallel.replicas": plan.get("replicas") or None,
     }
     for key, value in planned.items():
         if value is not None and value != own[key]:
