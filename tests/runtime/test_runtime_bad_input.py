@@ -105,13 +105,6 @@ def test_one_sentence(more: dict[str, Any], words: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_sharing_that_is_not_declared() -> None:
-    layers = _layers()
-    layers[3].weight = layers[0].weight
-    with pytest.raises(UserError, match=r"share one parameter \(0.weight and 3.weight\).*TiedWeight\("):
-        _train(layers)
-
-
 def test_inputs_by_name() -> None:
     layers = [Layer(nn.Bilinear(WIDTH, WIDTH, WIDTH), reads=("image", "mask")), nn.Linear(WIDTH, WIDTH)]
     pipe = Pipeline(layers, mse, num_ranks=2, num_microbatches=2, optimizer=sgd)

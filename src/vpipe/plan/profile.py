@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 from vpipe.layer import Layer
 from vpipe.plan.costs import LayerCost
 from vpipe.plan.transfer import Nothing
+from vpipe.runtime.edges import detached
 from vpipe.runtime.flow import Flow, Value, bind_inputs, resolve
-from vpipe.runtime.region import Pending, Run, detached
+from vpipe.runtime.region import Pending, Run
 from vpipe.runtime.stage import Loss, Stage, StageOptions, Unit
 from vpipe.runtime.weights import count_bytes
 from vpipe.runtime.wire import flatten
@@ -173,7 +174,8 @@ def _measure(
 def _stage(flow: Flow, index: int, module: nn.Module, measuring: Measuring, splits: bool) -> Stage:
     options = StageOptions(splits=splits, autocast=measuring.autocast)
     stage = Stage(index, flow, {index: module}, measuring.loss, options)
-    stage.train(True)
+    for module in stage.owned.values():
+        module.train()
     return stage
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
@@ -30,13 +31,14 @@ from vpipe.runtime.meeting import Place
 from vpipe.runtime.priority import Policy
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.randomness import use_generator_of
+from vpipe.runtime.replicas import share_states
 from vpipe.runtime.stage import Loss, Stage, StageOptions
 from vpipe.runtime.threaded import ThreadedEngine
 from vpipe.runtime.ties import check_owners, refuse_sharing, share_tied
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.update import LossScale, UpdateOptions, Updater
-from vpipe.runtime.wire import Envelope, flatten, unflatten
+from vpipe.runtime.wire import flatten, unflatten
 from vpipe.schedule.placement import Placement
 
 SETUP_STEP = -1
@@ -137,9 +139,12 @@ class Pieces:
         lock = None if alone else threading.Lock()
         copies = CopiesForReplicas(self.programs.spec.placement)
         devices = self.devices or [HOST] * len(transports)
-        return [
+        engines = [
             self.engine(transport, copies, lock, device) for transport, device in zip(transports, devices, strict=True)
         ]
+        stages = {index: stage for engine in reversed(engines) for index, stage in engine.stages.items()}
+        refuse_sharing({layer: module for index in sorted(stages) for layer, module in stages[index].owned.items()})
+        return engines
 
     def engine_between(self, transport: DistributedTransport) -> Engine:
         """The rank that this process is."""
@@ -168,8 +173,12 @@ class Pieces:
                 swap=self.swap,
                 autocast=self.autocast,
             )
-            stages[index] = Stage(index, self.flow, modules, self.loss, options)
-        built = {layer: module for stage in stages.values() for layer, module in stage.modules.items()}
+            own = replica and isinstance(self.loss, nn.Module) and build is not own_module
+            loss = copy.deepcopy(self.loss) if own else self.loss
+            if isinstance(loss, nn.Module) and index == self.flow.num_stages - 1:
+                place(loss, device)
+            stages[index] = Stage(index, self.flow, modules, loss, options)
+        built = {layer: module for stage in stages.values() for layer, module in stage.owned.items()}
         check_owners(built, self.tied)
         refuse_sharing(built)
         optimizers = {index: self._optimizer(stage) for index, stage in stages.items()} if self.optimizer else {}
@@ -181,30 +190,22 @@ class Pieces:
             member.watch(engine)
         return engine
 
-    def _optimizer(self, stage: Stage) -> Any:
+    def _optimizer(self, stage: Stage) -> Optimizer:
+        """The user's optimizer over all parameters, frozen ones too: what is unfrozen later is trained from then on."""
         assert self.optimizer is not None
-        parameters = [p for p in stage.weights.parameters.values() if p.requires_grad]
-        if not parameters:
-            return _NoOptimizer()
-        return self.optimizer(parameters)
+        parameters = list({id(p): p for p in stage.weights.parameters.values()}.values())
+        try:
+            made: Optimizer = self.optimizer(parameters or [_nothing()])
+        except ValueError:
+            if any(p.requires_grad for p in parameters):
+                raise
+            made = self.optimizer([_nothing()])  # the user's own function leaves frozen parameters out
+        return made
 
 
-class _NoOptimizer:
-    """The optimizer of a stage that has nothing to train."""
-
-    param_groups: list[dict[str, Any]] = []  # noqa: RUF012 - never changed
-
-    def step(self) -> None:
-        pass
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": {}, "param_groups": []}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+def _nothing() -> nn.Parameter:
+    """What the optimizer of a stage without parameters holds: a learning-rate schedule needs one like the others."""
+    return nn.Parameter(torch.zeros(1, 1), requires_grad=False)
 
 
 def thread_safe(layers: Sequence[Layer]) -> bool:
@@ -224,30 +225,10 @@ def groups(placement: Placement, tied: Sequence[TiedWeight], flow: Flow) -> list
 def share_initial_weights(engine: Engine, placement: Placement, tied: Sequence[TiedWeight]) -> None:
     """Replica 0 of a stage, and the first owner of a tied weight, give what they have to the others."""
     engine.transport.begin_step(SETUP_STEP)
-    for index, stage in engine.stages.items():
-        ranks = placement.ranks_of[index]
-        if len(ranks) > 1:
-            state = {name: tensor for layer, module in stage.modules.items() for name, tensor in _state(layer, module)}
-            _broadcast(engine, index, ranks, state)
+    share_states(engine.stages, placement, engine.transport, SETUP_STEP)
     for number, tie in enumerate(tied):
         share_tied(engine, placement, tie, number, SETUP_STEP)
     engine.transport.end_step()
-
-
-def _state(layer: int, module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(f"{layer}.{name}", tensor) for name, tensor in module.state_dict().items()]
-
-
-def _broadcast(engine: Engine, index: int, ranks: Sequence[int], state: dict[str, Tensor]) -> None:
-    for replica, rank in enumerate(ranks[1:], 1):
-        envelope = Envelope(SETUP_STEP, index, index, replica, 0)
-        if engine.rank == ranks[0]:
-            engine.transport.send(envelope, rank, list(state.values()))
-        elif engine.rank == rank:
-            engine.transport.post(envelope, ranks[0])
-            with torch.no_grad():
-                for mine, theirs in zip(state.values(), engine.transport.take(envelope), strict=True):
-                    mine.copy_(theirs)
 
 
 def joined(outputs: Sequence[Any]) -> Any:

@@ -21,7 +21,9 @@ from torch.profiler import record_function
 from vpipe.runtime.device import HOST, Number, current, is_host, number
 from vpipe.runtime.feed import Feed
 from vpipe.runtime.flow import Flow, Value
+from vpipe.runtime.randomness import evaluation_seed
 from vpipe.runtime.region import Pending, Run
+from vpipe.runtime.replicas import share_buffers
 from vpipe.runtime.stage import Stage, Unit
 from vpipe.runtime.swap import Move, Swapper
 from vpipe.runtime.swap_device import DeviceSwapper
@@ -184,13 +186,14 @@ class Engine:
         self._result = Result()
         self.updater.begin(self._result.losses, compiled.program.num_microbatches)
         for index, stage in self.stages.items():
-            stage.train(job.training)
             if job.training:
                 stage.weights.begin(compiled.uses[index])
         try:
             self.transport.begin_step(job.step)
             self._execute(compiled.calls, self._result.records)
             self._settle(self._result.records)
+            if job.training:
+                share_buffers(self.stages, compiled.program.placement, self.transport, job.step)
             self.transport.end_step()
         except BaseException as error:
             action = self.current
@@ -252,7 +255,8 @@ class Engine:
             told, *found = self._arrive(hop)
             share = share if told is None else float(told)
             values.update(zip(hop.values, found, strict=True))
-        run = Run(self._seed, job.first_unit + microbatch, job.training, self._autocast)
+        seed = self._seed if job.training else evaluation_seed(self._seed)
+        run = Run(seed, job.first_unit + microbatch, job.training, self._autocast)
         targets = job.targets(microbatch) if stage.is_last else None
         self._ready = perf_counter_ns()
         given: dict[Value, Any]

@@ -34,8 +34,8 @@ class Flow:
         return len(self.bounds)
 
     def stage_of(self, value: Value) -> int:
-        """The stage that holds the writer of a value."""
-        layer = max(value[1], 0)
+        """The stage that holds the writer of a value; the inputs are with the first layer, the loss with the last."""
+        layer = min(max(value[1], 0), len(self.layers) - 1)
         return next(stage for stage, (begin, end) in enumerate(self.bounds) if begin <= layer < end)
 
     def outputs(self) -> tuple[Value, ...]:

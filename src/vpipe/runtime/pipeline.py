@@ -18,14 +18,16 @@ from torch.optim import Optimizer
 from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight, as_layers
 from vpipe.runtime import assembly
+from vpipe.runtime.attitude import evaluating, follow
 from vpipe.runtime.engine import Compiled, Engine, Job, Result
 from vpipe.runtime.flow import bind_inputs, resolve
-from vpipe.runtime.microbatches import Microbatches, check_rows, split
+from vpipe.runtime.microbatches import check_rows
 from vpipe.runtime.modes import Modes
 from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.runtime.randomness import undisturbed
+from vpipe.runtime.steps import check_counts, mean_loss, torn, units_of
 from vpipe.runtime.threaded import choose_executor
-from vpipe.runtime.ties import check_tied
+from vpipe.runtime.ties import tie_layers
 from vpipe.runtime.trace import Trace
 from vpipe.runtime.transport import choice, ondevice
 from vpipe.runtime.transport.inprocess import Hub, PeerFailed
@@ -98,10 +100,10 @@ class Pipeline:
         spec = ScheduleSpec(schedule, world, num_microbatches, stages_per_rank, replicas, schedule_options or {})
         loss_scale = checked_scale(loss_scale, spec.synchronous)
         plain = as_layers(layers)
+        plain, tied = tie_layers(tied, plain, loss_fn, spec)
         self.partition = spec.partition(len(plain), partition)
         self.flow = resolve(plain, self.partition)
         self.placement = spec.placement
-        check_tied(tied, plain, spec)
         recomputed, swapped = treated_layers(recompute, swap, self.flow.bounds)
         self.programs = Programs(
             spec, self.flow, stages_with(recomputed, self.flow.bounds), stages_with(swapped, self.flow.bounds)
@@ -137,6 +139,7 @@ class Pipeline:
         self.num_units = 0
         self.num_updates = 0
         self._trace: Trace | None = None
+        self._torn: str | None = None
         self._on_all(lambda engine: assembly.share_initial_weights(engine, self.placement, tied))
 
     @property
@@ -170,11 +173,19 @@ class Pipeline:
         gradients; ``weight`` scales the batch's part of them. ``num_microbatches`` may differ from call to call: an
         asynchronous schedule drains at the end of each, so more units at once mean fewer drains.
         """
+        check_counts(num_microbatches, weight)
         program = self.programs.training(update, num_microbatches)
         self._require_optimizer(update)
+        self._require_whole()
         job = self._job(inputs, targets, program, training=True, scale=weight)
-        with undisturbed(self.devices):
-            results = self._run(program, job)
+        self._lead_replicas()
+        before = self._updates_made()
+        try:
+            with undisturbed(self.devices):
+                results = self._run(program, job)
+        except BaseException:
+            self._torn = torn(self.step, before, self._updates_made())
+            raise
         losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
         self.step += 1
         self.num_units += program.num_microbatches
@@ -189,7 +200,8 @@ class Pipeline:
         num_units = self._evaluation_units(inputs, targets)
         program = self.programs.forward(num_units)
         job = self._job(inputs, targets, program, training=False)
-        with undisturbed(self.devices), torch.no_grad():
+        self._require_whole()
+        with undisturbed(self.devices), torch.no_grad(), evaluating(self._everything()):
             self._run(program, job)
         losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
         self.step += 1
@@ -200,7 +212,8 @@ class Pipeline:
         num_units = self._evaluation_units(inputs, None)
         program = self.programs.forward(num_units)
         job = self._job(inputs, None, program, training=False, wants_loss=False)
-        with undisturbed(self.devices), torch.no_grad():
+        self._require_whole()
+        with undisturbed(self.devices), torch.no_grad(), evaluating(self._everything()):
             results = self._run(program, job)
         self.step += 1
         outputs = {unit: output for result in results for unit, output in result.outputs.items()}
@@ -222,8 +235,8 @@ class Pipeline:
         wants_loss: bool = True,
     ) -> Job:
         num_units = program.num_microbatches
-        units, weights = _units(inputs, num_units, self.is_first, "inputs")
-        goals, goal_weights = _units(targets, num_units, self.is_last and wants_loss, "targets")
+        units, weights = units_of(inputs, num_units, self.is_first, "inputs")
+        goals, goal_weights = units_of(targets, num_units, self.is_last and wants_loss, "targets")
         check_rows(inputs, targets)
         shares = weights or goal_weights or [1 / num_units] * num_units
         return Job(
@@ -277,6 +290,23 @@ class Pipeline:
                 "give Pipeline(optimizer=lambda ps: torch.optim.AdamW(ps)), or train_step(update=False)"
             )
 
+    def _require_whole(self) -> None:
+        if self._torn is not None:
+            raise UserError(self._torn)
+
+    def _updates_made(self) -> dict[int, int]:
+        return {stage: number for engine in self.engines for stage, number in engine.updater.num_updates.items()}
+
+    def _everything(self) -> list[nn.Module]:
+        """All modules of this process, those of replicas too."""
+        return [m for engine in self.engines for stage in engine.stages.values() for m in stage.owned.values()]
+
+    def _lead_replicas(self) -> None:
+        """Replicas of this process train as the first does, which is the one that the user sees."""
+        for layer, first in self.modules().items() if self.placement.has_replicas and self._in_process else ():
+            stages = [stage for engine in self.engines for stage in engine.stages.values() if layer in stage.owned]
+            follow(first, [stage.owned[layer] for stage in stages[1:]])
+
     def set_learning_rate(self, rate_of_update: Callable[[int], float]) -> None:
         """Let update ``n`` use ``rate_of_update(n)``, on every stage."""
         for engine in self.engines:
@@ -292,11 +322,11 @@ class Pipeline:
         return dict(sorted(found.items()))
 
     def modules(self) -> dict[int, nn.Module]:
-        """Layer → module, of the layers that this process holds."""
+        """Layer → module, of the layers that this process holds; a loss with parameters comes after the last."""
         found: dict[int, nn.Module] = {}
         for engine in self.engines:
             for stage in engine.stages.values():
-                for layer, module in stage.modules.items():
+                for layer, module in stage.owned.items():
                     found.setdefault(layer, module)
         return dict(sorted(found.items()))
 
@@ -309,10 +339,15 @@ class Pipeline:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what this process holds; what belongs to other stages is passed over."""
+        """Load what this process holds; what belongs to other stages is passed over. A pipeline that a failed step has
+        left half updated goes on from here, by the count of its last whole step."""
+        if self._torn is not None:
+            for engine in self.engines:
+                engine.updater.num_updates = dict.fromkeys(engine.updater.num_updates, self.num_updates)
+            self._torn = None
         for engine in self.engines:
             for stage in engine.stages.values():
-                for layer, module in stage.modules.items():
+                for layer, module in stage.owned.items():
                     prefix = f"{layer}."
                     module.load_state_dict(
                         {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
@@ -343,29 +378,3 @@ class Pipeline:
     def close(self) -> None:
         for engine in self.engines:
             engine.close()
-
-
-def mean_loss(contributions: Mapping[tuple[int, int], float], num_layers: int) -> float:
-    """The loss of a batch from what every layer contributed by every unit: the layers' parts of a unit in their order,
-    times its share, unit by unit. (Python adds floats by ``sum`` with or without compensation, by its version.)"""
-    shares = num_layers + 1
-    sums: dict[int, float] = {}
-    for layer, unit in sorted(contributions):
-        if layer != shares:
-            sums[unit] = sums.get(unit, 0.0) + contributions[layer, unit]
-    total = 0.0
-    for unit in sorted(sums):
-        total += contributions.get((shares, unit), 0.0) * sums[unit]
-    return total
-
-
-def _units(value: Any, num_units: int, needed: bool, what: str) -> tuple[Callable[[int], Any], list[float] | None]:
-    """A batch as a function of the unit, and the units' weights; a batch that is not needed here is not cut."""
-    if isinstance(value, Microbatches):
-        return value.get, list(value.weights) if value.weights is not None else None
-    if value is None:
-        if needed:
-            raise UserError(f"this rank needs the {what}: it holds the {'first' if what == 'inputs' else 'last'} stage")
-        return lambda unit: None, None
-    parts, weights = split(value, num_units)
-    return parts.__getitem__, weights

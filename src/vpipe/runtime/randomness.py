@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 
 _MASK = (1 << 64) - 1
+_EVALUATION = 0x6576616C
 
 
 def key(*numbers: int) -> int:
@@ -24,6 +25,12 @@ def key(*numbers: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state
+
+
+def evaluation_seed(seed: int) -> int:
+    """What an evaluation draws from: random layers give the same numbers wherever they run and however often one asks,
+    and none of those of the training."""
+    return key(seed, _EVALUATION)
 
 
 def seed_layer(seed: int, unit: int, layer: int) -> None:

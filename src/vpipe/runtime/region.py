@@ -22,23 +22,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, collecting, describe
 from vpipe.runtime.device import scalar
+from vpipe.runtime.edges import Gradients, entrance, mapped, summed, tell_change, versions_of
 from vpipe.runtime.flow import Value
 from vpipe.runtime.luggage import Luggage
 from vpipe.runtime.promise import run_backward
 from vpipe.runtime.randomness import seed_layer
-from vpipe.runtime.wire import check_tensor, flatten, unflatten
+from vpipe.runtime.wire import check_tensor, flatten
 
 _IN_PLACE = (
     "changes its input in place, which others read again (another layer, or the recompute); set the attribute "
     "`inplace = True` on that module, so that it gets a copy, or let it compute a new tensor"
 )
-_alias: Any = torch.ops.aten._unsafe_view.default
-Gradients = list[Tensor | None]
 Pending = dict[Value, list[tuple[int, Gradients]]]
 """Value → (reading layer, gradients of the value's tensors that need one) of every reader so far."""
 Backward = Callable[[list[GradientEdge], list[Tensor]], None]
@@ -168,8 +167,7 @@ class Region:
                     else self._enter(values[value], value, layer, outcome.graph, run.training, luggage)
                     for value in self.reads[layer]
                 ]
-                if run.training:
-                    seed_layer(run.seed, run.unit, layer)
+                seed_layer(run.seed, run.unit, layer)
                 watched = self._watched[layer] and layer not in self._changes_input
                 result = self._call(layer, module, arguments, values) if watched else module(*arguments)
                 self._keep(layer, result, local)
@@ -216,10 +214,10 @@ class Region:
             arguments = mapped(arguments, Tensor.clone)
             self._known.add(layer)
         places = self._watched[layer]
-        before = [_versions(arguments[place]) for place in places]
+        before = [versions_of(arguments[place]) for place in places]
         result = module(*arguments)
         for place, versions in zip(places, before, strict=True):
-            if versions == _versions(arguments[place]):
+            if versions == versions_of(arguments[place]):
                 continue
             value = self.reads[layer][place]
             if value in self.shared or (self.recompute and not trial):
@@ -227,7 +225,7 @@ class Region:
             if trial:
                 self._changes_input.add(layer)
             else:
-                mapped(values[value], _tell_change)
+                mapped(values[value], tell_change)
         return result
 
     def _enter(
@@ -314,65 +312,6 @@ class Region:
             run(roots, gradients)
         for value, layer, taken in reversed(graph.taken):
             pending.setdefault(value, []).append((layer, taken))
-
-
-def entrance(leaf: Tensor, gradients: Gradients, index: int) -> Tensor:
-    """The data of a leaf for a layer; its gradient goes to ``gradients[index]``, with the strides it has.
-
-    For autograd the result is neither a leaf nor a view of one, so it may be changed in place. (For a size of 1 the
-    operation may choose another stride, and kernels ask for strides: then a view must do.)
-    """
-    inner: Tensor = _alias(leaf, leaf.shape)
-    if inner.stride() != leaf.stride():
-        inner = leaf.view_as(leaf)
-
-    def take(found: Sequence[Tensor | None]) -> None:
-        gradients[index] = found[0]
-
-    assert inner.grad_fn is not None, "a view of a leaf that needs a gradient has a node"
-    inner.grad_fn.register_prehook(take)
-    return inner
-
-
-def _versions(values: Any) -> list[int]:
-    """How often each tensor has been changed in place."""
-    tensors: list[Tensor] = []
-    flatten(values, tensors)
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _tell_change(tensor: Tensor) -> Tensor:
-    """Autograd checks versions of what it has saved; an alias has counted a change where the graph that saved it does
-    not look."""
-    if not tensor.is_inference():
-        increment_version(tensor)
-    return tensor
-
-
-def summed(readers: list[tuple[int, Gradients]], num_tensors: int) -> Gradients:
-    """The sum over a value's readers, latest layer first, of the gradient of each tensor that needs one."""
-    total: Gradients = [None] * num_tensors
-    for _, gradients in sorted(readers, key=lambda reader: -reader[0]):
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                before = total[index]
-                total[index] = gradient if before is None else before + gradient
-    return total
-
-
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    tensors: list[Tensor] = []
-    structure = flatten(value, tensors)
-    changed = iter([change(tensor) for tensor in tensors])
-    return unflatten(structure, lambda: next(changed))
-
-
-def detached(value: Any) -> Any:
-    """The same data outside the graph; which tensors need gradients stays marked."""
-    return mapped(value, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
 
 
 def _edge(tensor: Tensor) -> GradientEdge:

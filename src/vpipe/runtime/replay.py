@@ -259,7 +259,7 @@ class Replay:
     def _sum_tied(self) -> None:
         named = {name: p for parameters in self._parameters for name, p in parameters.items()}
         for tie in self._tied:
-            owners = [named[f"{layer}.{name}"] for layer, name in tie.owners]
+            owners = [named[f"{layer}.{name}"] for layer, name in sorted(tie.owners, key=lambda owner: -owner[0])]
             parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in owners]
             total = parts[0]
             for part in parts[1:]:

@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_leaves
 
 from vpipe.runtime.deferred import WeightQueue
 from vpipe.runtime.device import is_host
+from vpipe.runtime.edges import detached
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.luggage import Luggage
 from vpipe.runtime.promise import run_backward
-from vpipe.runtime.region import Graph, Pending, Region, Run, Treatment, detached
+from vpipe.runtime.region import Graph, Pending, Region, Run, Treatment
 from vpipe.runtime.swap import Parcel
 from vpipe.runtime.weights import VersionedWeights, Weights
 
@@ -87,7 +88,11 @@ class Stage:
         self.flow = flow
         self.modules = dict(modules)
         self.is_last = index == flow.num_stages - 1
-        self.weights = VersionedWeights(modules, options.swap) if options.versioned else Weights(modules)
+        self.owned = dict(modules)
+        """The layers, and at the last stage, under the number after the last layer, a loss that has a state."""
+        if self.is_last and isinstance(loss, nn.Module) and loss.state_dict():
+            self.owned[len(flow.layers)] = loss
+        self.weights = VersionedWeights(self.owned, options.swap) if options.versioned else Weights(self.owned)
         self.units: dict[int, Unit] = {}
         self.options = options
         self.queue = WeightQueue(list(self.weights.parameters), options.fused, options.stashes)
@@ -96,8 +101,8 @@ class Stage:
         self._shared = {value for value, number in readers.items() if number > 1}
         self._buffers = [
             (part, slot)
-            for layer, module in modules.items()
-            if layer in options.recompute
+            for layer, module in self.owned.items()
+            if min(layer, len(flow.layers) - 1) in options.recompute
             for part in module.modules()
             for slot, buffer in part.named_buffers(recurse=False)
         ]
@@ -130,10 +135,6 @@ class Stage:
     def recomputes(self) -> bool:
         return any(region.recompute for region in self.regions)
 
-    def train(self, training: bool) -> None:
-        for module in self.modules.values():
-            module.train(training)
-
     def forward(self, microbatch: int, unit: Unit, values: dict[Value, Any]) -> dict[Value, Any]:
         """Run a unit; the values that other stages read, still attached to nothing but their gradient edges."""
         self.weights.read(unit.version)
@@ -163,8 +164,7 @@ class Stage:
 
     def _pack(self, unit: Unit, values: Mapping[Value, Any]) -> Luggage:
         """An empty luggage that knows what must stay: what belongs to the layers, and what came without a gradient."""
-        modules = [module for region in self._swapped for module in region.modules.values()]
-        own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        own = [tensor for module in self.owned.values() for tensor in (*module.parameters(), *module.buffers())]
         given = [tensor for tensor in tree_leaves((values, unit.targets)) if isinstance(tensor, Tensor)]
         return Luggage([*own, *(tensor for tensor in given if not tensor.requires_grad)])
 

@@ -1,14 +1,16 @@
-"""Weights that are one although several layers hold them: declared, checked, and started equal.
+"""Weights that are one although several layers hold them: declared or found, checked, and started equal.
 
 Each layer keeps a parameter of its own, because its stage may live on another rank; ``update`` sums their gradients, so
-they stay equal. A model whose layers hold the very same parameter may say so with ``TiedWeight``; without that, stages
-would drift apart in silence.
+they stay equal. Layers that hold the very same parameter, or that are one module at two places, are tied without a
+word; only what factories build must be declared, because nobody sees all of it.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -21,24 +23,78 @@ from vpipe.runtime.weights import check_sharing
 from vpipe.runtime.wire import Envelope
 from vpipe.schedule.placement import Placement
 
+Owner = tuple[int, str]
 
-def check_tied(tied: Sequence[TiedWeight], layers: Sequence[Layer], spec: ScheduleSpec) -> None:
-    """Everything that can be known before a layer is built."""
+
+def tie_layers(
+    tied: Sequence[TiedWeight], layers: Sequence[Layer], loss: object, spec: ScheduleSpec
+) -> tuple[list[Layer], list[TiedWeight]]:
+    """The layers, each with parameters of its own, and all their ties; what can be known before a layer is built."""
     for tie in tied:
         for layer, name in tie.owners:
             if not 0 <= layer < len(layers):
                 raise UserError(
                     f"the tied weight {name!r} is said to be in layer {layer}, but layers are 0..{len(layers) - 1}"
                 )
-    if tied and not spec.synchronous:
-        raise UserError(
-            f"tied weights need a synchronous schedule: {spec.describe()} updates stages at different times; "
-            f"use 1f1b, or untie them"
-        )
     built = {index: layer.module for index, layer in enumerate(layers) if isinstance(layer.module, nn.Module)}
+    if isinstance(loss, nn.Module):
+        built[len(layers)] = loss
     check_owners(built, tied)
-    _separate(built, tied)
-    refuse_sharing(built)
+    ties = with_shared(built, tied)
+    if ties and not spec.synchronous:
+        (first, name), (second, other) = ties[0].owners[:2]
+        raise UserError(
+            f"tied weights need a synchronous schedule ({first}.{name} and {second}.{other} are one): "
+            f"{spec.describe()} updates stages at different times; use 1f1b, or untie them"
+        )
+    own = own_modules(built)
+    _separate(own, ties)
+    found = [replace(layer, module=own[index]) if index in own else layer for index, layer in enumerate(layers)]
+    return found, ties
+
+
+def with_shared(modules: Mapping[int, nn.Module], tied: Sequence[TiedWeight]) -> list[TiedWeight]:
+    """The declared ties, grown and joined by those of parameters that several layers hold."""
+    groups: dict[int, list[Owner]] = defaultdict(list)
+    for layer, module in modules.items():
+        for name, parameter in module.named_parameters():
+            groups[id(parameter)].append((layer, name))
+    found = [list(tie.owners) for tie in tied]
+    for owners in groups.values():
+        if len(owners) < 2:
+            continue
+        mine = next((tie for tie in found if any(owner in tie for owner in owners)), None)
+        if mine is None:
+            found.append(owners)
+        else:
+            mine += [owner for owner in owners if owner not in mine]
+    return [TiedWeight(tuple(owners)) for owners in found]
+
+
+def own_modules(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+    """The modules, none of whose parts with parameters is a part of another: the later gets a copy."""
+    seen: dict[nn.Module, int] = {}
+    found: dict[int, nn.Module] = {}
+    for layer, module in modules.items():
+        if module in seen and any(True for _ in module.parameters()):
+            module = _copied(module, seen[module], layer)
+        for path, part in list(module.named_modules()):
+            if path and seen.get(part, layer) != layer and any(True for _ in part.parameters()):
+                parent, _, slot = path.rpartition(".")
+                setattr(module.get_submodule(parent), slot, _copied(part, seen[part], layer))
+        seen.update({part: layer for part in module.modules() if part not in seen})
+        found[layer] = module
+    return found
+
+
+def _copied(part: nn.Module, first: int, second: int) -> nn.Module:
+    if names := [name for name, _ in part.named_buffers()]:
+        raise UserError(
+            f"layers {first} and {second} hold one module ({type(part).__name__}), whose buffer {names[0]!r} cannot be "
+            "one on two stages; give each layer a module of its own and share the parameters (second.weight = "
+            "first.weight)"
+        )
+    return copy.deepcopy(part)
 
 
 def check_owners(modules: Mapping[int, nn.Module], tied: Sequence[TiedWeight]) -> None:
@@ -80,12 +136,12 @@ def _separate(modules: Mapping[int, nn.Module], tied: Sequence[TiedWeight]) -> N
 
 
 def refuse_sharing(modules: Mapping[int, nn.Module]) -> None:
-    """Layers that hold one parameter without having said so."""
+    """Layers whose factories have built one parameter for both."""
     for first, second in check_sharing(modules):
         raise UserError(
-            f"layers share one parameter ({first} and {second}); declare "
-            f"tied=[TiedWeight((({_owner(first)}), ({_owner(second)})))], "
-            "so that their gradients are summed across stages"
+            f"the factories of two layers return one parameter ({first} and {second}); give modules instead of "
+            f"factories, or let each factory build its own and declare "
+            f"tied=[TiedWeight((({_owner(first)}), ({_owner(second)})))]"
         )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import isfinite
 
 import torch
 from torch import Tensor
@@ -19,13 +18,13 @@ from torch.optim import Optimizer
 
 from vpipe.errors import UserError
 from vpipe.layer import TiedWeight
-from vpipe.runtime.device import HOST, Number, beside, floats, found_inf, is_host, number, read
+from vpipe.runtime.device import Number, beside, floats, found_inf, number, read
 from vpipe.runtime.modes import forget_casts
+from vpipe.runtime.norms import divide, judge, judge_here, multiply, norms, told_apart
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
 from vpipe.schedule.placement import Placement
 
-NO_GRADIENT = -1.0
 BUCKET = 1 << 20
 """Numbers that replicas exchange at a time."""
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -132,7 +131,7 @@ class Updater:
         anyone = torch.stack(self._transport.all_gather(mine, ranks, [len(trained)] * len(ranks))).any(0).tolist()
         # A parameter that no replica has used gets no gradient, as in one process: an optimizer leaves it alone.
         for bucket in _buckets([p for p, has in zip(trained, anyone, strict=True) if has]):
-            parts = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in bucket]
+            parts = [_dense(p, "between the replicas of a stage").flatten() for p in bucket]
             total = torch.cat(parts)
             self._sum(total, ranks)
             if not self.options.synchronous:
@@ -162,15 +161,16 @@ class Updater:
             finite, factor = self._verdict
         else:
             if self.loss_scale != 1.0:
-                torch._foreach_div_(gradients, self.loss_scale)
-            dtype = _promoted([p.dtype for p in stage.weights.parameters.values()])
-            finite, factor = self._judge(_known_norms(stage).to(dtype)) if self._judges else (True, None)
+                divide(gradients, self.loss_scale)
+            parameters = list(stage.weights.parameters.values())
+            dtype = _promoted([p.dtype for p in parameters])
+            finite, factor = self._verdict_of(*judge_here(parameters, dtype)) if self._judges else (True, None)
             self._skipped[0] = self._skipped[0] + (1.0 - finite if isinstance(finite, bool) else 1.0 - finite.double())
         stage.weights.before_update()
         with found_inf(self.optimizers[stage.index], finite) as steps:
             if steps:
                 if factor is not None and gradients:
-                    torch._foreach_mul_(gradients, beside(factor, gradients[0]))
+                    multiply(gradients, beside(factor, gradients[0]))
                 self._set_learning_rate(stage.index)
                 self.optimizers[stage.index].step()
         self.optimizers[stage.index].zero_grad(set_to_none=True)
@@ -198,14 +198,13 @@ class Updater:
         self._sum_tied()
         if self.loss_scale != 1.0:
             for stage in self._stages.values():
-                torch._foreach_div_(
-                    [p.grad for p in stage.weights.parameters.values() if p.grad is not None], self.loss_scale
-                )
+                divide([p.grad for p in stage.weights.parameters.values() if p.grad is not None], self.loss_scale)
         if not self._judges:
             return True, None
         order = self._parameter_order()
-        mine = [_norms(self._stages[stage], self._tied) for stage in sorted(self._stages)]
-        mine = read(self._losses, *mine)  # the only wait of a synchronous step
+        counted = [_counted(self._stages[stage], self._tied) for stage in sorted(self._stages)]
+        mine = read(self._losses, *map(norms, counted))  # the only wait of a synchronous step
+        mine = list(map(told_apart, mine, counted))
         losses = self.local_losses()
         sizes = [sum(count for _, count, _ in counts) + self._num_losses(rank) for rank, counts in enumerate(order)]
         everyone = range(self._transport.num_ranks)
@@ -219,22 +218,17 @@ class Updater:
                 at += count
             self.shared_losses.update(self._read_losses(rank, block[at:]))
         dtype = _promoted([_FLOATS[code] for counts in order for _, _, code in counts])
-        norms = torch.cat([by_layer[layer] for layer in sorted(by_layer)]).to(dtype)
-        finite, factor = self._judge(norms[norms != NO_GRADIENT])
+        everything = [by_layer[layer] for layer in sorted(by_layer)] or [torch.empty(0, dtype=torch.float64)]
+        finite, factor = self._verdict_of(*judge(torch.cat(everything), dtype))
         assert isinstance(finite, bool), "what all ranks have said is on the host"
         self._skipped[0] = self._skipped[0] + (not finite)
         self.scaler.update(finite)
         return finite, factor
 
-    def _judge(self, norms: Tensor) -> tuple[bool | Tensor, Tensor | None]:
-        """The rule of ``torch.nn.utils.clip_grad_norm_``, and whether the norm is finite at all; on a device the answer
-        stays there."""
-        total = torch.linalg.vector_norm(norms) if len(norms) else torch.zeros((), device=norms.device)
+    def _verdict_of(self, finite: bool | Tensor, total: Tensor) -> tuple[bool | Tensor, Tensor | None]:
+        """Whether to update, and the factor of ``torch.nn.utils.clip_grad_norm_``; on a device they stay there."""
         self._norm[0] = number(total)
-        if not self._skips:
-            finite: bool | Tensor = True
-        else:
-            finite = isfinite(float(total)) if is_host(total.device) else torch.isfinite(total)
+        finite = finite if self._skips else True
         if self.options.clip_norm is None:
             return finite, None
         return finite, torch.clamp(self.options.clip_norm / (total + 1e-6), max=1.0)
@@ -255,15 +249,15 @@ class Updater:
         return self._counts
 
     def _sum_tied(self) -> None:
-        """Add the gradients of tied parameters, in the order of their owners; every owner gets the sum."""
+        """Add the gradients of tied parameters, the latest owner's first as in autograd; every owner gets the sum."""
         for tie in self._tied:
-            by_stage = {layer: stage for stage in self._stages.values() for layer in stage.modules}
+            by_stage = {layer: stage for stage in self._stages.values() for layer in stage.owned}
             ranks = self._ranks_of(tie)
             owned = [(by_stage[layer], f"{layer}.{name}") for layer, name in tie.owners if layer in by_stage]
             if not owned:
                 continue
             parameters = [stage.weights.parameters[name] for stage, name in owned]
-            own = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+            own = [_dense(p, "between the owners of a tied weight") for p in parameters]
             blocks = (
                 self._transport.all_gather(torch.cat([g.flatten() for g in own]), ranks) if len(ranks) > 1 else None
             )
@@ -279,9 +273,10 @@ class Updater:
         else:
             held = {rank: list(block.view(-1, *own[0].shape)) for rank, block in zip(ranks, blocks, strict=True)}
             parts = [held[self._home(layer)].pop(0) for layer, _ in tie.owners]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
+        order = sorted(range(len(parts)), key=lambda place: -tie.owners[place][0])
+        total = parts[order[0]]
+        for place in order[1:]:
+            total = total + parts[place]
         return total
 
     def _home(self, layer: int) -> int:
@@ -353,28 +348,14 @@ def _named(stage: Stage, tied: Sequence[TiedWeight]) -> list[str]:
     return [name for name in stage.weights.parameters if name not in later]
 
 
-def _known_norms(stage: Stage) -> Tensor:
-    """The norms of the gradients that a stage has."""
-    parameters = list(stage.weights.parameters.values())
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    device = parameters[0].device if parameters else HOST
-    return torch.stack(torch._foreach_norm(gradients)) if gradients else torch.empty(0, device=device)
+def _counted(stage: Stage, tied: Sequence[TiedWeight]) -> list[Tensor]:
+    return [stage.weights.parameters[name] for name in _named(stage, tied)]
 
 
-def _norms(stage: Stage, tied: Sequence[TiedWeight] = ()) -> Tensor:
-    """The norm of each parameter's gradient, ``NO_GRADIENT`` where there is none."""
-    parameters = [stage.weights.parameters[name] for name in _named(stage, tied)]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    found = iter(torch._foreach_norm(gradients) if gradients else ())
-    return (
-        torch.stack(
-            [
-                next(found).double()
-                if p.grad is not None
-                else torch.full((), NO_GRADIENT, dtype=torch.float64, device=p.device)
-                for p in parameters
-            ]
-        )
-        if parameters
-        else torch.empty(0, dtype=torch.float64)
-    )
+def _dense(parameter: Tensor, why: str) -> Tensor:
+    """A gradient that can be exchanged."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    if parameter.grad.is_sparse:
+        raise UserError(f"a sparse gradient cannot be exchanged {why}; make the embedding with sparse=False")
+    return parameter.grad

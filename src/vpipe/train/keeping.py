@@ -136,7 +136,7 @@ class Keeper:
             for engine in pipeline.engines
             for index, stage in engine.stages.items()
             if pipeline.placement.ranks_of[index][0] == engine.rank
-            for layer, module in stage.modules.items()
+            for layer, module in stage.owned.items()
         }
 
     def resume(self, where: Path) -> Position:
@@ -194,7 +194,7 @@ class Keeper:
             )
         for engine in pipeline.engines:
             for index, stage in engine.stages.items():
-                for layer, module in stage.modules.items():
+                for layer, module in stage.owned.items():
                     load_layer(tensors[layer], module, engine.updater.optimizers.get(index) if same else None)
             updater = engine.updater
             updater.num_updates = dict.fromkeys(updater.num_updates, standing.num_updates)

@@ -121,7 +121,7 @@ class Plain:
 
     def _update(self, learning_rate: float) -> None:
         for owners in self._owners:
-            parts = [self.parameters[name] for name in owners]
+            parts = [self.parameters[name] for name in sorted(owners, key=lambda name: -int(name.split(".", 1)[0]))]
             total = _added([p.grad if p.grad is not None else torch.zeros_like(p) for p in parts])
             for parameter in parts:
                 parameter.grad = None if total is None else total.clone()

@@ -1,0 +1,67 @@
+"""What a step is given and what it leaves: checked arguments, units, the mean loss, and what a failure has spoilt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+from vpipe.errors import UserError
+from vpipe.runtime.microbatches import Microbatches, split
+
+
+def check_counts(num_microbatches: int | None, weight: float) -> None:
+    """Arguments of a step that would otherwise be taken for something else, or spoil the weights."""
+    if num_microbatches is not None and num_microbatches < 1:
+        raise UserError(
+            f"num_microbatches is {num_microbatches}; give at least 1, or None for the pipeline's own number"
+        )
+    if not isfinite(weight):
+        raise UserError(f"the weight of a batch is {weight}; give a finite number")
+
+
+def torn(step: int, before: Mapping[int, int], after: Mapping[int, int]) -> str | None:
+    """What to say of a failed step that has updated some stages; ``None`` where it has updated none."""
+    made = {stage: number - before[stage] for stage, number in sorted(after.items())}
+    if not any(made.values()):
+        return None
+    counts = ", ".join(f"stage {stage} {number}" for stage, number in made.items())
+    return (
+        f"step {step} failed after some of its updates ({counts}), so the stages no longer fit together; load a state "
+        "of before with load_state_dict (and the optimizers' with theirs), or build the pipeline anew"
+    )
+
+
+def mean_loss(contributions: Mapping[tuple[int, int], float], num_layers: int) -> float:
+    """The loss of a batch from what every layer contributed by every unit: the layers' parts of a unit in their order,
+    times its share, unit by unit. (Python adds floats by ``sum`` with or without compensation, by its version.)"""
+    shares = num_layers + 1
+    sums: dict[int, float] = {}
+    for layer, unit in sorted(contributions):
+        if layer != shares:
+            sums[unit] = sums.get(unit, 0.0) + contributions[layer, unit]
+    total = 0.0
+    for unit in sorted(sums):
+        total += contributions.get((shares, unit), 0.0) * sums[unit]
+    return total
+
+
+def units_of(value: Any, num_units: int, needed: bool, what: str) -> tuple[Callable[[int], Any], list[float] | None]:
+    """A batch as a function of the unit, and the units' weights; a batch that is not needed here is not cut."""
+    if isinstance(value, Microbatches):
+        return value.get, _checked(value.weights, num_units)
+    if value is None:
+        if needed:
+            raise UserError(f"this rank needs the {what}: it holds the {'first' if what == 'inputs' else 'last'} stage")
+        return lambda unit: None, None
+    parts, weights = split(value, num_units)
+    return parts.__getitem__, weights
+
+
+def _checked(weights: Sequence[float] | None, num_units: int) -> list[float] | None:
+    if weights is None:
+        return None
+    found = [float(weight) for weight in weights]
+    if len(found) != num_units or not all(map(isfinite, found)):
+        raise UserError(f"Microbatches has the weights {found}; give {num_units} finite numbers, one a microbatch")
+    return found
