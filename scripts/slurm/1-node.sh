@@ -10,6 +10,7 @@
 #SBATCH --signal=B:USR1@60
 
 export MASTER_ADDR=127.0.0.1
+export VPIPE_SECRET="$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \n')"  # for the ranks of this job alone
 
 run=runs/slurm-"$SLURM_JOB_ID"
 overrides=()

@@ -16,6 +16,7 @@ if [ -z "$MASTER_ADDR" ]; then
   exit 2
 fi
 export MASTER_ADDR
+export VPIPE_SECRET="$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \n')"  # for the ranks of this job alone
 
 run=runs/slurm-"$SLURM_JOB_ID"
 overrides=()

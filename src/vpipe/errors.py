@@ -20,6 +20,12 @@ class UserError(ValueError):
         return " ".join(str(self).split())
 
 
+def printable(text: str, most: int = 2000) -> str:
+    """Text from elsewhere, for a terminal: on one line, without characters that a terminal obeys."""
+    shown = "".join(letter if letter.isprintable() else " " if letter.isspace() else "\ufffd" for letter in text[:most])
+    return " ".join(shown.split())
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'zb-h1'?``, or an empty string where nothing is near."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from vpipe.process import Process
 from vpipe.rundir import endings, state, writing
 from vpipe.rundir.endings import CODES, Ending, Kind
 from vpipe.rundir.layout import STATE
-from vpipe.rundir.process import Process
 from vpipe.rundir.state import Beat, Heart
 
 

@@ -23,6 +23,9 @@ from vpipe.errors import UserError
 from vpipe.launch import words
 from vpipe.launch.mpi import from_mpi
 
+SECRET = "VPIPE_SECRET"
+"""The secret of a run: see ``runtime.secret``. It goes through pipes and environments, never into a command line."""
+
 Ask = Callable[[Sequence[str]], str]
 """Command → what it prints."""
 

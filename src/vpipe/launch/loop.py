@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -22,8 +23,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from vpipe.errors import UserError
+from vpipe.launch.environment import SECRET
 from vpipe.launch.output import Output
-from vpipe.launch.process import kill_group
+from vpipe.launch.process import is_stopped, kill_group
 from vpipe.launch.verdict import IN_ORDER, Report, Verdict
 from vpipe.rundir.endings import BY_SIGNAL, Ending, Kind
 
@@ -73,6 +75,7 @@ class Launch:
                 "LOCAL_WORLD_SIZE": str(self._num_ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                SECRET: secrets.token_hex(32),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": "0",
             },
@@ -168,6 +171,7 @@ class Launch:
         until = min(self._kill_at, self._judge_at) - now
         for key, _ in self._selector.select(min(max(until, 0.0), 1.0)):
             key.data(key.fileobj)
+        self._wake_zygote()
         now = time.monotonic()
         if now >= self._kill_at:
             self._kill_at = float("inf")
@@ -178,6 +182,12 @@ class Launch:
                 self._end(signal.SIGTERM, FAILURE_GRACE)
             elif self._judge_at == float("inf"):
                 self._judge_at = now + CAUSE_PATIENCE
+
+    def _wake_zygote(self) -> None:
+        """Whoever stopped the zygote has not stopped the ranks: without it nobody would hear of their end."""
+        if self._zygote is not None and is_stopped(self._zygote.pid):
+            self._zygote.send_signal(signal.SIGCONT)
+            self._output.say("vpipe: the process that started the ranks had been stopped; it goes on")
 
     def _end(self, signum: int, grace: float) -> None:
         self._verdict.ended_by_us = True

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -34,6 +35,14 @@ def kill_own_group() -> NoReturn:
     """End this process and everything it has started."""
     kill_group(os.getpgrp())
     os._exit(1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped (SIGSTOP) and can do nothing until it is woken."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def signal_name(signum: int) -> str:

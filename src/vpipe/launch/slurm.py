@@ -167,7 +167,10 @@ def _address(job: Job) -> list[str]:
 
 
 def _variables(job: Job) -> list[str]:
-    lines = [f"export MASTER_PORT={job.port}"] if job.port else []
+    lines = [
+        "export VPIPE_SECRET=\"$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')\"  # for the ranks of this job alone"
+    ]
+    lines += [f"export MASTER_PORT={job.port}"] if job.port else []
     if job.interface:
         lines += [f"export {name}_SOCKET_IFNAME={shlex.quote(job.interface)}" for name in ("GLOO", "NCCL")]
     return lines
@@ -290,5 +293,5 @@ _SLURM = (
     *("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"),
     "SLURM_STEP_TASKS_PER_NODE",
 )
-_SECRETS = ("HF_TOKEN", "HF_HOME", "WANDB_API_KEY", "USE_ORION_SCHEDULER")
+_SECRETS = ("VPIPE_SECRET", "HF_TOKEN", "HF_HOME", "WANDB_API_KEY", "USE_ORION_SCHEDULER")
 """Names, never values: docker takes the values from the environment of its caller."""

@@ -11,6 +11,7 @@ Kept in the run directory, as VPipe does: ``command_history.log``, ``machinefile
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -18,14 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.launch import words
 from vpipe.launch.container import NONE, PYTHON, Container, wrap
-from vpipe.launch.environment import carried, interface_variables
+from vpipe.launch.environment import SECRET, carried, interface_variables
 from vpipe.launch.hosts import Node, all_local, machinefile, meeting_point, nodes
 from vpipe.launch.process import signal_name
 from vpipe.launch.remote import PATIENCE, Hello, Order
@@ -125,6 +126,7 @@ def order(node: Node, launch: Launch, meeting: str, port: int, hello: Hello) -> 
 
 def run(launch: Launch, show: Show) -> int:
     """Run all ranks to their end; the first bad exit code. ``show`` gets every line, tagged with its node."""
+    launch = replace(launch, environment={SECRET: secrets.token_hex(32), **launch.environment})
     here = nodes(launch.machines)
     commands = [command(node, launch) for node in here]
     launch.run_directory.mkdir(parents=True, exist_ok=True)

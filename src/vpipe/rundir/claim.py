@@ -17,10 +17,10 @@ from pathlib import Path
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
+from vpipe.process import Process
 from vpipe.rundir import lineage, manifest
 from vpipe.rundir.layout import CHECKPOINTS, CONFIG, METRICS, OF_A_RUN, PLAN, RUN, STATE
 from vpipe.rundir.lock import Lock
-from vpipe.rundir.process import Process
 from vpipe.rundir.state import Beat
 
 COMMAND = "VPIPE_COMMAND"

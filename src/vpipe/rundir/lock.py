@@ -12,9 +12,9 @@ from pathlib import Path
 from time import time
 
 from vpipe.errors import UserError
+from vpipe.process import Process
 from vpipe.rundir import writing
 from vpipe.rundir.layout import LOCK, STATE
-from vpipe.rundir.process import Process
 from vpipe.rundir.state import SILENT_AFTER, Beat
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}

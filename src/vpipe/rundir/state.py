@@ -19,10 +19,10 @@ from pathlib import Path
 from time import time
 from typing import Any
 
+from vpipe.process import Process
 from vpipe.rundir import endings, writing
 from vpipe.rundir.endings import Ending, Kind
 from vpipe.rundir.layout import STATE
-from vpipe.rundir.process import Process
 
 EVERY = 1.0
 """Seconds between two beats."""

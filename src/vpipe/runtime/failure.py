@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from traceback import format_exception_only
 from typing import Any
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, printable
+from vpipe.runtime.secret import Sealed
 
 DONE = "done"
 """The beat of a rank that ended well, and the kind of entry by which the keeper of the store takes its leave."""
@@ -53,6 +54,16 @@ class Cause:
         where = f" ({notes[0].removeprefix('vpipe: this happened ')})" if notes else ""
         return cls(rank, kind, "".join(format_exception_only(type(error), error)).splitlines()[0] + where, rank)
 
+    @classmethod
+    def parse(cls, text: str) -> Cause | None:
+        """A cause that came over the wire; ``None`` for anything else."""
+        try:
+            found = json.loads(text)
+            rank, by = int(found["rank"]), int(found["by"])
+            return cls(rank, printable(str(found["kind"])), printable(str(found["sentence"])), by)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
     def __str__(self) -> str:
         return f"rank {self.rank} failed: {self.sentence}" if self.kind in ("error", "user") else self.sentence
 
@@ -66,25 +77,25 @@ class Board:
     ``store`` is any store of torch. No call waits for a key: beats exist from the meeting on.
     """
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store = store
+    def __init__(self, store: Any, rank: int, secret: str = "") -> None:
+        self._store = Sealed(store, secret)
         self._rank = rank
 
     def post(self, cause: Cause) -> Cause:
         """Write a cause; the first one stays and is returned."""
-        text = self._store.compare_set("end", "", json.dumps(cause.fields()))
-        return Cause(**json.loads(text))
+        return Cause.parse(self._store.set_once("end", json.dumps(cause.fields()))) or cause
 
     def read(self) -> Cause | None:
         """The cause, if any rank has one."""
-        return Cause(**json.loads(self._store.get("end"))) if self._store.check(["end"]) else None
+        text = self._store.get_if_there("end")
+        return Cause.parse(text) if text is not None else None
 
     def beat(self, text: str) -> None:
         """Say that this rank lives, and what it is doing."""
         self._store.set(f"beat/{self._rank}", text)
 
     def beat_of(self, rank: int) -> str:
-        return str(self._store.get(f"beat/{rank}"), "utf-8")
+        return printable(self._store.get(f"beat/{rank}") or "")
 
     def acknowledge(self) -> int:
         """Say that this rank needs the store no more; how many have."""
@@ -98,14 +109,15 @@ class Board:
         self._store.set(f"{key}/{self._rank}", json.dumps(facts))
 
     def missing(self, key: str, num_ranks: int) -> list[int]:
-        """The ranks that have not put their facts yet."""
-        if self._store.check([f"{key}/{rank}" for rank in range(num_ranks)]):
-            return []
-        return [rank for rank in range(num_ranks) if not self._store.check([f"{key}/{rank}"])]
+        """The ranks that have not put their facts yet; what others have put in their place does not count."""
+        if not self._store.check([f"{key}/{rank}" for rank in range(num_ranks)]):
+            return [rank for rank in range(num_ranks) if not self._store.check([f"{key}/{rank}"])]
+        return [rank for rank in range(num_ranks) if self._store.get(f"{key}/{rank}") is None]
 
     def gathered(self, key: str, num_ranks: int) -> list[dict[str, Any]]:
         """Everybody's facts; call when nobody is missing."""
-        return [json.loads(self._store.get(f"{key}/{rank}")) for rank in range(num_ranks)]
+        found = [json.loads(self._store.get(f"{key}/{rank}") or "{}") for rank in range(num_ranks)]
+        return [each if isinstance(each, dict) else {} for each in found]
 
 
 def reason(error: BaseException) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from vpipe.errors import UserError
 from vpipe.runtime.failure import PeerLost, reason
+from vpipe.runtime.secret import SECRET, prefix
 
 _stores: Any = dist
 """torch's type stubs leave its stores out."""
@@ -35,6 +36,8 @@ class Place:
     generation: str = "0"
     """Counts restarts by torchrun: the addresses of ranks that are gone must not be found again."""
     report_fd: int | None = None
+    secret: str = ""
+    """Of this run; empty where no launcher of ours gave one."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Place:
@@ -48,6 +51,7 @@ class Place:
                 environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 f"{environ.get('TORCHELASTIC_RUN_ID', '')}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
                 int(report) if report else None,
+                environ.get(SECRET, ""),
             )
         except (KeyError, ValueError) as error:
             raise UserError(
@@ -73,7 +77,7 @@ class Place:
             multi_tenant=not options,
             **options,
         )
-        return _stores.PrefixStore(f"vpipe/{self.generation}", store)
+        return _stores.PrefixStore(prefix(self.secret, self.generation), store)
 
     @property
     def _is_loopback(self) -> bool:

@@ -10,26 +10,24 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import signal
-import socket
 import sys
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from time import monotonic, sleep
 from types import TracebackType
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 import vpipe
-from vpipe.errors import UserError
+from vpipe.errors import UserError, printable
 from vpipe.network import GLOO, choose_interface
+from vpipe.process import Process
 from vpipe.runtime.failure import Board, Cause, PeerLost, reason
 from vpipe.runtime.meeting import COME_WITHIN, Place, connected
+from vpipe.runtime.secret import prefix
 from vpipe.runtime.watchdog import Watchdog
 
 _stores: Any = dist
@@ -48,23 +46,22 @@ class Membership:
         self._place = place
         self._patience = min(timeout, COME_WITHIN)
         self.store = store
-        self._board = Board(store, place.rank)
+        self._board = Board(store, place.rank, place.secret)
         self._board.beat("0 joining")
         self._agreements = 0
         self._engines: list[weakref.ref[Any]] = []
         self._people: list[dict[str, Any]] = []
         keeper = None if place.launcher_keeps_store else 0
-        self.watchdog = Watchdog(
-            Board(watched, place.rank), place.rank, place.num_ranks, min(SILENCE, timeout), keeper, place.report_fd
-        )
+        board = Board(watched, place.rank, place.secret)
+        silence = min(SILENCE, timeout)
+        self.watchdog = Watchdog(board, place.rank, place.num_ranks, silence, keeper, place.report_fd)
         self.watchdog.doing = self._doing
         self.watchdog.end_silent = self._end_silent
 
     def meet(self) -> None:
         """Wait for all ranks; their versions must be the same."""
         me = {"torch": torch.__version__, "vpipe": vpipe.__version__}
-        process = {"host": _machine(), "pid": os.getpid(), "created": psutil.Process().create_time()}
-        self._people = self._exchange("join", me | process)
+        self._people = self._exchange("join", {**me, "process": Process.here().fields()})
         self._compare(self._people, me, "runs {key} {value}", "install the same versions everywhere")
 
     def agree(self, facts: Mapping[str, str]) -> None:
@@ -97,8 +94,8 @@ class Membership:
         for rank, facts in enumerate(everybody):
             for key in keys:
                 if facts.get(key) != everybody[0].get(key):
-                    here = form.format(key=key, value=facts.get(key))
-                    there = form.format(key=key, value=everybody[0].get(key))
+                    here = form.format(key=key, value=printable(str(facts.get(key))))
+                    there = form.format(key=key, value=printable(str(everybody[0].get(key))))
                     raise UserError(f"rank {rank} {here}, but rank 0 {there}; {remedy}")
 
     def watch(self, engine: Any) -> None:
@@ -114,13 +111,9 @@ class Membership:
 
     def _end_silent(self, rank: int) -> None:
         """A stopped rank of this machine cannot end by itself: it goes too, if it is still the process that joined."""
-        person = self._people[rank]
-        try:
-            process = psutil.Process(person["pid"])
-            if person["host"] == _machine() and process.create_time() == person["created"]:
-                process.send_signal(signal.SIGKILL)
-        except psutil.Error:
-            pass
+        process = Process.parse(self._people[rank].get("process"))
+        if process is not None:
+            process.kill()
 
     def start(self) -> None:
         """From now on this rank ends with the others, and soon: an interpreter that has loaded torch spends a second on
@@ -128,12 +121,6 @@ class Membership:
         atexit.register(gc.freeze)
         atexit.register(self.watchdog.finish)
         self.watchdog.start()
-
-
-def _machine() -> str:
-    """This machine, until its next start."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 _current: Membership | None = None
@@ -151,7 +138,9 @@ def join(place: Place | None, timeout: float) -> int:
         return dist.get_world_size()
     sys.excepthook = hook = Hook(place)
     if dist.is_initialized():
-        store = _stores.PrefixStore(f"vpipe/{place.generation}", _stores.distributed_c10d._get_default_store())
+        store = _stores.PrefixStore(
+            prefix(place.secret, place.generation), _stores.distributed_c10d._get_default_store()
+        )
         hook.member = member = Membership(place, timeout, store, store.clone())
         member.meet()
     else:
