@@ -14,9 +14,9 @@ from vpipe.observe.report import write_report
 from vpipe.observe.rundir import open_run
 from vpipe.observe.story import story
 from vpipe.observe.watcher import Watcher
+from vpipe.process import Process
 from vpipe.rundir import endings
 from vpipe.rundir.endings import Ending, Kind
-from vpipe.rundir.process import Process
 from vpipe.rundir.state import Beat
 
 RUN = "0123456789ab"
@@ -24,7 +24,7 @@ RUN = "0123456789ab"
 
 def dead_process() -> Process:
     """A process that was, and is no more."""
-    ask = "from vpipe.rundir.process import Process; import json; print(json.dumps(Process.here().fields()))"
+    ask = "from vpipe.process import Process; import json; print(json.dumps(Process.here().fields()))"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     found = Process.parse(__import__("json").loads(done.stdout))
     assert found is not None
