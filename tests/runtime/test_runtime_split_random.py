@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from vpipe import Pipeline
 from vpipe.runtime import swap
+from vpipe.schedule.action import Kind
+from vpipe.schedule.catalog import build, entries
 
 SCHEDULES = {
     **{"zb-h1": 1, "zb-h2": 1, "zb-auto": 1},
@@ -72,7 +74,7 @@ def differences(
 def check(schedule: str, seed: int) -> int:
     """One random model; returns the number of its layers."""
     dice = Random(seed)
-    num_layers = 2 * SCHEDULES[schedule] + dice.randint(2, 8)
+    num_layers = 2 * SCHEDULES[schedule] + dice.randint(5, 11)
     seeds = [dice.randrange(1 << 30) for _ in range(num_layers)]
     layers, twins = ([Steps(seed) for seed in seeds] for _ in range(2))
     treatment = dice.choice([{}, {}, {"recompute": 1.0}, {"swap": 1.0}, {"recompute": 0.5, "swap": 0.5}])
@@ -84,6 +86,13 @@ def check(schedule: str, seed: int) -> int:
         wrong = differences(schedule, list(layers), list(twins), seed, dice.random() < 0.15, **treatment)
     assert not wrong, f"{schedule} {treatment}, seed {seed}: {', '.join(wrong)} of {story}"
     return num_layers
+
+
+def test_every_schedule_that_splits_is_here() -> None:
+    programs = {entry.name: build(entry.name, 2, 4) for entry in entries()}
+    assert set(SCHEDULES) == {
+        name for name, program in programs.items() if any(action.kind is Kind.W for _, action in program.actions())
+    }
 
 
 @pytest.fixture(autouse=True)
