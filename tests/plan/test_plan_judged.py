@@ -67,6 +67,16 @@ def test_the_bound_is_below_every_layout(schedule: str) -> None:
         assert lower_bound(judge, Options()) <= steps.min(), seed
 
 
+def test_the_bound_under_a_cap_is_below_what_the_search_finds_with_more_effort() -> None:
+    for seed in range(6):
+        profile = large_chain(seed, 30, alike=0.0, swap=0.0)
+        for schedule in ("1f1b", "zb-h1", "gpipe"):
+            cap = cap_of(profile, schedule, 4, 8, 0.15)
+            found = plan(profile, 4, num_microbatches=8, schedule=schedule, memory=cap)
+            judge = Judge(profile, Pipe.of(schedule, 4, 8), Machine.of(4, cap))
+            assert lower_bound(judge, Options()) <= found.step_time
+
+
 def test_the_judge_agrees_with_the_simulator() -> None:
     rng = random.Random(5)
     for schedule in SCHEDULES:

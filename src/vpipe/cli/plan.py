@@ -105,7 +105,17 @@ def command(output: Path | None, old_form: Path | None, check: bool, as_json: bo
     profile = _profile(wanted, config, quiet=as_json)
     if isinstance(profile, int):
         return profile
-    found = make(profile, wanted, config, quiet=as_json)
+    if wanted.target.suffix == ".txt":
+        from vpipe.plan.graph_orders import plan_graph
+        from vpipe.plan.graph_text import load_graph
+
+        stages = (wanted.ranks or 1) * (wanted.stages_per_rank or 1)
+        fastest = max(wanted.speeds or [1.0])
+        profile, found = plan_graph(
+            load_graph(wanted.target), stages, lambda one: make(one, wanted, quiet=as_json), fastest
+        )
+    else:
+        found = make(profile, wanted, config, quiet=as_json)
     if output is not None:
         found.save(output)
     notes = _write_old(found, profile, wanted, old_form) if old_form is not None else []

@@ -34,6 +34,8 @@ _SHY = 1e-9
 _STEPS = 24
 _PRICES, _PRICED = 4, 3
 """Prices per byte, and for how many of the paths."""
+_CELLS = 1_000_000
+"""Stages of all positions that are looked at one by one."""
 _FREE = 1e200
 """Bandwidth of a swap lane that takes no time."""
 
@@ -108,6 +110,8 @@ def _largest_layer(judge: Judge) -> float:
 def _busiest_rank(judge: Judge, options: Options, low: float) -> float:
     """One stage per rank: the least step at which the stages reach the end."""
     reach = _Reach(judge, options)
+    if (judge.profile.num_layers + 1) ** 2 * judge.pipe.num_stages <= _CELLS:
+        return max(low, reach.least())
     total = judge.units.max() * (_work(judge).sum() * 2 + 2 * judge.forward[-1]) / judge.speed.min()
     high = max(low, float(total + judge.units.max() * 2 * judge.overhead.sum() + judge.update[-1] / judge.speed.min()))
     high += float(_hops(judge, 0)[-1] + _hops(judge, 1)[-1])
@@ -131,12 +135,40 @@ class _Reach:
             profile = replace(profile, swap_bandwidth=_FREE)
         ranges, stages = range_table(profile), judge.pipe.num_stages
         shared: dict[object, StageBounds] = {}
+        self.bounds: list[StageBounds] = []
         self.rows: list[list[_Row]] = []
         for s, facts in enumerate(judge.facts):
             key = facts, s == 0, s == stages - 1
             if key not in shared:
                 shared[key] = StageBounds(profile, facts, options, ranges, first=s == 0, last=s == stages - 1)
+            self.bounds.append(shared[key])
             self.rows.append(list(_rows(judge, shared[key], s)))
+
+    def least(self) -> float:
+        """The least step of any partition by these paths: a shortest path over all stages, where they are few.
+
+        A stage has its own bound of what it must recompute here, which is closer than prices along the layers.
+        """
+        layers = self.judge.profile.num_layers
+        start, stop = (each.ravel() for each in np.indices((layers + 1, layers + 1)))
+        proper = stop > start
+        best = np.full(layers + 1, np.inf)
+        best[0] = 0.0
+        for stage, bounds in enumerate(self.bounds):
+            need = np.full((layers + 1, layers + 1), np.inf)
+            a, b = start[proper], stop[proper]
+            times, _ = bounds.times(a, b)
+            extra = times - (bounds.base[b] - bounds.base[a] + bounds.overhead)
+            extra[~(extra > 1e-9 * times) | ~np.isfinite(times)] = 0.0
+            if bounds.swap_bandwidth is not None:
+                extra[:] = 0.0
+            found = np.zeros(len(a))
+            for way in _ways(self.judge, stage):
+                row, before, limit = _line(self.judge, way, stage, bounds.facts.speed)
+                found = np.maximum(found, row[b] - before[a] - limit + way.again * extra)
+            need[a, b] = np.where(np.isfinite(times), found, np.inf)
+            best = np.maximum(best[:, None], need).min(axis=0)
+        return float(best[-1]) if np.isfinite(best[-1]) else 0.0
 
     def reaches(self, step: float) -> bool:
         """Whether the last stage can end with the last layer."""
@@ -176,6 +208,8 @@ class _Way:
     before: tuple[int, int]
     """Forwards and backwards."""
     behind: tuple[int, int]
+    again: int
+    """Backwards that the path comes to by way of their recompute, and not by a message."""
     update: bool = False
 
 
@@ -188,9 +222,9 @@ def _rows(judge: Judge, bounds: StageBounds, stage: int) -> Iterator[_Row]:
         stop, start, limit = _line(judge, way, stage, bounds.facts.speed)
         yield _Row(_least_after(stop), start, limit)
         for price, sums in prices if number < _PRICED else []:
-            # What must be freed is recomputed at least at this price, before every backward of the path.
-            extra = way.own[1] * (sums + price * bounds.fixed)
-            yield _Row(_least_after(stop + extra), start + extra, limit + way.own[1] * price * bounds.facts.memory)
+            # What must be freed is recomputed at least at this price, before the backwards of the path.
+            extra = way.again * (sums + price * bounds.fixed)
+            yield _Row(_least_after(stop + extra), start + extra, limit + way.again * price * bounds.facts.memory)
 
 
 def _line(judge: Judge, way: _Way, stage: int, speed: float) -> tuple[Array, Array, float]:
@@ -216,7 +250,7 @@ def _ways(judge: Judge, stage: int) -> list[_Way]:
     pipe = judge.pipe
     if pipe.asynchronous:
         units = int(judge.units[stage])
-        return [_Way((units, units, units), (0, 0), (0, 0))]
+        return [_Way((units, units, units), (0, 0), (0, 0), units)]
     row = pipe.program.rows[pipe.program.placement.ranks_of[stage][0]]
     kinds = [action.kind for action in row if LANE[action.kind] is Lane.COMPUTE]
     backs = [index for index, kind in enumerate(kinds) if kind in INPUT_GRADIENT]
@@ -228,20 +262,22 @@ def _ways(judge: Judge, stage: int) -> list[_Way]:
         whole, halves, rest = (part.count(kind) for kind in (Kind.B, Kind.I, Kind.W))
         return part.count(Kind.F), whole + halves, whole + rest
 
-    end = len(kinds) - 1
+    end, all_backs = len(kinds) - 1, len(backs)
+    early = counted(0, last_forward)
     found = [
-        _Way(counted(0, backs[-1]), (1, 1), (0, 0)),
-        _Way(counted(backs[0], backs[-1]), (1, 1), (1, 1)),
-        _Way(counted(0, end), (1, 0), (0, 0), update=True),
-        _Way(counted(backs[0], end), (1, 0), (1, 1), update=True),
-        _Way(counted(0, last_forward), (1, 1), (1, 1)),
+        _Way(counted(0, backs[-1]), (1, 1), (0, 0), all_backs),
+        _Way(counted(backs[0], backs[-1]), (1, 1), (1, 1), all_backs - 1),
+        _Way(counted(0, end), (1, 0), (0, 0), all_backs, update=True),
+        _Way(counted(backs[0], end), (1, 0), (1, 1), all_backs - 1, update=True),
+        _Way(early, (1, 1), (1, 1), early[1]),
     ]
     # A path that comes by all forwards passes this stage's as well, one that leaves by all backwards its backward.
     found[1] = _more(found[1], forward=True)
     found[3] = _more(found[3], forward=True)
     found[4] = _more(found[4], backward=True, split=split)
     if backs[0] < last_forward:
-        way = _Way(counted(backs[0], last_forward), (2, 2), (2, 2))
+        own = counted(backs[0], last_forward)
+        way = _Way(own, (2, 2), (2, 2), own[1] - 1)
         found.append(_more(_more(_home(way), forward=True), backward=True, split=split))
     return found
 

@@ -37,6 +37,10 @@ class Node:
     stage: int | None = None
 
     @property
+    def is_input(self) -> bool:
+        return self.description.startswith("Input")
+
+    @property
     def activation_size(self) -> float:
         return sum(self.activation_sizes)
 
@@ -88,14 +92,18 @@ class Graph:
             raise UserError(f"{self.source}: the graph has a cycle among {shown}; a pipeline needs an acyclic graph")
         return tuple(found)
 
-    def to_profile(self, *, optimizer_copies: float = 1.0, model: str = "") -> Profile:
-        """The graph as a chain.
+    def to_profile(
+        self, *, optimizer_copies: float = 1.0, model: str = "", order: Sequence[Node] | None = None
+    ) -> Profile:
+        """The graph as a chain, in the given topological order or in ``order()``.
 
+        An ``Input`` node is the loading of data, which is no work of a rank: its times do not count (nor do they in
+        PipeDream's own optimizer).
         The text does not split the backward: a node with parameters is given half of it as weight gradient, one
         without none. It does not say what is saved either: a node is taken to save as much as it yields.
         ``optimizer_copies`` is the optimizer's state as a multiple of the parameters (SGD with momentum 1, Adam 2).
         """
-        order = self.order()
+        order = self.order() if order is None else order
         place = {node.id: index for index, node in enumerate(order)}
         last_read = {node.id: place[node.id] for node in order}
         for writer, reader in self.edges:
@@ -103,12 +111,12 @@ class Graph:
         layers = []
         for index, node in enumerate(order):
             crossing = sum(n.activation_size for n in order[: index + 1] if last_read[n.id] > index)
-            backward = node.backward_ms / 1e3
+            forward, backward = (0.0, 0.0) if node.is_input else (node.forward_ms / 1e3, node.backward_ms / 1e3)
             weight_grad = backward / 2 if node.parameter_size else 0.0
             layers.append(
                 LayerCost(
                     name=f"{node.id} {node.description.split('(')[0].strip()}",
-                    forward=node.forward_ms / 1e3,
+                    forward=forward,
                     input_grad=backward - weight_grad,
                     weight_grad=weight_grad,
                     saved_bytes=round(node.activation_size),
