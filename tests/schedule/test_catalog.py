@@ -34,6 +34,8 @@ NAMES = [
     "v-min",
     "hanayo",
     "dualpipe-v",
+    "chimera",
+    "dualpipe",
     "pipedream",
     "pipedream-2bw",
 ]
@@ -78,7 +80,8 @@ def test_every_size_works_or_says_what_it_needs(name):
     for p in (1, 2, 3, 4, 7):
         for m in (1, 2, 3, 5, 8, 13):
             for v in (1, 2, 3, 4) if entry.any_stages_per_rank else (None,):
-                if (name == "hanayo" and v % 2) or (name == "pipedream-2bw" and m < p - 1):
+                odd = (name == "hanayo" and v % 2) or (name == "dualpipe" and p % 2)
+                if odd or (name == "pipedream-2bw" and m < p - 1):
                     with pytest.raises(UserError, match=rf"{name}.*\d"):
                         entry.build(p, m, v)
                     continue
@@ -90,7 +93,7 @@ def test_every_size_works_or_says_what_it_needs(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_authors_write_only_compute_and_update(name):
-    program = build(name, 3, 6)
+    program = build(name, 4, 6)
     assert {action.kind for _, action in program.actions()} <= {Kind.F, Kind.B, Kind.I, Kind.W, Kind.STEP}
     if get(name).mode == "bsp":
         for row, stages in zip(program.rows, program.placement.stages_of, strict=True):
@@ -137,6 +140,7 @@ def test_refusals_say_both_numbers(call, words):
     [
         ("hanayo", {"num_waves": 2}),
         ("dualpipe-v", {"deepseek_drain": True}),
+        ("dualpipe", {"deepseek_drain": True}),
         ("pipedream", {"vertical_sync": True}),
         ("pipedream", {"update_interval": 2}),
         ("pipedream", {"replicas": (2, 2)}),
@@ -194,14 +198,15 @@ def test_zb_auto_is_never_behind_its_family_and_keeps_its_memory():
 @pytest.mark.parametrize("name", [name for name in NAMES if get(name).mode == "bsp"])
 @pytest.mark.parametrize("d", [1, 2, 3])
 def test_any_synchronous_program_can_be_replicated(name, d):
-    single = build(name, 3, 4)
+    p = 4 if name == "dualpipe" else 3
+    single = build(name, p, 4)
     program = replicate(single, d)
     assert verify(program) == []
-    assert program.num_ranks == 3 * d
+    assert program.num_ranks == p * d
     assert program.num_microbatches == 4 * d
     for pipeline in range(d):
-        for rank in range(3):
-            units = {action.microbatch for action in program.rows[pipeline * 3 + rank] if action.microbatch >= 0}
+        for rank in range(p):
+            units = {action.microbatch for action in program.rows[pipeline * p + rank] if action.microbatch >= 0}
             assert units == set(range(pipeline, 4 * d, d))
     assert simulate(program).makespan == pytest.approx(simulate(single).makespan)
 

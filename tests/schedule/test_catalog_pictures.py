@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vpipe.schedule import dualpipe, gpipe, one_f_one_b, v_shape, wave, zero_bubble
+from vpipe.schedule import chimera, draw, dualpipe, gpipe, one_f_one_b, v_shape, wave, zero_bubble
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.simulate import simulate
@@ -43,3 +43,10 @@ def test_the_docstring_shows_the_schedule(module, program, with_stage):
     shown = [line.rstrip() for line in module.__doc__.splitlines()]
     for line in drawn(program, with_stage):
         assert any(each.endswith(line) for each in shown), line
+
+
+def test_chimeras_picture() -> None:
+    picture = draw.text(simulate(chimera.chimera(4, 4))).splitlines()[:4]
+    assert chimera.__doc__ is not None
+    drawn_there = [line.removeprefix("    p = 4, m = 4").strip() for line in chimera.__doc__.splitlines()]
+    assert [line for line in drawn_there if line.startswith("rank ")] == picture

@@ -42,6 +42,8 @@ GOLDEN = [
     ("v-half", None, 26.5, 26.5, [3, 3, 3, 3]),
     ("v-min", None, 29.5, 29.5, [2, 2, 2, 2]),
     ("dualpipe-v", None, 27, 27, [4.5, 4.5, 4.5, 4.5]),
+    ("chimera", None, 28, 28, [5, 5, 5, 5]),
+    ("dualpipe", None, 26, 26, [5, 5, 5, 5]),
 ]
 
 
@@ -132,6 +134,37 @@ def test_dualpipe_v_is_its_formula_where_f_is_w(times):
 def test_deepseeks_drain_beats_the_formula_when_actions_run_one_by_one():
     assert timed("dualpipe-v", 4, 8, deepseek_drain=True).makespan == pytest.approx(25.5)
     assert max(timed("dualpipe-v", 4, 8, deepseek_drain=True).peak_activations) == 4.5
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 2.0, 1.0), (0.5, 0.75, 0.5)])
+def test_dualpipe_meets_its_formula(times):
+    """(p/2-1)(FB+B-3W) and p + 1 microbatches, FB = F + B as actions run one by one."""
+    f, i, w = times
+    for p, m in [(2, 4), (4, 8), (4, 14), (6, 12), (8, 16), (8, 40)]:
+        result = timed("dualpipe", p, m, times=times)
+        pair = f + i + w
+        assert result.makespan == pytest.approx(m * pair + (p / 2 - 1) * (pair + (i + w) - 3 * w)), (p, m)
+        assert set(result.peak_activations) == {p + 1}
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 2.0, 1.0), (0.5, 1.0, 0.75)])
+def test_chimera_meets_its_formula(times):
+    f, i, w = times
+    for p in (2, 4, 6, 8, 10):
+        result = timed("chimera", p, p, times=times)
+        assert result.makespan == pytest.approx(p * (f + i + w) + (p - 2) * (i + w)), p
+        assert max(result.peak_activations) == p
+        for m in (2 * p, 3 * p, 4 * p + 2):
+            longer = timed("chimera", p, m, times=times)
+            assert max(longer.peak_activations) == p + 1
+            assert longer.makespan < timed("1f1b", p, m, times=times).makespan
+
+
+def test_v_half_on_8_ranks_is_as_quick_as_its_authors():
+    for m, makespan in ((16, 56.5), (24, 80.5), (32, 104.5)):
+        result = timed("v-half", 8, m)
+        assert result.makespan == pytest.approx(makespan)
+        assert max(result.peak_activations) == 5
 
 
 @pytest.mark.parametrize(("name", "peak"), [("v-half", lambda p: (p + 2) // 2), ("v-min", lambda p: (p + 4) // 3)])

@@ -139,7 +139,7 @@ def programs() -> Iterator[tuple[str, Program]]:
     """The catalogue as written and as executed, with recompute, swap, replicas, skips, and all versions."""
     authored: dict[str, Program] = {}
     for entry in entries():
-        for p, m in ((2, 7), (3, 9), (4, 10)):
+        for p, m in ((2, 7), (4 if entry.two_ways else 3, 9), (4, 10)):
             authored[f"{entry.name} p={p} m={m}"] = entry.build(p, m)
     authored["pipedream, vertical sync"] = build("pipedream", 3, 9, vertical_sync=True)
     authored["pipedream, interval 2"] = build("pipedream", 3, 12, update_interval=2)

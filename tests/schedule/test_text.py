@@ -19,8 +19,10 @@ from vpipe.schedule.text import cells, from_csv, read_csv, to_csv
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 def test_exact_round_trip(entry: Entry) -> None:
-    for p, m in ((1, 1), (2, 3), (4, 8)):
+    for p, m in ((2 if entry.two_ways else 1, 1), (2, 3), (4, 8)):
         program = entry.build(p, m)
+        if entry.two_ways and m == 1:
+            continue  # a file shows who holds a stage by who runs its units
         stages = range(program.num_stages)
         for each in (program, lower(program), lower(program, recompute_stages=stages, swap_stages=stages)):
             again = from_csv(to_csv(each), versions=each.versions)

@@ -17,8 +17,9 @@ class ParallelConfig(Section):
 
     scheduler: ScheduleName = worded("async_threaded", "the name of a schedule, or the path of a .csv file")
     """The schedule: gpipe, naive, async_threaded, 1f1b, eager-1f1b, interleaved, looped-bfs, zb-h1 (zerobubble), zb-h2,
-    zb-v, zb-auto, v-half, v-min, hanayo, dualpipe-v, pipedream, pipedream-2bw, or a registered one; `vpipe schedules`
-    lists them. A path that ends in .csv is a program of your own, torch's dumps included. --scheduler overrides it."""
+    zb-v, zb-auto, v-half, v-min, hanayo, dualpipe-v, chimera, dualpipe, pipedream, pipedream-2bw, or a registered one;
+    `vpipe schedules` lists them. A path that ends in .csv is a program of your own, torch's dumps included. --scheduler
+    overrides it."""
     model_parallel_size: Small = 4
     """Ranks of one pipeline; also the number of stages where a rank holds one stage."""
     data_parallel_size: Small = 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vpipe.schedule.dualpipe import dualpipe_v
+from vpipe.schedule.chimera import chimera
+from vpipe.schedule.dualpipe import dualpipe, dualpipe_v
 from vpipe.schedule.entry import Chain, Entry
 from vpipe.schedule.gpipe import gpipe, naive
 from vpipe.schedule.interleaved import interleaved, interleaved_zb, looped_bfs
@@ -154,6 +155,26 @@ CATALOG: tuple[Entry, ...] = (
         memory="p + 1/2",
         aliases=("dualpipe_v", "dualpipev", "ScheduleDualPipeV"),
         stages_per_rank=2,
+    ),
+    Entry(
+        "chimera",
+        chimera,
+        "1f1b in two directions at once: every rank holds two stages and shares each with its twin",
+        needs="any p and m; the formula holds where p = m is even and I+W ≥ 2F",
+        bubble="(p-2)(I+W)",
+        memory="p at m = p, at most p + 1 beyond",
+        weight_copies="2 (of two stages, one each)",
+        two_ways=True,
+    ),
+    Entry(
+        "dualpipe",
+        dualpipe,
+        "two directions with forwards of one beside backwards of the other",
+        needs="p even, any m; the formula holds where F = W ≤ I and m ≥ 2p is even",
+        bubble="(p/2-1)(FB+(I+W)-3W), FB = F+I+W if a pair is not overlapped",
+        memory="p + 1",
+        weight_copies="2 (of two stages, one each)",
+        two_ways=True,
     ),
     Entry(
         "pipedream",

@@ -1,7 +1,7 @@
 """What actions cost: the numbers that turn an order into a timeline.
 
 Times of a stage are its own. ``uniform`` takes the numbers that papers use, the time of one rank's whole share of a
-microbatch, and divides them by the number of stages a rank holds.
+microbatch, and divides them by the number of stages a rank holds for one direction.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def uniform(
             raise UserError(f"--scale is {factor} for stage {stage}, but a factor is a finite number of at least 0")
     stages = []
     for stage in range(placement.num_stages):
-        share = 1 / max(len(placement.stages_of[rank]) for rank in placement.ranks_of[stage])
+        share = 1 / max(len(placement.stages_of[r]) / placement.num_directions(r) for r in placement.ranks_of[stage])
         stages.append(
             StageCosts(
                 forward * share * scale[stage],

@@ -55,6 +55,8 @@ class Entry:
     """Whether v is free. Where it is not, only the default is accepted."""
     blocking: bool = False
     """Whether the runtime is to end every transfer before it goes on (``naive``)."""
+    two_ways: bool = False
+    """Whether units go in both directions: a rank then holds stages of both ends, each on two ranks."""
     chains: Chain = Chain.NOT
     """How several batches run without a drain between them."""
     num_microbatches: int | None = None

@@ -8,6 +8,7 @@ order still fits afterwards, and users of ``greedy`` hold back new microbatches,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -104,6 +105,8 @@ class Chooser:
     """Forwards whose activations are not freed."""
     ahead: int = 0
     """Forwards whose backward has not begun."""
+    open: Counter[int] = field(default_factory=Counter)
+    """The same of each stage."""
     row: list[Action] = field(default_factory=list)
 
 
@@ -120,22 +123,24 @@ def greedy(
     last = placement.num_stages - 1
     arrival = {(stage, kind): [inf] * num_microbatches for stage in range(last + 1) for kind in kinds}
     arrival[0, F] = [0.0] * num_microbatches
-    count = dict.fromkeys(arrival, 0)
+    turns = [(stage, turn) for stage, ranks in enumerate(placement.ranks_of) for turn in range(len(ranks))]
+    first = {(stage, turn, kind): turn for stage, turn in turns for kind in kinds}
+    lines = [[each for each in first if placement.ranks_of[each[0]][each[1]] == r] for r in range(placement.num_ranks)]
+    """Per rank, (stage, replica, kind): each takes its units in order."""
     choosers = [Chooser(rank) for rank in range(placement.num_ranks)]
     busy_until = [0.0] * len(choosers)
     calls: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(choosers))]
 
     def arrive(stage: int, kind: Kind, k: int, when: float) -> None:
         arrival[stage, kind][k] = when
-        heappush(calls, (when, placement.ranks_of[stage][0]))
+        heappush(calls, (when, placement.rank(stage, k)))
 
     while calls:
         now, rank = heappop(calls)
         if now < busy_until[rank]:
             continue
         chooser = choosers[rank]
-        waiting = [(stage, kind) for stage in placement.stages_of[rank] for kind in kinds]
-        heads = [Action(*each, count[each]) for each in waiting if count[each] < num_microbatches]
+        heads = [Action(line[0], line[2], first[line]) for line in lines[rank] if first[line] < num_microbatches]
         due = {each: arrival[each.stage, each.kind][each.microbatch] for each in heads}
         chooser.now = now
         chooser.next_arrival = min((when for when in due.values() if when > now), default=inf)
@@ -147,16 +152,19 @@ def greedy(
         busy_until[rank] = end = now + times[stage][kind]
         heappush(calls, (end, rank))
         chooser.row.append(action)
-        count[stage, kind] += 1
+        replicas = placement.num_replicas(stage)
+        first[stage, k % replicas, kind] += replicas
         chooser.held += GROWTH[kind]
         if kind is F:
             chooser.ahead += 1
+            chooser.open[stage] += 1
             arrive(*((stage + 1, F) if stage < last else (stage, backward)), k, end)
         elif kind is backward:
             chooser.ahead -= 1
+            chooser.open[stage] -= 1
             if stage:
                 arrive(stage - 1, backward, k, end)
             if backward is I:
                 arrive(stage, W, k, end)
-    assert all(done == num_microbatches for done in count.values()), "the preference starved a rank"
+    assert all(upcoming >= num_microbatches for upcoming in first.values()), "the preference starved a rank"
     return [chooser.row for chooser in choosers]

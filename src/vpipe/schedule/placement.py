@@ -4,6 +4,8 @@ A placement says, for each stage, which ranks hold it. A rank may hold several s
 stage may be held by several ranks (its replicas), which then take the units in turn: unit ``k`` goes to replica ``k mod
 r``.
 
+    two_ways(4)   rank 0: 0 (even units) 3 (odd units)   rank 1: 1 2   rank 2: 2 1   rank 3: 3 0
+
     loop(2, 2)    rank 0: 0 2     V: vee(2)   rank 0: 0 3     zig-zag: zigzag(2, 2)   rank 0: 0 3 4 7
                   rank 1: 1 3                 rank 1: 1 2                             rank 1: 1 2 5 6
 """
@@ -62,6 +64,13 @@ class Placement:
         ranks = self.ranks_of[stage]
         return ranks[microbatch % len(ranks)]
 
+    def num_directions(self, rank: int) -> int:
+        """In how many pipelines the rank stands: 2 where it takes even units of one stage and odd ones of another.
+
+        A rank of two pipelines has a whole share of each.
+        """
+        return len({self.ranks_of[stage].index(rank) for stage in self.stages_of[rank]})
+
     def units(self, stage: int, rank: int, num_microbatches: int) -> range:
         """The units that ``rank`` runs at ``stage``."""
         ranks = self.ranks_of[stage]
@@ -82,6 +91,13 @@ def zigzag(num_ranks: int, num_waves: int) -> Placement:
 def vee(num_ranks: int) -> Placement:
     """One wave: the first and the last stage are on rank 0."""
     return zigzag(num_ranks, 1)
+
+
+def two_ways(num_ranks: int) -> Placement:
+    """Two pipelines in opposite directions: stage ``s`` on rank ``s`` for even units, on rank ``p-1-s`` for odd ones.
+    With an odd number of ranks the stage in the middle has one home for both."""
+    ends = ((stage, num_ranks - 1 - stage) for stage in range(num_ranks))
+    return Placement(tuple((down,) if down == up else (down, up) for down, up in ends))
 
 
 def replicated(num_replicas: Sequence[int]) -> Placement:

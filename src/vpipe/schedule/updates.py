@@ -22,9 +22,12 @@ from vpipe.schedule.violation import Violation
 
 def violations(program: Program, lowered: bool) -> Iterator[Violation]:
     """Every broken rule. Where the program is not ``lowered``, REDUCE need not be there yet."""
-    yield from _disorder(program)
+    several = any(count > 1 for row in program.rows for count in _update_counts(row))
+    if several:
+        yield from _disorder(program)
     if any(kind is Kind.STEP for row in program.rows for _, kind, _ in row):
-        broken = [*_lost_gradients(program), *_lonely_replicas(program, lowered), *_uneven(program)]
+        broken = [*_lost_gradients(program), *_lonely_replicas(program, lowered)]
+        broken += _uneven(program) if several else ()
         yield from broken
         if not broken:
             yield from _unborn(program)
@@ -33,8 +36,6 @@ def violations(program: Program, lowered: bool) -> Iterator[Violation]:
 
 def _disorder(program: Program) -> Iterator[Violation]:
     """Of a program with several updates of a stage: F, and B or W, each in increasing microbatch. I is free."""
-    if all(count <= 1 for row in program.rows for count in _update_counts(row)):
-        return
     for rank, row in enumerate(program.rows):
         last: dict[tuple[int, bool], Action] = {}
         for index, action in enumerate(row):
@@ -57,17 +58,21 @@ def _update_counts(row: Row) -> Iterable[int]:
 
 
 def _lost_gradients(program: Program) -> Iterator[Violation]:
-    """No update is empty, and no gradient is left over."""
+    """No update is empty, and no gradient is left over. A replica that has no unit is given the others' gradient."""
     for rank, row in enumerate(program.rows):
         gathered: dict[int, Action] = {}
         for index, action in enumerate(row):
             stage, kind, _ = action
             if kind in WEIGHT_GRADIENT:
                 gathered[stage] = action
-            elif kind is Kind.STEP and gathered.pop(stage, None) is None:
+            elif kind is Kind.STEP and gathered.pop(stage, None) is None and _has_units(program, stage, rank):
                 yield Violation(rank, index, str(action), f"stage {stage} has no new gradient to apply")
         for stage, left in gathered.items():
             yield Violation(rank, -1, "", f"no {stage}STEP follows {left}: its gradient is never applied")
+
+
+def _has_units(program: Program, stage: int, rank: int) -> bool:
+    return bool(program.placement.units(stage, rank, program.num_microbatches))
 
 
 def _lonely_replicas(program: Program, lowered: bool) -> Iterator[Violation]:
@@ -101,7 +106,7 @@ def _unreduced(program: Program, stage: int, rank: int) -> Iterator[Violation]:
 
 
 def _uneven(program: Program) -> Iterator[Violation]:
-    """An update takes equally many units each time (the last may take fewer), and the same units on every stage.
+    """Each of several updates takes equally many units (the last may take fewer), and the same on every stage.
 
     Stages with different numbers of replicas agree on the units per update, or on the units per update of a replica.
     """
