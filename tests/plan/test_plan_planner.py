@@ -260,3 +260,13 @@ def test_planning_does_not_import_torch() -> None:
         "import sys, vpipe.plan.planner, vpipe.plan.graph_text, vpipe.plan.vpipe_form; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
+def test_two_directions_are_not_planned(schedule: str) -> None:
+    """A rank holds stages of both ends, which this planner's memory does not know."""
+    with pytest.raises(UserError, match=f"vpipe plan plans one direction, but in {schedule}"):
+        plan(transformer(), 4, num_microbatches=8, schedule=schedule)
+    found = plan(transformer(2), 2, num_microbatches=2, schedule="auto").ranking
+    assert found
+    assert schedule not in {name for name, _ in found}

@@ -16,7 +16,7 @@ from vpipe.plan.machine import Machine
 from vpipe.plan.memory import StageFacts
 from vpipe.schedule.action import Kind
 from vpipe.schedule.catalog import get
-from vpipe.schedule.entry import Entry
+from vpipe.schedule.entry import Chain, Entry
 from vpipe.schedule.program import Program
 from vpipe.schedule.replicas import replicate
 from vpipe.schedule.semantics import WEIGHT_GRADIENT, live_versions, most_open, units_in_flight
@@ -49,6 +49,11 @@ class Pipe:
         replicas: tuple[int, ...] = (),
     ) -> Pipe:
         entry = get(schedule)
+        if entry.two_ways:
+            raise UserError(
+                f"vpipe plan plans one direction, but in {entry.name} every rank holds stages of both ends; plan "
+                "dualpipe-v or 1f1b, or give parallel.partition by hand"
+            )
         found = cls(entry, num_ranks, num_microbatches, stages_per_rank or entry.stages_per_rank, replicas)
         if replicas and found.asynchronous and "replicas" not in entry.options:
             raise UserError(f"{entry.name} has no replicas; plan pipedream, or a synchronous schedule")
@@ -77,12 +82,12 @@ class Pipe:
 
     @property
     def asynchronous(self) -> bool:
-        return self.entry.mode != "bsp"
+        return self.entry.asynchronous
 
     def charged(self, profile: Profile) -> Profile:
         """The profile as this schedule pays for it: one that updates after every unit has the update in each unit's
         work."""
-        if not self.asynchronous or "num_batches" in self.entry.options:
+        if self.entry.chains is not Chain.UNITS:
             return profile
         layers = (replace(x, weight_grad=x.weight_grad + x.update, update=0.0) for x in profile.layers)
         return replace(profile, layers=tuple(layers))
@@ -92,7 +97,7 @@ class Pipe:
         if not self.asynchronous:
             program = self.entry.build(self.num_ranks, self.num_microbatches, self.stages_per_rank)
             return replicate(program, self.width) if self.width > 1 else program
-        if "num_batches" in self.entry.options:
+        if self.entry.chains is Chain.BATCHES:
             return self.entry.build(self.num_ranks, self.num_microbatches, num_batches=count)
         if self.replicas:
             units = self.num_microbatches * count

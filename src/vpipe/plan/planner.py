@@ -156,7 +156,8 @@ class _Wanted:
     def _names(self) -> list[str]:
         if self.schedule != "auto":
             return [self.schedule]
-        return [entry.name for entry in entries() if entry.mode in self.modes and entry.name not in _NOT_FOR_AUTO]
+        planned = (entry for entry in entries() if not entry.two_ways and entry.name not in _NOT_FOR_AUTO)
+        return [entry.name for entry in planned if entry.mode in self.modes]
 
 
 class _Outcome:

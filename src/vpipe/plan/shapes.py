@@ -33,7 +33,7 @@ class Shape:
 def shapes(profile: Profile, machine: Machine, entry: Entry, num_microbatches: int) -> Iterator[Shape]:
     """Every way to divide the ranks that the schedule has, for ``num_microbatches`` of all replicas together."""
     total = machine.num_ranks
-    if entry.mode == "bsp":
+    if not entry.asynchronous:
         for d in (d for d in range(1, total + 1) if total % d == 0 and num_microbatches % d == 0):
             p = total // d
             if p * entry.stages_per_rank <= profile.num_layers:
