@@ -48,6 +48,8 @@ class _Machine:
         self.meetings: dict[tuple[int, int], dict[int, tuple[tuple[int, int], ...]]] = defaultdict(dict)
         """(stage, round) → rank → the gradients with which it waits for the other replicas."""
 
+        self.agreeing: set[int] = set()
+
     def intern(self, *expression: Hashable) -> int:
         return self.known.setdefault(expression, len(self.known))
 
@@ -84,6 +86,7 @@ class _Rank:
         self.deferred: dict[Place, int] = {}
         self.gathered: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.reduced: set[int] = set()
+        self.agreed = False
         self.rounds: dict[int, int] = defaultdict(int)
         self.updates: dict[int, list[int]] = defaultdict(list)
         self.buffers: dict[int, list[int]] = defaultdict(list)
@@ -120,6 +123,9 @@ class _Rank:
             if stage >= self.program.num_stages or self.rank not in self.program.placement.ranks_of[stage]:
                 raise Wrong(f"{action} on rank {self.rank}")
             yield from self.reduce(stage) if kind is Kind.REDUCE else self.step(stage)
+            return
+        if kind is Kind.AGREE:
+            yield from self.agree(stage)
             return
         place = (stage, microbatch)
         if self.machine.holder(place) != self.rank:
@@ -199,6 +205,8 @@ class _Rank:
     def weight_grad(self, place: Place) -> Iterator[None]:
         if place not in self.deferred:
             raise Wrong(f"weight gradient of {place} before its input gradient, or again")
+        if self.agreed:
+            raise Wrong(f"gradient of {place} after the agreement")
         self.gathered[place[0]].append((place[1], self.deferred.pop(place)))
         self.reduced.discard(place[0])
         yield from ()
@@ -228,7 +236,7 @@ class _Rank:
         ranks = self.program.placement.ranks_of[stage]
         if len(ranks) == 1:
             return
-        if stage in self.reduced:
+        if stage in self.reduced or self.agreed:
             raise Wrong(f"stage {stage} reduces what is reduced")
         meeting = self.machine.meetings[stage, self.rounds[stage]]
         meeting[self.rank] = tuple(self.gathered[stage])
@@ -237,6 +245,17 @@ class _Rank:
             yield
         self.gathered[stage] = sorted(each for one in meeting.values() for each in one)
         self.reduced.add(stage)
+
+    def agree(self, stage: int) -> Iterator[None]:
+        """All ranks come, each with all its gradients and before its first update."""
+        if stage not in self.program.placement.stages_of[self.rank]:
+            raise Wrong(f"AGREE of stage {stage} on rank {self.rank}")
+        if self.machine.ordered or self.agreed or any(self.updates.values()):
+            raise Wrong("agrees too late, again, or where stages update one by one")
+        self.agreed = True
+        self.machine.agreeing.add(self.rank)
+        while len(self.machine.agreeing) < len(self.machine.ranks):
+            yield
 
     def step(self, stage: int) -> Iterator[None]:
         grads = self.gathered.pop(stage, [])

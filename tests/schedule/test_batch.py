@@ -39,7 +39,7 @@ def random_costs(rng: random.Random, num_stages: int) -> Costs:
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 def test_every_schedule_takes_what_the_simulator_says(entry: Entry) -> None:
     rng = random.Random(entry.name)
-    for num_ranks, num_microbatches in ((1, 2), (2, 3), (3, 4), (4, 9)):
+    for num_ranks, num_microbatches in ((2, 2), (4, 3)) if entry.two_ways else ((1, 2), (2, 3), (3, 4), (4, 9)):
         program = entry.build(num_ranks, num_microbatches)
         stages = range(program.num_stages)
         again, swapped = ([s for s in stages if rng.random() < 0.5] for _ in range(2))

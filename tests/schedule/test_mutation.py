@@ -20,8 +20,8 @@ import pytest
 from schedule_oracle import Known, Wrong, meaning
 
 from vpipe.schedule.action import OF_A_STAGE, Action
-from vpipe.schedule.catalog import build, entries
-from vpipe.schedule.lower import is_lowered, lower
+from vpipe.schedule.catalog import build, entries, find
+from vpipe.schedule.lower import agree, is_lowered, lower
 from vpipe.schedule.program import Program
 from vpipe.schedule.verify import Violation, verify
 
@@ -149,6 +149,8 @@ def programs() -> Iterator[tuple[str, Program]]:
     for name, program in authored.items():
         yield name, program
         yield f"{name}, lowered", lower(program)
+        if find(program).asynchronous is False:
+            yield f"{name}, with an agreement", agree(lower(program))
     for name in ("1f1b p=3 m=9", "zb-h1 p=3 m=9", "zb-v p=3 m=9", "pipedream p=3 m=9"):
         stages = range(authored[name].num_stages)
         yield f"{name}, recompute", lower(authored[name], recompute_stages=stages)

@@ -136,6 +136,7 @@ class Engine:
             Kind.OUT: self._swap_out,
             Kind.IN: self._swap_in,
             Kind.REDUCE: self._reduce,
+            Kind.AGREE: self._agree,
             Kind.STEP: self._step,
         }
         moving: dict[Kind, Callable[[Task], Callable[[], None]]] = {
@@ -353,6 +354,10 @@ class Engine:
     def _reduce(self, task: Task) -> None:
         """Roughly: ``dw = sum(dw of the stage's replicas)``."""
         self.updater.reduce(task.stage)
+
+    def _agree(self, task: Task) -> None:
+        """Roughly: ``verdict = all_gather(norms of all gradients)``."""
+        self.updater.agree()
 
     def _step(self, task: Task) -> None:
         """Roughly: ``optimizer.step()``."""

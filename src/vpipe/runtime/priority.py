@@ -47,7 +47,7 @@ def fifo(action: Action) -> Key:
     return (action.microbatch,)
 
 
-_WAITED_FOR = {Kind.F: 1, Kind.W: 2, Kind.REDUCE: 3, Kind.STEP: 3, Kind.OUT: 3}
+_WAITED_FOR = {Kind.F: 1, Kind.W: 2, Kind.REDUCE: 3, Kind.AGREE: 3, Kind.STEP: 3, Kind.OUT: 3}
 """Kind → how little others wait for it; what is not listed (I, B and the transfers) is waited for most."""
 
 

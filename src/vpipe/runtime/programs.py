@@ -15,9 +15,9 @@ from typing import Any
 from vpipe.errors import UserError
 from vpipe.runtime.flow import Flow, even_partition
 from vpipe.schedule import catalog
-from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.entry import Entry
-from vpipe.schedule.lower import is_lowered, lower
+from vpipe.schedule.lower import agree, is_lowered, lower
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
 from vpipe.schedule.replicas import replicate
@@ -147,7 +147,7 @@ class Programs:
         return self.splits & found
 
     def training(self, update: bool = True, num_microbatches: int | None = None) -> Program:
-        """One step; without ``update`` the same without REDUCE and STEP."""
+        """One step; without ``update`` the same without REDUCE, AGREE and STEP."""
         key = ("update" if update else "accumulate", num_microbatches or self.spec.num_microbatches)
         if key not in self._made:
             program = replace(self.spec, num_microbatches=key[1]).program
@@ -157,7 +157,7 @@ class Programs:
                         f"{self.spec.describe()} updates after every unit; gradients cannot be accumulated over steps"
                     )
                 program = program.with_rows(
-                    [action for action in row if action.kind not in (Kind.STEP, Kind.REDUCE)] for row in program.rows
+                    [action for action in row if action.kind not in OF_A_STAGE] for row in program.rows
                 )
             self._made[key] = self._finish(program, self._recompute, self._swap)
         return self._made[key]
@@ -189,7 +189,7 @@ class Programs:
         else:
             program = lower(program, recompute_stages=recompute, swap_stages=swap)
         if self.synchronous:
-            program = updates_last(program)
+            program = agree(program)
         if violations := _verified(program):
             kinds = "; ".join(map(str, folded(violations)[:3]))
             raise UserError(
@@ -227,12 +227,6 @@ class Programs:
             for unit in units:
                 weights[unit] = replicas / len(units)
         return weights
-
-
-def updates_last(program: Program) -> Program:
-    """Every ``STEP`` at the end of its row: all ranks agree on the norm of all gradients before the first of them
-    updates."""
-    return program.with_rows(sorted(row, key=lambda action: action.kind is Kind.STEP) for row in program.rows)
 
 
 @lru_cache(maxsize=64)

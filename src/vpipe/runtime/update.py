@@ -1,9 +1,9 @@
 """From gradients to the next weights: replicas, tied weights, the global norm, and the optimizer.
 
-In synchronous modes all ranks agree before the first stage of a batch updates: one exchange carries every parameter's
-gradient norm and the losses. So clipping uses the norm over all stages, summed in the order of layers whatever the
-partition, and a gradient that is not finite skips the update everywhere. Asynchronous modes have no such moment: they
-clip and skip stage by stage.
+In synchronous modes all ranks agree (``AGREE``) before the first stage of a batch updates: one exchange carries every
+parameter's gradient norm and the losses. So clipping uses the norm over all stages, summed in the order of layers
+whatever the partition, and a gradient that is not finite skips the update everywhere. Asynchronous modes have no such
+moment: they clip and skip stage by stage.
 """
 
 from __future__ import annotations
@@ -153,8 +153,7 @@ class Updater:
 
     def step(self, stage: Stage) -> None:
         """The stage's next weight version."""
-        if self.options.synchronous and self._verdict is None:
-            self._verdict = self._agree()  # gives tied weights new gradients
+        assert self._verdict is not None or not self.options.synchronous, "a synchronous program has an AGREE"
         gradients = [p.grad for p in stage.weights.parameters.values() if p.grad is not None]
         finite: bool | Tensor
         if self._verdict is not None:
@@ -193,8 +192,11 @@ class Updater:
         """Whether a gradient that is not finite skips the update."""
         return self.options.skip_nonfinite or self.scaler.dynamic
 
-    def _agree(self) -> tuple[bool, Tensor | None]:
+    def agree(self) -> None:
         """One exchange between all ranks: whether to update, and by what factor to clip."""
+        self._verdict = self._agree()
+
+    def _agree(self) -> tuple[bool, Tensor | None]:
         self._sum_tied()
         if self.loss_scale != 1.0:
             for stage in self._stages.values():

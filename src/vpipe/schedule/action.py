@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What an action does. Authors of schedules write only ``F B I W STEP``; lowering adds the rest."""
+    """What an action does. Authors of schedules write only ``F B I W STEP``; lowering adds the rest.
+
+    At ``REDUCE`` and ``AGREE`` ranks meet: nobody goes on before all members have come (``semantics.members``).
+    """
 
     __hash__ = str.__hash__  # Enum's own is a Python function; programs have millions of actions
 
@@ -41,12 +44,15 @@ class Kind(StrEnum):
     """Roughly: ``saved.to(device)``, in the background, awaited by ``B`` or ``I``."""
     REDUCE = "REDUCE"
     """Roughly: ``dw = sum(dw of the stage's replicas)``."""
+    AGREE = "AGREE"
+    """Roughly: ``verdict = all_gather(norms of all gradients)``: whether to update, and by what factor to clip."""
     STEP = "STEP"
     """Roughly: ``optimizer.step()``: the stage's next weight version."""
 
 
 class Action(NamedTuple):
-    """One thing that one rank does. ``microbatch`` is -1 for the actions of a whole stage (``REDUCE``, ``STEP``)."""
+    """One thing that one rank does. ``microbatch`` is -1 for the actions of a whole stage (``REDUCE``, ``STEP``), and
+    for ``AGREE``, which a rank does once for all its stages and which is written with the first of them."""
 
     stage: int
     kind: Kind
@@ -56,10 +62,10 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{'' if self.microbatch < 0 else self.microbatch}"
 
 
-OF_A_STAGE = frozenset({Kind.REDUCE, Kind.STEP})
+OF_A_STAGE = frozenset({Kind.REDUCE, Kind.AGREE, Kind.STEP})
 """Kinds that carry no microbatch."""
 
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|STEP|OUT|IN|F|B|I|W|R)(\d*)")
+_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|AGREE|STEP|OUT|IN|F|B|I|W|R)(\d*)")
 
 
 def parse(text: str) -> Action:

@@ -13,7 +13,7 @@ from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.simulate import Simulation, Span
 
-COLOURS = {Kind.F: 44, Kind.B: 42, Kind.I: 46, Kind.W: 43, Kind.R: 45, Kind.REDUCE: 47, Kind.STEP: 47}
+COLOURS = {Kind.F: 44, Kind.B: 42, Kind.I: 46, Kind.W: 43, Kind.R: 45, Kind.REDUCE: 47, Kind.AGREE: 47, Kind.STEP: 47}
 """Kind → background colour of a terminal."""
 NAMES = {
     Kind.F: "forward",
@@ -22,6 +22,7 @@ NAMES = {
     Kind.W: "weight gradient",
     Kind.R: "recompute",
     Kind.REDUCE: "reduce",
+    Kind.AGREE: "agree",
     Kind.STEP: "update",
     Kind.OUT: "swap out",
     Kind.IN: "swap in",

@@ -13,7 +13,7 @@ import numpy as np
 
 from vpipe.schedule.action import Kind
 from vpipe.schedule.flat import KINDS, NONE, Bools, Flat, Ints, padded
-from vpipe.schedule.semantics import LANE, NEEDS, SEND_OF, Lane
+from vpipe.schedule.semantics import LANE, MEETINGS, NEEDS, SEND_OF, Lane, rounds
 
 Event = int
 """The number of an action in ``Flat``; the number after the last is the start of time."""
@@ -83,7 +83,7 @@ class Lanes:
             for send, event in zip(self.sent, posted, strict=True):
                 self.extra[send].events.append(event)
         self._swaps(flat, in_lane[Lane.SWAP], before)
-        self._replicas(flat, before)
+        self._meetings(flat, before)
 
     def _messages(self, flat: Flat, transfers: Transfers) -> list[int]:
         """An action that reads from other stages waits for the messages of its receive."""
@@ -115,17 +115,15 @@ class Lanes:
                     self.extra[user].events.append(fetch)
         self.lanes += [_numbers(flat, swaps, rank) for rank in range(flat.program.num_ranks)]
 
-    def _replicas(self, flat: Flat, before: Ints) -> None:
-        """The replicas of a stage reduce together: round n of one waits until all have come to round n."""
-        rounds: dict[tuple[int, int], int] = defaultdict(int)
-        together: dict[tuple[int, int], list[Event]] = defaultdict(list)
-        for event in np.flatnonzero(flat.of([Kind.REDUCE])).tolist():
-            rank, stage = int(flat.rank[event]), int(flat.stage[event])
-            together[stage, rounds[rank, stage]].append(event)
-            rounds[rank, stage] += 1
-        for events in together.values():
+    def _meetings(self, flat: Flat, before: Ints) -> None:
+        """Members of a meeting go on together, when the last has come."""
+        if not flat.kinds & MEETINGS:
+            return
+        for places in rounds(flat.program).values():
+            events = [int(flat.row_start[rank]) + index for rank, index in places.items()]
+            came = [int(before[event]) for event in events]
             for event in events:
-                self.extra[event].events += [int(before[other]) for other in events]
+                self.extra[event].events += came
 
 
 def _previous(flat: Flat, blocking: Bools, start: Event) -> Ints:

@@ -4,6 +4,7 @@
     swap        OUT after the forward, IN before the backward, of every unit of the given stages
     reduce      REDUCE before the STEP of every stage that has replicas
     communicate SEND after the result, RECV some actions ahead of its use
+    agree       AGREE before the updates, which go to the end: only for a runtime that updates by the norm of all
 
 Each pass takes a program and returns another; every result verifies.
 """
@@ -19,7 +20,7 @@ from vpipe.schedule.communication import POST_AHEAD, communicate
 from vpipe.schedule.program import Program, Row
 from vpipe.schedule.semantics import COMMUNICATION, INPUT_GRADIENT, WEIGHT_GRADIENT
 
-__all__ = ["POST_AHEAD", "SWAP_AHEAD", "communicate", "is_lowered", "lower", "recompute", "reduce", "swap"]
+__all__ = ["POST_AHEAD", "SWAP_AHEAD", "agree", "communicate", "is_lowered", "lower", "recompute", "reduce", "swap"]
 
 SWAP_AHEAD = 1
 """How many compute actions before its use a swapped unit is fetched. One unit is then in use and one on its way; with 2
@@ -105,3 +106,19 @@ def reduce(program: Program) -> Program:
             yield from block
 
     return program.with_rows(map(row, program.rows)) if program.placement.has_replicas else program
+
+
+def agree(program: Program) -> Program:
+    """Every ``STEP`` at the end of its row, behind one ``AGREE``: all ranks know the norm of all gradients before the
+    first of them updates. A program that has its own stays as it is."""
+    kinds = {action.kind for _, action in program.actions()}
+    if Kind.AGREE in kinds or Kind.STEP not in kinds:
+        return program
+
+    def row(actions: Row) -> Iterator[Action]:
+        updates = [action for action in actions if action.kind is Kind.STEP]
+        yield from (action for action in actions if action.kind is not Kind.STEP)
+        yield Action(min(stage for stage, _, _ in updates), Kind.AGREE)
+        yield from updates
+
+    return program.with_rows(map(row, program.rows))

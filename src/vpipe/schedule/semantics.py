@@ -8,6 +8,8 @@ with itself.
     B(s,k)       needs  F(s,k) and the backwards of the stages that read it; by law B = I, then W
     R, OUT, IN   stand between F and its backward and are needed by it where the program has them
     SEND, RECV   carry a result to another rank; on one rank stages hand results over directly
+    REDUCE       needs  every replica of the stage to come to it: round n of one is round n of all
+    AGREE        needs  every rank to come to it; gradients are complete before it, updates come after it
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ class Where(Enum):
     """The stages whose tensors this stage reads."""
     READERS = "readers"
     """The stages that read this stage's tensors."""
+    MEMBERS = "members"
+    """The ranks that meet here (``members``), each at its own action of this kind, round by round."""
 
 
 class Need(NamedTuple):
@@ -88,10 +92,45 @@ NEEDS: dict[Kind, tuple[Need, ...]] = {
     Kind.SEND_B: (Need(INPUT_GRADIENT),),
     Kind.RECV_F: (),
     Kind.RECV_B: (),
-    Kind.REDUCE: (),
+    Kind.REDUCE: (Need((Kind.REDUCE,), Where.MEMBERS),),
+    Kind.AGREE: (Need((Kind.AGREE,), Where.MEMBERS),),
     Kind.STEP: (),
 }
-"""``REDUCE`` and ``STEP`` act on whatever gradients the stage has gathered: their place in the row is their meaning."""
+"""``REDUCE``, ``AGREE`` and ``STEP`` act on whatever gradients the rank has gathered: their place in the row is their
+meaning, and ``updates`` has the rules of it."""
+
+MEETINGS = frozenset(kind for kind, needs in NEEDS.items() if any(need.where is Where.MEMBERS for need in needs))
+"""Kinds at which ranks wait for one another."""
+
+
+def members(program: Program, action: Action) -> tuple[int, ...]:
+    """The ranks that meet at an action: a stage's replicas at REDUCE, everybody at AGREE."""
+    return program.placement.ranks_of[action.stage] if action.kind is Kind.REDUCE else tuple(range(program.num_ranks))
+
+
+class Round(NamedTuple):
+    """One meeting: which, and the how manieth of its kind. Its members come to it as to one action."""
+
+    kind: Kind
+    stage: int
+    """-1 where a meeting is of no stage."""
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number} of stage {self.stage}" if self.stage >= 0 else f"{self.kind} {self.number}"
+
+
+def rounds(program: Program) -> dict[Round, dict[int, int]]:
+    """Every meeting → its members that come to it, and the places of their actions in their rows."""
+    found: dict[Round, dict[int, int]] = defaultdict(dict)
+    for rank, row in enumerate(program.rows):
+        been: dict[tuple[Kind, int], int] = defaultdict(int)
+        for index, (stage, kind, _) in enumerate(row):
+            if kind in MEETINGS:
+                place = (kind, stage if kind is Kind.REDUCE else -1)
+                found[Round(*place, been[place])][rank] = index
+                been[place] += 1
+    return found
 
 
 class Message(NamedTuple):

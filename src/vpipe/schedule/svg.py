@@ -25,6 +25,7 @@ FILLS = {
     Kind.W: ("#f3e39b", "#85731a"),
     Kind.R: ("#d5b6ea", "#74479a"),
     Kind.REDUCE: ("#d0d3d8", "#6a717c"),
+    Kind.AGREE: ("#d0d3d8", "#6a717c"),
     Kind.STEP: ("#d0d3d8", "#6a717c"),
     Kind.OUT: ("#f0b6ae", "#9b4a40"),
     Kind.IN: ("#eab4d2", "#944a74"),

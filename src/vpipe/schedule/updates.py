@@ -28,6 +28,7 @@ def violations(program: Program, lowered: bool) -> Iterator[Violation]:
     if any(kind is Kind.STEP for row in program.rows for _, kind, _ in row):
         broken = [*_lost_gradients(program), *_lonely_replicas(program, lowered)]
         broken += _uneven(program) if several else ()
+        broken += _hasty(program, several)
         yield from broken
         if not broken:
             yield from _unborn(program)
@@ -103,6 +104,29 @@ def _unreduced(program: Program, stage: int, rank: int) -> Iterator[Violation]:
             )
         if action.kind is Kind.REDUCE or action.kind in WEIGHT_GRADIENT or action.kind is Kind.STEP:
             reduced = action.kind is Kind.REDUCE
+
+
+def _hasty(program: Program, several: bool) -> Iterator[Violation]:
+    """Ranks agree on the norm of all gradients once: after the last of them, before the first update."""
+    for rank, row in enumerate(program.rows):
+        agreed = updated = False
+        for index, action in enumerate(row):
+            if action.kind is Kind.AGREE:
+                if several:
+                    reason = "agrees for all stages at once, but they update several times, each on its own"
+                elif agreed:
+                    reason = "agrees on what is agreed already"
+                elif updated:
+                    reason = "comes after an update: all ranks agree before the first of them updates"
+                else:
+                    agreed = True
+                    continue
+            elif agreed and (action.kind in WEIGHT_GRADIENT or action.kind is Kind.REDUCE):
+                reason = "changes a gradient that the ranks have agreed on"
+            else:
+                updated |= action.kind is Kind.STEP
+                continue
+            yield Violation(rank, index, str(action), reason)
 
 
 def _uneven(program: Program) -> Iterator[Violation]:

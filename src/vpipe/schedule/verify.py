@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from vpipe.schedule import updates
+from vpipe.schedule import meetings, updates
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.lower import communicate, is_lowered, reduce
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import (
     COMMUNICATION,
+    MEETINGS,
     NEEDS,
     SEND_OF,
     Where,
@@ -49,9 +50,10 @@ def verify(
     found += updates.violations(program, lowered)
     executable = program if lowered else communicate(reduce(program))
     found += [*_unmet_needs(executable, place), *_unmatched(executable, place), *_crossed(executable, place)]
+    found += meetings.violations(executable, program)
     found += _lost_swaps(program)
     if not found:
-        found += _deadlock(executable, transport, place)
+        found += _deadlock(executable, program, transport, place)
     if not found and max_activations is not None:
         found += _too_much(executable, max_activations)
     return sorted(set(found))
@@ -152,6 +154,7 @@ def _needs(program: Program, kind: Kind, stage: int, turn: int) -> Iterator[tupl
     """(optional?, any of these (stage, kind)) for every need, as it is met on the rank that runs the action."""
     rank_of = program.placement.rank
     stages = {Where.HERE: (stage,), Where.WRITERS: program.writers[stage], Where.READERS: program.readers[stage]}
+    stages[Where.MEMBERS] = ()  # the meetings' own law
     for need in NEEDS[kind]:
         for other in stages[need.where]:
             if rank_of(other, turn) == rank_of(stage, turn):
@@ -203,11 +206,14 @@ def _crossed(program: Program, place: Places) -> Iterator[Violation]:
         yield _at(place, receive, target, reason)
 
 
-def _deadlock(program: Program, transport: Transport, place: Places) -> Iterator[Violation]:
+def _deadlock(program: Program, given: Program, transport: Transport, place: Places) -> Iterator[Violation]:
     """What every rank waits for when none can go on. Sends block, as the strictest transport's do."""
     timeline = run(program, transport=transport, blocking_sends=True)
     for event in timeline.stuck:
         action, rank = timeline.flat.action(event), int(timeline.flat.rank[event])
+        if action.kind in MEETINGS:
+            yield meetings.deadlock(timeline, given, event, f"deadlock under {transport}")
+            continue
         if action.kind in COMMUNICATION:
             waits = f"{Action(peers(program, action)[0], _RECEIVE_OF[action.kind], action.microbatch)} to be posted"
         else:

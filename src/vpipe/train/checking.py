@@ -26,14 +26,14 @@ from torch.profiler import ProfilerActivity, profile
 from vpipe.config import PipelineConfig
 from vpipe.runtime import assembly
 from vpipe.runtime.weights import count_bytes
-from vpipe.schedule.action import Kind
+from vpipe.schedule.action import OF_A_STAGE, Kind
 from vpipe.schedule.semantics import LANE, Lane
 from vpipe.train.session import Session, open_session
 
 WARM_UP = 2
 OFTEN_ENOUGH = 3
 """Batches more, from which the time of one follows."""
-NOT_OF_A_UNIT = (Kind.STEP, Kind.REDUCE)
+NOT_OF_A_UNIT = OF_A_STAGE
 
 
 @dataclass
