@@ -6,6 +6,7 @@ schedule does not take is refused in words by the catalogue, so no option is sil
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ _OPTIONS = {
     "memory_limit": click.option("--memory-limit", type=float, help="zb-auto: activations of a rank, in microbatches."),
     "num_batches": click.option("--num-batches", type=COUNT, help="pipedream-2bw: batches between two drains."),
 }
-"""Option of a schedule → how the command line spells it."""
+"""Option of a schedule → how the command line spells it; any other is given by ``--option``."""
 
 
 def program_options(command: Function) -> Function:
@@ -112,6 +113,7 @@ def program_options(command: Function) -> Function:
         counts = {key: given.pop(key) for key in ("ranks", "microbatches", "stages_per_rank")}
         versions = given.pop("versions")
         options = {key: value for key in _OPTIONS if (value := given.pop(key)) is not None}
+        options |= _named_options(given.pop("named"))
         times = {key: given[key] for key in (*TIMES, "scale") if key in given}
         if _is_file(target):
             program, source = _read(target, counts, versions, options)
@@ -132,6 +134,7 @@ def program_options(command: Function) -> Function:
             "-v", "--stages-per-rank", type=COUNT, help="Stages per rank, where the schedule lets you choose."
         ),
         *_OPTIONS.values(),
+        click.option("--option", "named", multiple=True, metavar="NAME=VALUE", help="Any option of the schedule."),
         click.option(
             "--versions",
             type=click.Choice([each.value for each in Versions]),
@@ -141,6 +144,20 @@ def program_options(command: Function) -> Function:
     for decorator in reversed(decorators):
         decorated = decorator(decorated)
     return decorated  # type: ignore[no-any-return]  # click's decorators return what they got
+
+
+def _named_options(words: tuple[str, ...]) -> dict[str, Any]:
+    """``--option name=value``: the value as JSON, or else as a word."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise UserError(f"--option {word!r} is not NAME=VALUE, such as deepseek_drain=true")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def _is_file(target: str) -> bool:

@@ -60,6 +60,7 @@ def _plain_values(config: PipelineConfig) -> Iterator[Problem]:
         "model.extra": config.model.extra,
         "model.config": config.model.config,
         "dataset.extra": config.dataset.extra,
+        "parallel.schedule_options": config.parallel.schedule_options,
     }
     for key, value in free.items():
         odd = _not_plain(value, 0)

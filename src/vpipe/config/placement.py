@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -51,6 +51,9 @@ class ParallelConfig(Section):
     """For scheduler pipedream: forwards of each stage before its first backward; null keeps all stages busy."""
     vertical_sync: bool = False
     """For scheduler pipedream: a unit meets the same weight version on all stages, which stores more versions."""
+    schedule_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the schedule by their names, such as {deepseek_drain: true} for dualpipe-v; `vpipe schedules --json`
+    lists them. depths, vertical_sync, waves and training.update_interval are older keys for some of them."""
     transport: Literal["auto", "inprocess", "shm", "distributed"] = "auto"
     """How ranks exchange tensors: threads of one process, shared memory of one machine, or torch.distributed."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"

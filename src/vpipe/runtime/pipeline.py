@@ -93,7 +93,7 @@ class Pipeline:
         self.seed = seed
         self._in_process = not assembly.under_launcher()
         world = (num_ranks or 1) if self._in_process else assembly.join(timeout, num_ranks)
-        policy = choose_executor(executor, schedule, priority)
+        policy = choose_executor(executor, entry.runs_threads(schedule), priority)
         self.devices = assembly.devices_here(device, world, self._in_process, threads=policy is not None)
         transport = choice.check(transport, self._in_process, world, threads=policy is not None)
         blocking = blocking or entry.blocking

@@ -61,12 +61,12 @@ def predecessors(program: Program, actions: Sequence[Action]) -> list[set[int]]:
     return found
 
 
-def choose_executor(executor: str, schedule: str | Program, priority: str) -> Policy | None:
+def choose_executor(executor: str, wants_threads: bool, priority: str) -> Policy | None:
     """The policy of worker threads, or ``None`` where a rank runs its actions one after the other."""
     if executor not in ("auto", "plain", "threaded"):
         raise UserError(f"there is no executor {executor!r}; give one of auto, plain, threaded")
     chosen = policy(priority)
-    if executor == "threaded" or (executor == "auto" and schedule == "async_threaded"):
+    if executor == "threaded" or (executor == "auto" and wants_threads):
         return chosen
     if priority != "none":
         raise UserError(

@@ -22,6 +22,7 @@ CATALOG: tuple[Entry, ...] = (
         bubble="(p-1)T",
         memory="m",
         aliases=("async_threaded", "ScheduleGPipe"),
+        threaded_names=("async_threaded",),
     ),
     Entry(
         "naive",

@@ -13,6 +13,7 @@ from typing import Any
 from vpipe.errors import UserError
 from vpipe.schedule.catalog import Entry, entries
 from vpipe.schedule.costs import uniform
+from vpipe.schedule.entry import Chain
 from vpipe.schedule.program import Program
 from vpipe.schedule.simulate import Simulation, bubble, simulate
 
@@ -75,7 +76,7 @@ def _stages_per_rank(entry: Entry, wanted: int | None) -> Iterator[int]:
 
 
 def _choice(entry: Entry, p: int, m: int, v: int, times: dict[str, Any], memory: float | None) -> Choice:
-    asynchronous = entry.mode == "asp"
+    asynchronous = entry.asynchronous
     name = f"{entry.name} v={v}" if entry.any_stages_per_rank else entry.name
 
     def run(num_microbatches: int, **options: Any) -> Simulation:
@@ -110,7 +111,7 @@ def _batch(m: int, run: Any) -> tuple[Simulation, float, float]:
 
 def _steady(entry: Entry, p: int, m: int, run: Any) -> tuple[Simulation, float, float]:
     """Two runs, both long enough to fill the pipe; the longer has its further units in addition."""
-    if "num_batches" in entry.options:
+    if entry.chains is Chain.BATCHES:
         batches = 2 + -(-2 * p // m)
         short, long = run(m, num_batches=batches), run(m, num_batches=batches + 1)
     else:

@@ -87,7 +87,7 @@ def _section(entry: Entry) -> str:
         ("peak activations", entry.memory),
         ("weight copies", entry.weight_copies),
         ("needs", entry.needs),
-        ("updates", "one per batch, after a flush" if entry.mode == "bsp" else "in flight, without a flush"),
+        ("updates", "in flight, without a flush" if entry.asynchronous else "one per batch, after a flush"),
     ]
     if entry.any_stages_per_rank:
         rows.append(("stages per rank", f"`-v`, {entry.stages_per_rank} unless given"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -55,6 +55,8 @@ class Entry:
     """Whether v is free. Where it is not, only the default is accepted."""
     blocking: bool = False
     """Whether the runtime is to end every transfer before it goes on (``naive``)."""
+    threaded_names: tuple[str, ...] = ()
+    """Names under which a rank runs a worker thread per microbatch (OurGPipe's ``async_threaded`` is gpipe so run)."""
     two_ways: bool = False
     """Whether units go in both directions: a rank then holds stages of both ends, each on two ranks."""
     chains: Chain = Chain.NOT
@@ -67,22 +69,30 @@ class Entry:
         """Whether units of several updates are in flight together."""
         return self.mode == "asp"
 
+    def runs_threads(self, name: object) -> bool:
+        """Whether what the user called the schedule asks for worker threads."""
+        return isinstance(name, str) and name.lower() in self.threaded_names
+
     @property
     def options(self) -> dict[str, Any]:
         """Option → default."""
         parameters = inspect.signature(self.author).parameters.values()
         return {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
 
+    def check_options(self, names: Iterable[str]) -> None:
+        """Refuse options that the schedule does not have. What their values may be, its author says."""
+        known = self.options
+        for option in names:
+            if option not in known:
+                has = f"its options are {', '.join(known)}" if known else "it has none"
+                raise UserError(f"{self.name} has no option {option!r}{nearest(option, known)}; {has}")
+
     def build(
         self, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, **options: Any
     ) -> Program:
         """The program, or a ``UserError`` that says in one sentence what the schedule needs."""
         check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
-        known = self.options
-        for option in options:
-            if option not in known:
-                has = f"its options are {', '.join(known)}" if known else "it has none"
-                raise UserError(f"{self.name} has no option {option!r}{nearest(option, known)}; {has}")
+        self.check_options(options)
         counts = [num_ranks, num_microbatches]
         if stages_per_rank is not None:
             check_counts(stages_per_rank=stages_per_rank)

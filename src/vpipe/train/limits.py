@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
+from vpipe.schedule import catalog
 
 
 def refuse(config: PipelineConfig) -> None:
@@ -17,7 +18,8 @@ def refuse(config: PipelineConfig) -> None:
             "parallel.backend is nccl, but this version computes on processors and sends by gloo or shared memory; set "
             "parallel.backend: auto (--set parallel.backend=auto)"
         )
-    shared = parallel.transport == "inprocess" or parallel.scheduler == "async_threaded"
+    threads = catalog.get(parallel.scheduler).runs_threads(parallel.scheduler)
+    shared = parallel.transport == "inprocess" or threads
     if parallel.priority != "none" and not (shared or parallel.use_orion_scheduler):
         raise UserError(
             f"parallel.priority {parallel.priority} orders work that shares a device, but here every rank is a process "

@@ -110,22 +110,34 @@ def load_model(config: PipelineConfig, vocab_size: int | None) -> Model:
 
 
 def schedule_options(config: PipelineConfig) -> dict[str, Any]:
-    """The options of the config that its schedule takes."""
+    """The options of the config's schedule: ``parallel.schedule_options``, and the keys that some have had longer.
+
+    The schedule's entry says which it has, and its author what they may be: nothing here knows an option's meaning.
+    """
     parallel, entry = config.parallel, schedule_catalog.get(config.parallel.scheduler)
-    wanted: dict[str, Any] = {
-        "num_waves": parallel.waves if parallel.waves != 1 else None,
-        "vertical_sync": parallel.vertical_sync or None,
-        "update_interval": config.training.update_interval if config.training.update_interval != 1 else None,
-        "depths": parallel.depths,
-        BATCHES: 1 if entry.chains is Chain.BATCHES else None,
+    older = {
+        "parallel.waves": ("num_waves", parallel.waves if parallel.waves != 1 else None),
+        "parallel.vertical_sync": ("vertical_sync", parallel.vertical_sync or None),
+        "parallel.depths": ("depths", parallel.depths),
+        "training.update_interval": (
+            "update_interval",
+            config.training.update_interval if config.training.update_interval != 1 else None,
+        ),
     }
-    chosen = {name: value for name, value in wanted.items() if value is not None}
-    for name in chosen:
-        if name not in entry.options:
+    chosen = dict(parallel.schedule_options)
+    for key, (name, value) in older.items():
+        if value is not None and chosen.setdefault(name, value) != value:
             raise UserError(
-                f"the schedule {entry.name} has no option {name}; remove it from the config, or choose another schedule"
+                f"parallel.schedule_options has {name}: {chosen[name]}, but {key} is {value}; give one of them"
             )
-    return chosen
+    if BATCHES in chosen or "replicas" in chosen:
+        own = BATCHES if BATCHES in chosen else "replicas"
+        raise UserError(
+            f"parallel.schedule_options has {own}, which a run chooses itself (iterations between two drains, "
+            "parallel.replicas); remove it"
+        )
+    entry.check_options(chosen)
+    return chosen | ({BATCHES: 1} if entry.chains is Chain.BATCHES else {})
 
 
 def open_session(config: PipelineConfig) -> Session:
