@@ -33,7 +33,7 @@ CROSS = [
 
 
 def _may_run(schedule: str, model: str, num_ranks: int, num_microbatches: int) -> bool:
-    if schedule == "pipedream-2bw" and num_microbatches < num_ranks - 1:
+    if (schedule == "pipedream-2bw" and num_microbatches < num_ranks - 1) or (schedule == "dualpipe" and num_ranks % 2):
         return False
     return model != "tied" or schedule in SYNCHRONOUS
 

@@ -273,17 +273,23 @@ class Updater:
         if blocks is None:
             parts = own
         else:
-            held = {rank: list(block.view(-1, *own[0].shape)) for rank, block in zip(ranks, blocks, strict=True)}
-            parts = [held[self._home(layer)].pop(0) for layer, _ in tie.owners]
+            owners = {
+                rank: [owner for owner in tie.owners if rank in self._holders(owner[0])] for rank in ranks
+            }  # what a rank sends is what it owns, in this order: more than what it is the first home of
+            held = {
+                rank: dict(zip(owners[rank], block.view(-1, *own[0].shape), strict=True))
+                for rank, block in zip(ranks, blocks, strict=True)
+            }
+            parts = [held[self._holders(owner[0])[0]][owner] for owner in tie.owners]
         order = sorted(range(len(parts)), key=lambda place: -tie.owners[place][0])
         total = parts[order[0]]
         for place in order[1:]:
             total = total + parts[place]
         return total
 
-    def _home(self, layer: int) -> int:
-        """The first rank that holds a layer."""
-        return self._placement.ranks_of[self._flow.stage_of(("", layer))][0]
+    def _holders(self, layer: int) -> tuple[int, ...]:
+        """The ranks that hold a layer, replica 0 first."""
+        return self._placement.ranks_of[self._flow.stage_of(("", layer))]
 
     def _ranks_of(self, tie: TiedWeight) -> list[int]:
         stages = {self._flow.stage_of(("", layer)) for layer, _ in tie.owners}
