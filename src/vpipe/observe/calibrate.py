@@ -66,7 +66,7 @@ def _stage(medians: Medians, stage: int, program: Program) -> StageCosts:
         recompute=of(Kind.R),
         swap=max(of(Kind.OUT), of(Kind.IN)),
         reduce=of(Kind.REDUCE),
-        step=of(Kind.STEP),
+        step=of(Kind.STEP) + of(Kind.AGREE),  # an agreement is the first part of a rank's first update
     )
 
 

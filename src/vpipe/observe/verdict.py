@@ -107,7 +107,7 @@ def _tried(run: RunDirectory, profile: Profile) -> Iterator[Remedy]:
     units = int(facts.raw.get("num_microbatches") or facts.program.num_microbatches)
     try:
         now = estimate.present(profile, facts).step_time
-        synchronous = catalog.get(facts.schedule).mode == "bsp"
+        synchronous = not catalog.get(facts.schedule).asynchronous
     except UserError:
         return
     config = run.path / "config.yaml"
