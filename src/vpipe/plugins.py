@@ -26,6 +26,11 @@ def load(plugins: Iterable[str]) -> None:
             _loaded[plugin] = _file(Path(plugin)) if plugin.endswith(".py") else _module(plugin)
 
 
+def loaded(plugin: str) -> ModuleType:
+    """The module of a plugin that was loaded."""
+    return _loaded[plugin]
+
+
 def _file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UserError(f"the plugin {path} does not exist; in a config its path is seen from the config's folder")

@@ -215,3 +215,13 @@ def test_the_command_line_keeps_a_line_for_each_problem(tmp_path: Path, capsys: 
         "  line 1: model.num_layer is an unknown key; did you mean 'num_layers'?",
         "  line 3: parallel.scheduler is '1f2b', which is not known; did you mean '1f1b'?",
     ]
+
+
+def test_a_hugging_face_config_is_held_against_the_data_before_ranks_start(tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_text('{"model_type": "gpt2", "n_positions": 32, "vocab_size": 50}')
+    data = "\ndataset: {name: synthetic, extra: {vocab_size: 64}}"
+    for model in ("config: {model_type: gpt2, n_positions: 32, vocab_size: 50}", "config: hub", "directory: hub"):
+        told = problems(tmp_path, f"model: {{name: huggingface, sequence_length: 48, {model}}}" + data)
+        assert "model.sequence_length is 48, but the Hugging Face config has 32 positions" in told
+        assert "dataset.extra.vocab_size is 64, but the Hugging Face config has a vocabulary of 50" in told

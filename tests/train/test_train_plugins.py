@@ -213,3 +213,22 @@ def test_the_registries_list_what_is_built_in() -> None:
     assert {"gpt", "huggingface", "synthetic", "zb-h1"} <= set(done.stdout.split())
     assert callable(MODEL_REGISTRY.get("gpt"))
     assert callable(DATASET_REGISTRY.get("text"))
+
+
+@pytest.mark.slow
+def test_the_page_of_hugging_face_runs_as_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    python, pictures = code_blocks("docs/huggingface.md")
+    scope: dict[str, Any] = {}
+    exec(compile(python, "docs/huggingface.md", "exec"), scope)  # noqa: S102 - our own page
+    assert scope["loss"] > 0
+    (job,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/huggingface.md").read_text(), re.DOTALL)
+    (tmp_path / "pictures.py").write_text(pictures)
+    (tmp_path / "vit.yaml").write_text(job)
+    words = [str(tmp_path / "vit.yaml"), "--set", "launch.threads=1", "--output-dir", str(tmp_path / "run")]
+    capfd.readouterr()
+    assert cli.command.main(words, standalone_mode=False) == 0  # two processes
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0], "light and dark pictures can be told apart"
+    said = [line for line in capfd.readouterr().err.splitlines() if "[transformers]" in line]
+    assert len(said) == len(set(said)), "a warning of transformers is shown once"

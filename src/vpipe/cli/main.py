@@ -26,6 +26,7 @@ from vpipe import __version__
 from vpipe.errors import UserError, nearest
 
 COMMANDS = {
+    "init": "Write a first config with comments.",
     "train": "Train a model from a config file.",
     "run": "Run a script of your own on N local ranks.",
     "schedules": "The catalogue of schedules, or its ranking under your costs.",

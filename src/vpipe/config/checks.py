@@ -7,9 +7,11 @@ schedule accepts) are checked by those, when they are built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from vpipe.config.pipeline import PipelineConfig
@@ -43,6 +45,8 @@ def _model(config: PipelineConfig) -> Iterator[Problem]:
         if model.name != "huggingface" and getattr(model, key) is not None:
             text = f"is only read with name: huggingface, not with {model.name!r}; remove it"
             yield _broken(text, f"model.{key}", "model.name")
+    if model.name == "huggingface":
+        yield from _hugging_face(config)
     partition = config.parallel.partition
     if model.name == "bert" and isinstance(partition, tuple) and sum(partition) != 2 * model.num_layers + 1:
         yield _broken(
@@ -51,6 +55,39 @@ def _model(config: PipelineConfig) -> Iterator[Problem]:
             "parallel.partition",
             "model.num_layers",
             "model.name",
+        )
+
+
+def _hugging_face(config: PipelineConfig) -> Iterator[Problem]:
+    """What a Hugging Face config says of itself, against the data: told here, before ranks start."""
+    model, extra = config.model, config.dataset.extra
+    key = "model.directory" if model.config is None else "model.config"
+    given: Any = model.directory if model.config is None else model.config
+    if isinstance(given, str):
+        file = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
+        try:
+            given = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return  # told with the file's name when the model is built
+    if not isinstance(given, Mapping):
+        return
+    text = given.get("text_config") if isinstance(given.get("text_config"), Mapping) else given
+    assert isinstance(text, Mapping)
+    longest = next((text[name] for name in ("max_position_embeddings", "n_positions") if name in text), None)
+    if isinstance(longest, int) and 0 < longest < model.sequence_length:
+        yield _broken(
+            f"is {model.sequence_length}, but the Hugging Face config has {longest} positions; set it to {longest} or "
+            "less",
+            "model.sequence_length",
+            key,
+        )
+    known, wanted = text.get("vocab_size"), extra.get("vocab_size")
+    if isinstance(known, int) and isinstance(wanted, int) and wanted > known:
+        yield _broken(
+            f"is {wanted}, but the Hugging Face config has a vocabulary of {known}; use the model's own tokenizer, or "
+            "lower it",
+            "dataset.extra.vocab_size",
+            key,
         )
 
 

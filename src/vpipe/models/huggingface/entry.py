@@ -176,7 +176,7 @@ def huggingface(
     other."""
     if config is None and directory is None:
         raise UserError("model.config is missing: give a mapping with model_type, or model.directory with a checkpoint")
-    if vocab_size and isinstance(config, Mapping):
+    if vocab_size and isinstance(config, Mapping) and has_vocabulary(config.get("model_type")):
         config = {"vocab_size": vocab_size, **config}
     found = config_of(directory if config is None else config)
     known = setting(found.get_text_config(), "vocab_size")
@@ -190,6 +190,14 @@ def huggingface(
     )
 
 
+def has_vocabulary(kind: Any) -> bool:
+    """Whether configs of this type have a ``vocab_size`` of their own: those of pictures have none."""
+    from transformers import AutoConfig
+
+    library()
+    return kind in model_types() and "vocab_size" in AutoConfig.for_model(kind).to_dict()
+
+
 def library() -> Any:
     """``transformers``, or the sentence that says how to get it."""
     try:
@@ -201,6 +209,9 @@ def library() -> Any:
             f"transformers {transformers.__version__} is too old for model 'huggingface', which needs 5.0 or newer: "
             "pip install -U transformers"
         )
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
+        quiet: Any = transformers.logging.set_verbosity_error
+        quiet()  # what it warns of, rank 0 says for all
     return transformers
 
 
