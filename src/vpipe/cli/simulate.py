@@ -36,7 +36,8 @@ def command(program: Program, source: Source, as_json: bool, **times: Any) -> No
     shape = f"{program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches"
     click.echo(f"{source.name}: {shape}; {given}\n")
     for key, value in found.items():
-        text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        shown = [f"{share:.0%}" for share in value] if isinstance(value, list) and key == "utilisation" else value
+        text = " ".join(map(str, shown)) if isinstance(shown, list) else str(shown)
         click.echo(f"  {key.replace('_', ' '):<18}{text:<24}{_MEANING[key]}".rstrip())
 
 
