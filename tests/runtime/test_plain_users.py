@@ -288,7 +288,7 @@ def test_pipedream_after_a_failure_is_loaded_before_it_goes_on(num_ranks: int) -
     rates: list[int] = []
     pipe.set_learning_rate(lambda update: rates.append(update) or 0.1)  # type: ignore[func-returns-value]
     assert pipe.train_step(x, y) == twin.train_step(x, y)
-    assert rates[:2] == [4, 4] if num_ranks == 2 else rates[0] == 4
+    assert sorted(rates)[:num_ranks] == [4] * num_ranks
     same(pipe.state_dict(), twin.state_dict())
 
 
@@ -382,3 +382,38 @@ def test_a_model_without_parameters(num_ranks: int) -> None:
     Pipeline(layers, loss, num_ranks=num_ranks, optimizer=sgd).train_step(x, y)
     assert not torch.equal(loss.scale, torch.full((D,), 0.5))
     assert isinstance(Pipeline([Layer(nn.Tanh())], loss, num_ranks=1, optimizer=sgd).optimizers[0], torch.optim.SGD)
+
+
+class Decays(nn.Module):
+    """Changes a buffer in place before it is used; plain torch trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.register_buffer("scale", torch.ones(D))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            self.scale.mul_(0.9).add_(0.2)
+        return self.linear(x).tanh() * self.scale[:]
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": 1.0}, {"swap": 1.0}, {"recompute": 0.5, "swap": 0.5}])
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks"), [("gpipe", 1), ("1f1b", 2), ("zb-h1", 2), ("zb-v", 2), ("naive", 2)]
+)
+def test_a_buffer_that_changes_in_place_before_it_is_used(
+    schedule: str, num_ranks: int, options: dict[str, Any]
+) -> None:
+    def make() -> list[nn.Module]:
+        return seeded(lambda: [Decays() for _ in range(4)])
+
+    x, y = batch()
+    plain = make()
+    pipe = Pipeline(make(), mse, schedule=schedule, num_ranks=num_ranks, optimizer=sgd, **options)
+    optimizer = sgd(nn.ModuleList(plain).parameters())
+    for _ in range(2):
+        assert pipe.train_step(x, y) == accumulate(plain, mse, x, y, 4)
+        optimizer.step()
+        optimizer.zero_grad()
+        same(pipe.state_dict(), weights(plain))

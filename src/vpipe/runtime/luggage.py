@@ -13,13 +13,14 @@ weights and buffers, the batch, values that need no gradient. Small tensors stay
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
 
+from vpipe.runtime.strides import copied
 from vpipe.runtime.swap import Parcel, worth_moving
 
 
@@ -64,6 +65,12 @@ class Saved:
         self._check()
         self._tensor = None
 
+    def keep(self) -> None:
+        """Hold a copy: the tensor is about to change, and the backward needs it as it is."""
+        if self._tensor is not None and self._tensor._version == self._version:
+            self._tensor = copied(self._tensor)
+            self._version = self._tensor._version
+
     def get(self) -> Tensor:
         if self._tensor is not None:
             self._check()
@@ -82,9 +89,11 @@ class Saved:
 
 
 class Luggage:
-    """All that one unit has saved in the swapped regions of a stage; ``staying`` are tensors that others hold."""
+    """All that one unit has saved in the swapped regions of a stage; ``staying`` are tensors that others hold, and
+    ``note`` is told of every tensor."""
 
-    def __init__(self, staying: Iterable[Tensor]) -> None:
+    def __init__(self, staying: Iterable[Tensor], note: Callable[[Tensor, Saved], None] | None = None) -> None:
+        self._note = note
         self._staying = {tensor.untyped_storage()._cdata for tensor in staying if _is_plain(tensor)}
         self._slots: WeakValueDictionary[int, Slot] = WeakValueDictionary()
         self._saved: WeakSet[Saved] = WeakSet()
@@ -96,6 +105,8 @@ class Luggage:
         saved = Saved(tensor, slot)
         if slot is not None:
             self._saved.add(saved)
+        elif self._note is not None:
+            self._note(tensor, saved)
         return saved
 
     def unpack(self, saved: Saved) -> Tensor:

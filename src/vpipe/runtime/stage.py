@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
+from vpipe.runtime.buffers import ChangingBuffers
 from vpipe.runtime.deferred import WeightQueue
 from vpipe.runtime.device import is_host
 from vpipe.runtime.edges import detached
@@ -106,6 +107,7 @@ class Stage:
             for part in module.modules()
             for slot, buffer in part.named_buffers(recurse=False)
         ]
+        self._changing = ChangingBuffers(self.owned.values())
         self.regions = self._cut()
         self._swapped = [region for region in self.regions if region.treatment is Treatment.SWAPPED]
 
@@ -141,12 +143,13 @@ class Stage:
         before = [_Seen(part, slot) for part, slot in self._buffers]
         given: dict[Value, Any] = {}
         unit.luggage = self._pack(unit, values) if self._swapped else None
-        for region in self.regions:
-            given.update(self._run(region, unit, values, build_graph=not region.recompute))
-            if region.recompute:
-                unit.values.update({value: values[value] for value in region.taken})
-            if region is not self.regions[-1]:
-                values.update({value: detached(given[value]) for value in region.given})
+        with self._changing.kept():
+            for region in self.regions:
+                given.update(self._run(region, unit, values, build_graph=not region.recompute))
+                if region.recompute:
+                    unit.values.update({value: values[value] for value in region.taken})
+                if region is not self.regions[-1]:
+                    values.update({value: detached(given[value]) for value in region.given})
         unit.buffers.extend([(seen.part, seen.slot, seen.as_found()) for seen in before])
         self.units[microbatch] = unit
         return given
@@ -166,7 +169,7 @@ class Stage:
         """An empty luggage that knows what must stay: what belongs to the layers, and what came without a gradient."""
         own = [tensor for module in self.owned.values() for tensor in (*module.parameters(), *module.buffers())]
         given = [tensor for tensor in tree_leaves((values, unit.targets)) if isinstance(tensor, Tensor)]
-        return Luggage([*own, *(tensor for tensor in given if not tensor.requires_grad)])
+        return Luggage([*own, *(t for t in given if not t.requires_grad)], self._changing.note)
 
     def leave(self, microbatch: int) -> list[Parcel]:
         """What a unit's swapped regions saved, to be carried out, and old weights that nobody else needs now."""
