@@ -122,6 +122,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "_get_default_store": lambda: callable(dist.distributed_c10d._get_default_store),
     "_saved_mat1": lambda: linear()._saved_mat1.shape == (4, 3),
     "_raw_saved_mat1": lambda: hasattr(linear()._raw_saved_mat1, "unpack_hook"),
+    "_NormBase": lambda: issubclass(nn.BatchNorm1d, nn.modules.batchnorm._NormBase),
     "_version": lambda: torch.ones(1).add_(1)._version == 1,
     "_backward_hooks": lambda: nn.Linear(1, 1).weight._backward_hooks is None,
     "_post_accumulate_grad_hooks": lambda: nn.Linear(1, 1).weight._post_accumulate_grad_hooks is None,
