@@ -49,8 +49,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class TiedWeight:
-    """Parameters that are one: ``(layer index, parameter name)`` each. Their gradients are summed before the update, owner
-    by owner: from two microbatches on in another order than those of one shared parameter."""
+    """Parameters that are one: ``(layer index, parameter name)`` each. Their gradients are summed before the update,
+    owner by owner: from two microbatches on in another order than those of one shared parameter."""
 
     owners: tuple[tuple[int, str], ...]
 
