@@ -41,7 +41,7 @@ observ: {trace: true}
   --set foo is not section.key=value, such as training.epochs=1
   --set training.seed=-1: training.seed is -1 but must be a whole number, at least 0
   /job.yaml, line 3: model.hiden_size is an unknown key; did you mean 'hidden_size'?
-  /job.yaml, line 4: model.num_layers is '4' but must be a whole number, at least 1
+  /job.yaml, line 4: model.num_layers is '4' but must be a whole number, at least 1, at most 16384
   /job.yaml, line 5: dataset.batch_size is 2, which cannot be cut into training.num_microbatches = 4 units; raise it, \
 or lower num_microbatches
   /job.yaml, line 7: training.optimizer is 'adm' but must be one of sgd, adam, adamw, lamb; did you mean 'adam'?

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from vpipe import config as configs
+from vpipe.cli.names import KNOWN
 from vpipe.cli.plugin import plugin_option, with_plugins
 
 
@@ -47,7 +48,7 @@ def command(
     Example:
       vpipe parity configs/default.yaml --scheduler zb-v --steps 3
     """
-    loaded = configs.load(config, with_plugins(overrides, plugins), scheduler)
+    loaded = configs.load(config, with_plugins(overrides, plugins), scheduler, names=KNOWN)
     chosen = loaded.config.model_copy(
         update={"launch": loaded.config.launch.model_copy(update={"threads": 1})}  # more threads add in another order
     )

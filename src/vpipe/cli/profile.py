@@ -9,6 +9,7 @@ import click
 
 from vpipe import config as configs
 from vpipe.cli.measuring import ROUNDS
+from vpipe.cli.names import KNOWN
 from vpipe.cli.plugin import plugin_option, with_plugins
 
 
@@ -48,7 +49,7 @@ def command(
     from vpipe.plan.graph_text import export_graph
 
     refuse_lost(output, graph_text, read=(config,))
-    loaded = configs.load(config, with_plugins(overrides, plugins))
+    loaded = configs.load(config, with_plugins(overrides, plugins), names=KNOWN)
     found = measure(loaded.config, repeat, quiet=as_json)
     if isinstance(found, int):
         return found

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from vpipe import config as configs
+from vpipe.cli.names import KNOWN
 from vpipe.cli.plugin import plugin_option, with_plugins
 from vpipe.errors import UserError
 from vpipe.rundir import endings, lineage, manifest
@@ -24,7 +25,6 @@ from vpipe.rundir.claim import CLAIMED, Claim
 from vpipe.rundir.endings import Ending, Kind
 from vpipe.rundir.layout import CONFIG, LOGS
 from vpipe.rundir.state import Beat
-from vpipe.schedule import catalog
 
 
 @click.command()
@@ -67,7 +67,7 @@ def command(
     if nproc is not None:
         overrides = (*overrides, f"parallel.model_parallel_size={nproc}")
     overrides = with_plugins(overrides, plugins)
-    loaded = configs.load(config, overrides, scheduler, names={"parallel.scheduler": _schedules})
+    loaded = configs.load(config, overrides, scheduler, names=KNOWN)
     if print_config:
         click.echo(configs.commented(loaded.config), nl=False)
         return 0
@@ -75,10 +75,6 @@ def command(
     if overwrite and resume:
         raise UserError(f"--overwrite removes the run that --resume {resume} would go on from; give one of them")
     return run(loaded.config, loaded.warnings, output_dir, resume, overwrite)
-
-
-def _schedules() -> list[str]:
-    return [name for entry in catalog.entries() for name in (entry.name, *entry.aliases)]
 
 
 def run(

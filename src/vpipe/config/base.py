@@ -18,6 +18,9 @@ ScheduleName = Annotated[
 """The name of a schedule, or the path of a CSV file with a program."""
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
+Size = Annotated[int, Field(ge=1, le=2**20)]
+"""A width or a length: a larger one could not be computed with anywhere."""
+Layers = Annotated[int, Field(ge=1, le=2**14)]
 Interval = Annotated[int, Field(ge=-1, le=2**31)]
 Numbers = tuple[float, ...]
 

@@ -47,6 +47,9 @@ def _model(config: PipelineConfig) -> Iterator[Problem]:
             yield _broken(text, f"model.{key}", "model.name")
     if model.name == "huggingface":
         yield from _hugging_face(config)
+    dropout = model.extra.get("dropout", 0)
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        yield _broken(f"has dropout {short(dropout)}, which must be a number from 0 to below 1", "model.extra")
     partition = config.parallel.partition
     if model.name == "bert" and isinstance(partition, tuple) and sum(partition) != 2 * model.num_layers + 1:
         yield _broken(

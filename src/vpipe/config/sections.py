@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from vpipe.config.base import Count, Interval, Name, Numbers, Section, Text, listed, worded
+from vpipe.config.base import Count, Interval, Layers, Name, Numbers, Section, Size, Text, listed, worded
 
 
 class ModelConfig(Section):
@@ -20,15 +20,15 @@ class ModelConfig(Section):
     name: Name
     """Which model: gpt, gpt2, llama, bert, translation, cpm-medium, cpm-large, huggingface, emulated, or a registered
     one."""
-    hidden_size: Count = 512
+    hidden_size: Size = 512
     """Width of a layer's output."""
-    num_layers: Count = 16
+    num_layers: Layers = 16
     """Number of transformer layers (per side, for an encoder-decoder)."""
-    num_heads: Count = 16
+    num_heads: Size = 16
     """Attention heads per layer."""
-    sequence_length: Count = 128
+    sequence_length: Size = 128
     """Tokens per sequence; longer documents are cut."""
-    vocab_size: Annotated[int, Field(ge=-1, le=2**31)] = worded(
+    vocab_size: Annotated[int, Field(ge=-1, le=2**26)] = worded(
         -1, "-1 (ask the data set) or a whole number, at least 1"
     )
     """Number of token ids; -1 asks the data set."""

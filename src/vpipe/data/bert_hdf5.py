@@ -169,8 +169,15 @@ def _open(path: Path) -> Shard:
                     f"{path} has no {name!r}, only {', '.join(file) or 'nothing'}; "
                     "it is not a BERT shard in NVIDIA's format"
                 )
-        shapes = {name: tuple(int(n) for n in file[name].shape) for name in FIELDS}
-        num_bytes = sum(int(file[name].nbytes) for name in FIELDS)
+        try:
+            kinds = {name: str(getattr(file[name], "dtype", "a group")) for name in FIELDS}
+            odd = next((name for name, kind in kinds.items() if not kind.startswith(("int", "uint"))), None)
+            if odd is not None:
+                raise UserError(f"{path} has {odd!r} of type {kinds[odd]}, not whole numbers; build it again")
+            shapes = {name: tuple(int(n) for n in file[name].shape) for name in FIELDS}
+            num_bytes = sum(int(file[name].nbytes) for name in FIELDS)
+        except (OSError, KeyError, RuntimeError, TypeError) as error:
+            raise _damaged(path, error) from None
     num, length = (*shapes["input_ids"], 0)[:2]
     num_masked = (*shapes["masked_lm_positions"], 0, 0)[1]
     expected = ((num, length),) * 3 + ((num, num_masked),) * 2 + ((num,),)
@@ -205,11 +212,18 @@ def _arrays(path: Path, vocab_size: int) -> Arrays:
     with _file(path) as file:
         try:
             raw = {name: np.asarray(file[name]) for name in FIELDS}
-        except OSError as error:
+        except (OSError, KeyError, RuntimeError, TypeError) as error:
             raise _damaged(path, error) from None
     tokens, positions, answers = raw["input_ids"], raw["masked_lm_positions"], raw["masked_lm_ids"]
     check_vocabulary(tokens, vocab_size, str(path))
     check_vocabulary(answers, vocab_size, str(path))
+    for name, most in {"input_mask": 1, "segment_ids": 1, "next_sentence_labels": 1}.items():
+        values = raw[name]
+        if values.size and not 0 <= int(values.min()) <= int(values.max()) <= most:
+            raise UserError(
+                f"{path} has {name!r} from {int(values.min())} to {int(values.max())}, but it must be 0 or {most}; "
+                "build it again"
+            )
     if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < tokens.shape[1]:
         raise UserError(
             f"{path} masks position {int(positions.max())} (lowest {int(positions.min())}) of examples of "

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vpipe.data.dataset import DataSet
 
 _READERS = DATASET_REGISTRY.built_in
-_ALIASES = {"bert_hdf5": "bert", "code": "code_search_net", "codesearchnet": "code_search_net", "cpm": "chid"}
+ALIASES = {"bert_hdf5": "bert", "code": "code_search_net", "codesearchnet": "code_search_net", "cpm": "chid"}
 
 
 def dataset_names() -> list[str]:
@@ -58,7 +58,7 @@ def load(
 
 
 def _reader(name: str) -> Callable[..., Any]:
-    address = _READERS.get(_ALIASES.get(name, name))
+    address = _READERS.get(ALIASES.get(name, name))
     if address is None:
         raise UserError(
             f"there is no data set {name!r}: choose from {', '.join(dataset_names())}{nearest(name, _READERS)}"

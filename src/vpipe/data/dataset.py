@@ -142,6 +142,8 @@ def check_vocabulary(ids: NDArray[Any], vocab_size: int, where: str) -> None:
     """Token ids outside the vocabulary would be an index error deep in an embedding; say it here, with the place."""
     if ids.size == 0:
         return
+    if ids.dtype.kind not in "iu":
+        raise UserError(f"{where} has token ids of type {ids.dtype}, which are no whole numbers; build the data again")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high

@@ -164,11 +164,25 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise UserError(
                 f"{path}:{number}: not JSON ({error.msg} at column {error.colno}); mend the line or remove it"
             ) from None
+        except RecursionError:
+            raise UserError(f"{path}:{number}: JSON nested too deeply to be read; remove the line") from None
+        except ValueError:  # an integer of thousands of digits
+            raise UserError(f"{path}:{number}: a number too long to be read; mend the line or remove it") from None
         if not isinstance(value, dict):
             raise UserError(
                 f"{path}:{number}: a JSON {type(value).__name__}, but each line must be an object in braces"
             )
+        if "\\ud" in line.lower() and not _can_be_written(value):
+            raise UserError(f"{path}:{number}: half of a surrogate pair, which is no text; mend the line or remove it")
         yield number, value
+
+
+def _can_be_written(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def text_files(root: Path) -> list[Path]:

@@ -5,7 +5,9 @@ in ``.vpipe/`` beside the data, under a name made from everything it depends on:
 It is then mapped, not read, so ranks of one machine share it. Where the folder cannot be written, or the disk is full,
 the stream stays in memory: a cache must never be the reason that a run fails.
 
-    file    "VPTOKEN1"  u64 count  i32 ids[count]
+    file    "VPTOKEN2"  u64 count  u32 crc32 of the ids  i32 ids[count]
+
+A stream whose checksum is another is made anew.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import hashlib
 import os
 import struct
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,10 @@ Tokens = NDArray[np.int32]
 SMALLEST = 2**20
 """Bytes of source files below which a corpus is encoded anew each time."""
 FOLDER = ".vpipe"
-_HEADER = struct.Struct("<8sQ")
-_MAGIC = b"VPTOKEN1"
+_HEADER = struct.Struct("<8sQI")
+_MAGIC = b"VPTOKEN2"
+_CHUNK = 2**22
+"""Ids that are summed at once."""
 
 
 class TokenCache:
@@ -70,10 +75,14 @@ def _read(path: Path) -> Tokens | None:
     """The mapped stream, or None if there is none or it is not whole."""
     try:
         with path.open("rb") as file:
-            magic, count = _HEADER.unpack(file.read(_HEADER.size))
+            magic, count, checksum = _HEADER.unpack(file.read(_HEADER.size))
             if magic != _MAGIC or os.fstat(file.fileno()).st_size != _HEADER.size + 4 * count or count == 0:
                 return None
-        return np.asarray(np.memmap(path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(count,)))
+        ids = np.asarray(np.memmap(path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(count,)))
+        found = 0
+        for begin in range(0, count, _CHUNK):
+            found = zlib.crc32(ids[begin : begin + _CHUNK].data, found)
+        return ids if found == checksum else None
     except (OSError, struct.error, ValueError):
         return None
 
@@ -83,13 +92,14 @@ def _write(path: Path, pieces: Iterable[Tokens]) -> None:
     path.parent.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
         try:
-            count = 0
-            file.write(_HEADER.pack(_MAGIC, count))
+            count, checksum = 0, 0
+            file.write(_HEADER.pack(_MAGIC, count, checksum))
             for piece in pieces:
-                file.write(piece.astype("<i4").tobytes())
-                count += len(piece)
+                data = piece.astype("<i4").tobytes()
+                file.write(data)
+                count, checksum = count + len(piece), zlib.crc32(data, checksum)
             file.seek(0)
-            file.write(_HEADER.pack(_MAGIC, count))
+            file.write(_HEADER.pack(_MAGIC, count, checksum))
             file.flush()
             os.fsync(file.fileno())
             os.fchmod(file.fileno(), 0o666 & ~umask())  # others who share the data share the stream

@@ -92,6 +92,11 @@ class Trainer:
             self.keeper.enter()
             self.teller.start(self._facts())
             self.teller.resumed(self.iteration)
+            if training.warmup > self.num_updates:
+                self.teller.say(
+                    f"warning: training.warmup is {training.warmup:g} updates, but the run makes {self.num_updates}: "
+                    "the learning rate does not reach its peak"
+                )
             if self.evaluation is not None and not self.evaluation.num_batches:
                 self.teller.say(f"warning: there is no evaluation: {self.evaluation.why_not}")
             with self.stopping.listening():
