@@ -89,10 +89,15 @@ def check(schedule: str, seed: int) -> int:
 
 
 def test_every_schedule_that_splits_is_here() -> None:
-    programs = {entry.name: build(entry.name, 2, 4) for entry in entries()}
-    assert set(SCHEDULES) == {
-        name for name, program in programs.items() if any(action.kind is Kind.W for _, action in program.actions())
-    }
+    """All but those that hold a stage twice: their gradients are complete only after a REDUCE."""
+    found = set()
+    for entry in entries():
+        program = build(entry.name, 2, 4)
+        homes = {(rank, action.stage) for rank, action in program.actions()}
+        splits = any(action.kind is Kind.W for _, action in program.actions())
+        if splits and len(homes) == len({stage for _, stage in homes}):
+            found.add(entry.name)
+    assert found == set(SCHEDULES)
 
 
 @pytest.fixture(autouse=True)
