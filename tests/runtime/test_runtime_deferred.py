@@ -103,6 +103,15 @@ def test_a_linear_waits_under_autocast() -> None:
     assert found == set(dict(module.named_parameters()))
 
 
+@pytest.mark.parametrize("input_grad", [False, True])
+def test_other_weights_wait(input_grad: bool) -> None:
+    torch.manual_seed(0)
+    rows = [torch.randn(2, 4, 6) for _ in range(2)]
+    for module in (nn.LayerNorm(6), nn.LayerNorm(6, bias=False), nn.Conv1d(4, 3, 2), nn.ConvTranspose1d(4, 3, 2)):
+        assert _same(module, rows, input_grad=input_grad) == set(dict(module.named_parameters()))
+    assert _same(nn.Embedding(5, 3), [torch.randint(0, 5, (2, 4)) for _ in range(2)]) == {"weight"}
+
+
 @COUNT
 @given(st.data(), st.integers(2, 9), SIZES, st.one_of(st.none(), st.integers(0, 1)), st.booleans())
 def test_embedding(data: Any, rows: int, width: int, padding: int | None, autocast: bool) -> None:
@@ -165,6 +174,26 @@ def test_a_weight_that_is_made_of_others() -> None:
     linear = nn.Linear(4, 3)
     twin = copy.deepcopy(linear)
     _same(nn.utils.weight_norm(linear), [torch.randn(6, 4)], copied=lambda _: nn.utils.weight_norm(twin))
+
+
+class Experts(nn.Module):
+    """The weights of three experts in one tensor, by hand as a factor on either side."""
+
+    def __init__(self, left: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, 4, dtype=dtype))
+        self.left = left
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(self.weight, x) if self.left else torch.bmm(x, self.weight)
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_batched_products_wait(left: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 4, 4, dtype=torch.float32).to(dtype) for _ in range(2)]
+    assert _same(Experts(left, dtype), inputs, input_grad=dtype is torch.float32) == {"weight"}
 
 
 class Twice(nn.Module):

@@ -53,6 +53,8 @@ class Kind(Protocol):
     """The inputs whose gradient can wait."""
     together: bool
     """Whether the gradients of all weights come from one call, so that either all or none of them wait."""
+    factors: Slots
+    """The inputs that are saved for one another's gradients."""
 
     def save(self, node: Any, slots: Slots) -> Saved | None:
         """What the products of ``slots`` need of the node, or None where that cannot be had. Called before I."""
@@ -107,14 +109,11 @@ class MatrixProduct:
         self._first = int(has_summand)
         self.slots: Slots = tuple(range(self._first + 2))
         self.linear_slots: set[Slots] = {(self._first + 1,), (0, self._first + 1)} if has_summand else {(1,)}
+        self.factors: Slots = (self._first, self._first + 1)
         self._names = {self._first: (left, right), self._first + 1: (right, left)}
         self._hook = attrgetter(f"_raw_saved_{left}.unpack_hook")
         self._operands = attrgetter(f"_saved_{left}", f"_saved_{right}")
         self._shape = attrgetter(f"_saved_{right}_sym_sizes", f"_saved_{right}_sym_strides")
-
-    def multiplies(self, slots: Sequence[int]) -> bool:
-        """Whether both factors are among the slots."""
-        return all(slot in slots for slot in self._names)
 
     def of_linear(self, node: Any) -> Tensor | None:
         """``x`` of ``x @ weight.t()``, bias or not, if the node is that of an ordinary Linear: nothing scaled, nothing
@@ -164,8 +163,29 @@ class MatrixProduct:
         return None
 
 
+class BatchedProduct:
+    """``bmm``: weights of several experts in one tensor, for example."""
+
+    slots: Slots = (0, 1)
+    factors: Slots = (0, 1)
+    together = False
+
+    def save(self, node: Any, slots: Slots) -> Saved | None:
+        tensors = [held(node, "self" if slot else "mat2") for slot in slots]
+        found = tuple(tensor for tensor in tensors if tensor is not None)
+        return Saved(found, None) if len(found) == len(slots) else None
+
+    def gradients(self, saved: Saved, dy: Tensor, slots: Slots) -> Gradients:
+        others = [_conjugate(tensor.transpose(1, 2)) for tensor in saved.tensors]
+        return [other.bmm(dy) if slot else dy.bmm(other) for slot, other in zip(slots, others, strict=True)]
+
+    def input_gradient(self, saved: Saved, dy: Tensor) -> Tensor | None:
+        return None
+
+
 class LayerNorm:
     slots: Slots = (1, 2)
+    factors: Slots = ()
     together = True
 
     def save(self, node: Any, slots: Slots) -> Saved | None:
@@ -189,6 +209,7 @@ class LayerNorm:
 
 class Convolution:
     slots: Slots = (1, 2)
+    factors: Slots = ()
     together = True
     _form = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
@@ -213,6 +234,7 @@ class Convolution:
 
 class Embedding:
     slots: Slots = (0,)
+    factors: Slots = ()
     together = False
 
     def save(self, node: Any, slots: Slots) -> Saved | None:
@@ -234,6 +256,7 @@ class Embedding:
 class OwnFunction:
     """A ``Function`` with ``deferrable``."""
 
+    factors: Slots = ()
     together = True
 
     def __init__(self, slots: Slots) -> None:
@@ -262,6 +285,7 @@ class OwnFunction:
 _KINDS: dict[str, Kind] = {
     "AddmmBackward0": MatrixProduct("mat1", "mat2", has_summand=True),
     "MmBackward0": MatrixProduct("self", "mat2", has_summand=False),
+    "BmmBackward0": BatchedProduct(),
     "NativeLayerNormBackward0": LayerNorm(),
     "ConvolutionBackward0": Convolution(),
     "EmbeddingBackward0": Embedding(),

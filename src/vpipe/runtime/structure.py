@@ -204,7 +204,7 @@ class Structure:
         for place, node_type in enumerate(self.types):
             kind = _kind(node_type)
             slots = [slot for slot in self._slots(place, kind) if self.edges[place][slot] in later]
-            if isinstance(kind, products.MatrixProduct) and kind.multiplies(slots):
+            if kind is not None and kind.factors and all(slot in slots for slot in kind.factors):
                 found |= self._reached(place, slots)
         return found
 
