@@ -126,7 +126,6 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "_version": lambda: torch.ones(1).add_(1)._version == 1,
     "_backward_hooks": lambda: nn.Linear(1, 1).weight._backward_hooks is None,
     "_post_accumulate_grad_hooks": lambda: nn.Linear(1, 1).weight._post_accumulate_grad_hooks is None,
-    "_NormBase": lambda: issubclass(nn.BatchNorm1d, nn.modules.batchnorm._NormBase),
     "_buffers": lambda: set(nn.BatchNorm1d(2)._buffers) == {"running_mean", "running_var", "num_batches_tracked"},
 }
 """Private name → whether this torch still has it, and it still means what we take it for."""
