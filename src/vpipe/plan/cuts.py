@@ -28,9 +28,9 @@ from vpipe.plan.packing import Packer
 
 _SHY = 1e-10
 _EVEN = 1e-10
-_TOPS = (1.002, 1.02, 1.05, 1.15)
+_TOPS = (1.002, 1.03, 1.12)
 """Cycle times that are tried, as multiples of the least; beyond them they double until there is a path."""
-_ROUNDS, _MOST_ROUNDS = 8, 200
+_ROUNDS, _MOST_ROUNDS = 3, 200
 """How often a path is asked again, each time with some of its stages solved, once one fits and until one fits."""
 _MAX_CELLS = 3_000_000
 

@@ -35,8 +35,8 @@ Structure = tuple[frozenset[int], frozenset[int]]
 """Stages that recompute, stages that swap."""
 
 PLAIN: Structure = (frozenset(), frozenset())
-_LAID_OUT = 12_000
-"""Actions of all structures that are laid out exactly."""
+_SMALL, _LAID_OUT = 300, (60_000, 5_000)
+"""Nodes of all structures that are laid out exactly, where one has few and where it has many."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Judge:
         """The graph of a structure; of an asynchronous schedule also that of one batch more."""
         if structure not in self._batches and structure != PLAIN:
             size = sum(batch.size for batch in self._laid_out(PLAIN))
-            if size * (len(self._batches) + 1) > _LAID_OUT:
+            if size * (len(self._batches) + 1) > _LAID_OUT[size > _SMALL]:
                 self.exact = False
                 everywhere = frozenset(range(self.pipe.num_stages))
                 structure = (everywhere if structure[0] else frozenset(), everywhere if structure[1] else frozenset())

@@ -30,6 +30,8 @@ SLACK = 1e-9
 """Steps closer than this are equal: the sums of thousands of floats are no better."""
 _NODES, _NODES_EACH = 1_000_000, 500
 """Effort 1: nodes of the graph that are passed, and how often the whole graph besides."""
+_KNAPSACK = 10
+"""Nodes that take as long as one step of a knapsack."""
 _CHUNK = 1_000_000
 _RESTARTS = 8
 _NEVER = 1e30
@@ -150,7 +152,7 @@ class Search:
 
     @property
     def _spent(self) -> bool:
-        return self.judge.work + self.packer.work > self.budget or self.limits.over
+        return self.judge.work + _KNAPSACK * self.packer.work > self.budget or self.limits.over
 
     # ── moving ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -180,13 +182,14 @@ class Search:
         moves = list(dict.fromkeys(_moves(cuts)))
         if not moves:
             return
-        floors = self._floors(moves)
+        least = self._at_least(moves)
+        floors = self.judge.busiest(self.judge.prices(least)[0])
         if self.synchronous:
             candidate = self._of(state)
             path = self.judge.path(candidate)
             if not any(candidate.again) and not any(candidate.swap):
                 self.paths.append(path)
-            floors = np.maximum(floors, self.judge.weights([path], self._at_least(moves)))
+            floors = np.maximum(floors, self.judge.weights([path], least))
         for index in np.argsort(floors, kind="stable").tolist():
             if floors[index] >= step * (1 - SLACK):
                 return
@@ -205,11 +208,6 @@ class Search:
             columns.append(np.where(np.isfinite(times), np.where(extra > SLACK * base, extra, 0.0), _NEVER))
         again = np.array(columns)
         return [Candidate(each, tuple(row)) for each, row in zip(cuts, again.T.tolist(), strict=True)]
-
-    def _floors(self, cuts: Sequence[Cuts]) -> Array:
-        """What the busiest rank works, at least."""
-        price, _ = self.judge.prices(self._at_least(cuts))
-        return self.judge.busiest(price)
 
     def _restart(self) -> None:
         """Some cuts at random, then down again, as long as the effort lasts."""
