@@ -2,11 +2,12 @@
 
     compute  F0 ─┐ F1 ──┐ F2 …  wait ─ frees 0     OUT k+1 lets the compute stream wait for OUT k: one unit is in use
     out          └ copy 0 ─┐ └ copy 1              and one on its way, and freed memory is free in the stream's order
-    in                     └ wait ─ copy 0 ─┐
-    compute            alloc ─┘ (IN 0)      └ wait ─ B0
+    in                          copy 0 ─┐
+    compute             alloc ─┘ (IN 0) └ wait ─ B0
 
 Memory to come back to is allocated on the compute stream, so the copy must wait for what that stream was given before:
-a backward that is queued and has not yet read the memory's last content. Nothing here makes the host wait.
+a backward that is queued and has not yet read the memory's last content; and the passage out, which that stream has
+awaited before. Nothing here makes the host wait.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class DeviceSwapper:
                     storage = cargo.full()
                     host = self._pinned(storage.nbytes())
                     host.copy_(_as_tensor(storage), non_blocking=True)
-                    parcel.places.append((host, self._out.record_event()))
+                    parcel.places.append(host)
                     move.bytes += storage.nbytes()
             left = self._out.record_event()
         self._leaving.extend((parcel.cargo, left) for parcel in parcels)
@@ -73,8 +74,7 @@ class DeviceSwapper:
         storages = [cargo.refill() for cargo, _ in pairs]
         self._in.wait_event(compute_stream(self._device).record_event())
         with self._in:
-            for (_, (host, left)), storage in zip(pairs, storages, strict=True):
-                self._in.wait_event(left)
+            for (_, host), storage in zip(pairs, storages, strict=True):
                 _as_tensor(storage).copy_(host, non_blocking=True)
                 self._free[host.numel()].append((host, self._in.record_event()))
                 move.bytes += storage.nbytes()

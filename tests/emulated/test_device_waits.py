@@ -1,0 +1,202 @@
+"""The host never waits for the device inside a step but to read its numbers once; no wait of a stream can be left out."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_cases import OPTIMIZERS, SCHEDULES, Outcome, assert_equal, batches, plain, trained
+from torch import nn
+
+import vpipe.runtime
+from vpipe import Pipeline
+from vpipe.runtime.update import LossScale
+
+READ = "copy_ device to host, blocking"
+MORE: list[dict[str, Any]] = [
+    {},
+    {"recompute": 0.5},
+    {"swap": 1.0},
+    {"clip_norm": 0.1},
+    {"loss_scale": LossScale(8.0)},
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_reads_once(schedule: str, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not per unit, not per update: each rank reads its numbers once, whatever the schedule and what goes with it."""
+    monkeypatch.setattr("vpipe.runtime.swap.MIN_BYTES", 64)
+    index = SCHEDULES.index(schedule)
+    replicated = {"replicas": 2, "num_ranks": 4} if schedule in ("1f1b", "zb-h1", "pipedream") else {"num_ranks": 2}
+    pipe = Pipeline(
+        plain(), nn.functional.mse_loss, schedule=schedule, num_microbatches=4, device="emu",
+        optimizer=OPTIMIZERS["fused"], **replicated, **MORE[index % len(MORE)],
+    )  # fmt: skip
+    (warm, check) = batches(2, 32)
+    pipe.train_step(*warm)
+    emulated.native.reset_counts()
+    pipe.train_step(*check)
+    found = emulated.syncs()
+    assert set(found) == {READ}
+    assert found[READ] <= len(pipe.engines)
+    assert not emulated.native.sync_fallbacks()
+    pipe.close()
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update_on_the_device(emulated: Any) -> None:
+    """An optimizer that decides on the device makes the host wait for nothing, and does what the CPU's does."""
+    found = {}
+    for device in ("cpu", "emu"):
+        pipe = Pipeline(
+            plain(), nn.functional.mse_loss, schedule="pipedream", num_microbatches=4, num_ranks=2, device=device,
+            optimizer=OPTIMIZERS["fused"],
+        )  # fmt: skip
+        (inputs, targets), other = batches(2, 32)
+        targets[20] = float("inf")
+        pipe.train_step(inputs, targets)
+        pipe.train_step(*other)
+        skipped = [engine.updater.num_skipped for engine in pipe.engines]
+        found[device] = ({name: value.cpu() for name, value in pipe.state_dict().items()}, skipped)
+        pipe.close()
+    assert found["cpu"][1] == found["emu"][1] == [1, 1]
+    assert all(torch.equal(found["emu"][0][name], value) for name, value in found["cpu"][0].items())
+
+
+RUNTIME = Path(vpipe.runtime.__file__).parent
+FILES = ("handover", "feed", "swap_device")
+WAITS = {"wait_event", "wait_stream", "share"}
+"""A statement that is a call of one of these orders two streams or keeps memory."""
+
+
+def waits_of(file: str) -> list[int]:
+    """The lines of a module on which it waits for a stream, or shares memory with one."""
+    found = []
+    for node in ast.walk(ast.parse((RUNTIME / f"{file}.py").read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            found += [node.lineno] if name in WAITS else []
+    return sorted(found)
+
+
+MUTANTS = [(file, line) for file in FILES for line in waits_of(file)]
+
+
+@contextmanager
+def without(file: str, line: int) -> Iterator[None]:
+    """The module without the statement on this line, in every module that has taken something from it."""
+    module = importlib.import_module(f"vpipe.runtime.{file}")
+    tree = ast.parse((RUNTIME / f"{file}.py").read_text())
+    for node in ast.walk(tree):
+        for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
+            for place, statement in enumerate(body if isinstance(body, list) else ()):
+                if statement.lineno == line and isinstance(statement, ast.Expr):
+                    body[place] = ast.copy_location(ast.Pass(), statement)  # type: ignore[index]
+    before = dict(vars(module))
+    exec(compile(tree, f"{file} without line {line}", "exec"), vars(module))  # noqa: S102 - our own source, less a line
+    changed = {id(old): getattr(module, name) for name, old in before.items() if getattr(module, name) is not old}
+    patched = []
+    for other in [m for name, m in sys.modules.items() if name.startswith("vpipe.") and m is not module]:
+        for name, value in list(vars(other).items()):
+            if id(value) in changed and callable(value):
+                patched.append((other, name, value))
+                setattr(other, name, changed[id(value)])
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+        for other, name, value in patched:
+            setattr(other, name, value)
+
+
+PROGRAMS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "handover": (4, "1f1b", {"num_ranks": 2, "num_microbatches": 6}),
+    "feed": (2, "gpipe", {"num_ranks": 1, "num_microbatches": 12}),
+    "swap_device": (6, "1f1b", {"num_ranks": 3, "num_microbatches": 8, "swap": 1.0}),
+}
+"""(layers, schedule, options) that need every wait of a module."""
+HARD: list[dict[str, float]] = [
+    {"lazy": 1},
+    {"jitter_us": 300, "seed": 7},
+    {"op_us": 500},
+    {"copy_bytes_per_us": 4},
+    {"copy_bytes_per_us": 4, "lazy": 1},
+    {"copy_bytes_per_us": 20, "poison": 0},
+]
+"""Ways of running streams in which a forgotten wait shows; the last ones make copies or kernels slow."""
+
+
+def swapped_directly(emulated: Any) -> list[float]:
+    """Five storages go out and come back early, while kernels that read the ones before are still queued; then others
+    take their pinned memory. (What the first version of this lane got wrong in two ways.)"""
+    from vpipe.runtime.luggage import Slot
+    from vpipe.runtime.swap import Parcel
+
+    module = importlib.import_module("vpipe.runtime.swap_device")
+    lane, size = module.DeviceSwapper(torch.device("emu:0")), 8192
+    slots = [Slot(torch.full((size,), value + 1.0, device="emu:0").untyped_storage()) for value in range(5)]
+    parcels = [Parcel([slot]) for slot in slots]
+    for number, parcel in enumerate(parcels):
+        lane.out([parcel], f"unit {number}")
+    moves = [lane.fetch([parcel], "back") for parcel in parcels[:3]]
+    others = [Parcel([Slot(torch.full((size,), -1.0, device="emu:0").untyped_storage())]) for _ in range(3)]
+    for parcel in others:
+        lane.out([parcel], "another")
+    moves += [lane.fetch([parcel], "back") for parcel in parcels[3:]]
+    found = []
+    for slot, move in zip(slots, moves, strict=True):
+        move.wait()
+        emulated.native.sleep(3000)
+        found.append(torch.empty(0, device="emu:0").set_(slot.full(), 0, (size,), (1,)) * 1)  # the backward
+        slot.empty()
+    values = [float(tensor.mean()) for tensor in found]
+    lane.abandon()
+    lane.close()
+    return values
+
+
+def differs(found: Outcome, expected: Outcome) -> bool:
+    try:
+        assert_equal(found, expected)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("file", "line"), MUTANTS, ids=[f"{file}:{line}" for file, line in MUTANTS])
+def test_no_wait_can_be_left_out(file: str, line: int, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.runtime.swap.MIN_BYTES", 64)
+    layers, schedule, options = PROGRAMS[file]
+    expected = trained(plain(layers), "cpu", schedule, steps=1, **options)
+    caught = []
+    with without(file, line):
+        for settings in HARD:
+            emulated.reset()
+            emulated.settings(**settings)
+            if differs(trained(plain(layers), "emu", schedule, steps=1, **options), expected):
+                caught.append(settings)
+                break
+            if file == "swap_device" and swapped_directly(emulated) != [1.0, 2.0, 3.0, 4.0, 5.0]:
+                caught.append(settings)
+                break
+    assert caught, f"{file}.py works without its line {line}: the wait is not needed, or no program needs it"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_with_all_waits_the_same_programs_are_right(file: str, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.runtime.swap.MIN_BYTES", 64)
+    layers, schedule, options = PROGRAMS[file]
+    expected = trained(plain(layers), "cpu", schedule, steps=1, **options)
+    for settings in HARD:
+        emulated.reset()
+        emulated.settings(**settings)
+        assert_equal(trained(plain(layers), "emu", schedule, steps=1, **options), expected)
+        if file == "swap_device":
+            assert swapped_directly(emulated) == [1.0, 2.0, 3.0, 4.0, 5.0]
