@@ -25,6 +25,7 @@ def emulated() -> Any:
         import emulated_device
     except CannotBuild as reason:
         pytest.skip(str(reason))
+    emulated_device.hide()
     return emulated_device
 
 

@@ -130,6 +130,12 @@ def syncs() -> dict[str, int]:
     return dict(native.syncs())
 
 
+def hide() -> None:
+    """Other tests of this process find a machine without an accelerator."""
+    global _count
+    _count = 0
+
+
 @contextmanager
 def visible(devices: int = MOST_DEVICES) -> Iterator[None]:
     """``torch.accelerator`` offers that many devices."""

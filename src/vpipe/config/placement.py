@@ -57,7 +57,11 @@ class ParallelConfig(Section):
     transport: Literal["auto", "inprocess", "shm", "distributed"] = "auto"
     """How ranks exchange tensors: threads of one process, shared memory of one machine, or torch.distributed."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend of torch.distributed; auto takes gloo. Training refuses nccl: this version computes on processors."""
+    """Backend of torch.distributed: auto takes the device's own beside gloo. nccl asks for an accelerator, gloo sends
+    what is on one through main memory."""
+    device: Text = "auto"
+    """Where ranks compute: cpu, an accelerator's type (cuda, xpu, …: a device for every rank of a machine), one device
+    that all ranks of a machine share (cuda:0), or auto (the accelerator where torch finds one, else the CPU)."""
     timeout: Annotated[float, Field(gt=0, le=86400)] = 300.0
     """Seconds without a message after which a rank ends the run and says what it waited for."""
     exact_reduction: bool = True

@@ -36,10 +36,12 @@ from vpipe.runtime.stage import Loss, Stage, StageOptions
 from vpipe.runtime.threaded import ThreadedEngine
 from vpipe.runtime.ties import check_owners, refuse_sharing, share_tied
 from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.transport.device import DeviceTransport
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.update import LossScale, UpdateOptions, Updater
 from vpipe.runtime.wire import flatten, unflatten
 from vpipe.schedule.placement import Placement
+from vpipe.schedule.program import Program
 
 SETUP_STEP = -1
 BuildModule = Callable[[int, Layer, int], nn.Module]
@@ -146,8 +148,11 @@ class Pieces:
         refuse_sharing({layer: module for index in sorted(stages) for layer, module in stages[index].owned.items()})
         return engines
 
-    def engine_between(self, transport: DistributedTransport) -> Engine:
-        """The rank that this process is."""
+    def engine_between(self, host: DistributedTransport, direct: bool = True) -> Engine:
+        """The rank that this process is; ``direct``: messages between devices go by the devices' own backend."""
+        transport: DistributedTransport | DeviceTransport = host
+        if self.devices and not is_host(self.devices[0]):
+            transport = DeviceTransport(host, self.devices[0], neighbours(self.programs.spec.program), direct)
         transport.prepare_groups(groups(self.programs.spec.placement, self.tied, self.flow))
         return self.engine(transport, own_module, None, self.devices[0] if self.devices else HOST)
 
@@ -211,6 +216,18 @@ def _nothing() -> nn.Parameter:
 def thread_safe(layers: Sequence[Layer]) -> bool:
     """Whether the layers say that ranks of one process may run them at the same time (they draw no random numbers)."""
     return all(getattr(layer.module, "vpipe_thread_safe", False) for layer in layers)
+
+
+def neighbours(program: Program) -> list[tuple[int, int]]:
+    """All pairs (sender, receiver) of ranks that exchange messages, in the same order on every rank."""
+    found: dict[tuple[int, int], None] = {}
+    for stage, readers in enumerate(program.readers):
+        for reader in readers:
+            for unit in range(program.num_microbatches):
+                here, there = program.placement.rank(stage, unit), program.placement.rank(reader, unit)
+                if here != there:
+                    found |= {(here, there): None, (there, here): None}
+    return list(found)
 
 
 def groups(placement: Placement, tied: Sequence[TiedWeight], flow: Flow) -> list[list[int]]:

@@ -73,6 +73,11 @@ def _names(offered: torch.device | None) -> str:
     return offered.type if offered is not None else "install a build of torch for your accelerator"
 
 
+def device_type(wanted: str) -> str:
+    """What autocast calls the device."""
+    return _parsed(wanted).type
+
+
 def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 

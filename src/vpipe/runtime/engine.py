@@ -190,6 +190,7 @@ class Engine:
             if job.training:
                 stage.weights.begin(compiled.uses[index])
         try:
+            self.transport.begin_program((compiled.program, job.training, job.wants_loss))
             self.transport.begin_step(job.step)
             self._execute(compiled.calls, self._result.records)
             self._settle(self._result.records)

@@ -53,7 +53,8 @@ class Pipeline:
     ``executor``: "plain" (a rank's actions one after the other), "threaded" (a worker thread per microbatch, which take
     turns by ``priority``: none, first-hp, fifo or critical-path), or "auto" (threaded for the schedule
     ``async_threaded``). ``device`` is where the ranks compute: "cpu", an accelerator's type ("cuda": a device for every
-    rank of a machine), one device for all of them ("cuda:0"), or "auto" (the accelerator where there is one).
+    rank of a machine), one device for all of them ("cuda:0"), or "auto" (the accelerator where there is one). Between
+    processes, tensors go by the device's own backend, or with ``device_messages=False`` through main memory.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Pipeline:
         executor: str = "auto",
         priority: str = "none",
         device: str = "cpu",
+        device_messages: bool = True,
         timeout: float = 1800.0,
         schedule_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -132,7 +134,11 @@ class Pipeline:
         self.engines = (
             pieces.engines_in_threads(ondevice.transports(self._hub, self.devices))
             if self._hub is not None
-            else [pieces.engine_between(choice.between_processes(transport, blocking=blocking, timeout=timeout))]
+            else [
+                pieces.engine_between(
+                    choice.between_processes(transport, blocking=blocking, timeout=timeout), device_messages
+                )
+            ]
         )
         self._compiled: dict[tuple[int, Program], Compiled] = {}
         self.step = 0

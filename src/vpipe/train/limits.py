@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
+from vpipe.runtime.device import chosen, is_host
 from vpipe.schedule import catalog
 
 
 def refuse(config: PipelineConfig) -> None:
     """Raise where the config asks for what the runtime does not have."""
     parallel = config.parallel
-    if parallel.backend == "nccl":
+    if parallel.backend == "nccl" and is_host(chosen(parallel.device, 1, 0)[0]):
         raise UserError(
-            "parallel.backend is nccl, but this version computes on processors and sends by gloo or shared memory; set "
-            "parallel.backend: auto (--set parallel.backend=auto)"
+            f"parallel.backend is nccl, but parallel.device {parallel.device} means the CPU here; run where torch "
+            "finds an accelerator, or set parallel.backend: auto (--set parallel.backend=auto)"
         )
     threads = catalog.get(parallel.scheduler).runs_threads(parallel.scheduler)
     shared = parallel.transport == "inprocess" or threads

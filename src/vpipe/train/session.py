@@ -19,6 +19,7 @@ from vpipe.models import catalog as model_catalog
 from vpipe.models.model import Model
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
 from vpipe.runtime import assembly
+from vpipe.runtime.device import device_type
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priority import Backend
 from vpipe.runtime.programs import Programs
@@ -178,7 +179,9 @@ def open_session(config: PipelineConfig) -> Session:
         clip_norm=training.gradient_clipping or None,
         exact_reduction=parallel.exact_reduction,
         loss_scale=loss_scale(training),
-        autocast=autocast(training),
+        autocast=autocast(training, device_type(parallel.device)),
+        device=parallel.device,
+        device_messages=parallel.backend != "gloo",
         transport=parallel.transport if assembly.under_launcher() else "auto",
         timeout=parallel.timeout,
         schedule_options=schedule_options(config),

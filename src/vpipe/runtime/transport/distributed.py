@@ -12,7 +12,7 @@ every send waits.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -61,6 +61,9 @@ class DistributedTransport:
         self._sent: dict[Channel, deque[tuple[Any, Tensor]]] = defaultdict(deque)
         self._tails: list[tuple[Channel, Any, Tensor]] = []
         self._groups: dict[tuple[int, ...], Any] = {}
+
+    def begin_program(self, program: Hashable) -> None:
+        pass
 
     def begin_step(self, step: int) -> None:
         for channel, wanted in self._wanted.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +68,9 @@ class InProcessTransport:
         self.hub = hub
         self.rank = rank
         self.num_ranks = hub.num_ranks
+
+    def begin_program(self, program: Hashable) -> None:
+        pass
 
     def begin_step(self, step: int) -> None:
         pass
