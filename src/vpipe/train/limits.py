@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
-from vpipe.runtime.device import chosen, is_host
 from vpipe.schedule import catalog
 
 
 def refuse(config: PipelineConfig) -> None:
     """Raise where the config asks for what the runtime does not have."""
     parallel = config.parallel
-    if parallel.backend == "nccl" and is_host(chosen(parallel.device, 1, 0)[0]):
-        raise UserError(
-            f"parallel.backend is nccl, but parallel.device {parallel.device} means the CPU here; run where torch "
-            "finds an accelerator, or set parallel.backend: auto (--set parallel.backend=auto)"
-        )
+    if parallel.backend == "nccl":
+        _need_accelerator(parallel.device)
     threads = catalog.get(parallel.scheduler).runs_threads(parallel.scheduler)
     shared = parallel.transport == "inprocess" or threads
     if parallel.priority != "none" and not (shared or parallel.use_orion_scheduler):
@@ -34,4 +30,14 @@ def refuse_parity(config: PipelineConfig) -> None:
         raise UserError(
             "parity compares fp32 and bf16; the loss scale of fp16 skips updates that a replay would make, so set "
             "training.precision to one of them (--set training.precision=fp32)"
+        )
+
+
+def _need_accelerator(device: str) -> None:
+    from vpipe.runtime.device import chosen, is_host  # torch, which a launcher need not load
+
+    if is_host(chosen(device, 1, 0)[0]):
+        raise UserError(
+            f"parallel.backend is nccl, but parallel.device {device} means the CPU here; run where torch finds an "
+            "accelerator, or set parallel.backend: auto (--set parallel.backend=auto)"
         )
