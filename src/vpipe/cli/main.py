@@ -39,6 +39,7 @@ COMMANDS = {
     "compare": "A fair sweep over schedules and microbatches.",
     "report": "A run as one HTML page.",
     "dashboard": "A run as a live page.",
+    "playground": "Schedules in the browser: sliders, timeline, verifier.",
     "export": "The weights of a run, for Hugging Face and others.",
     "data": "Build a data set from text on this machine.",
     "submit": "Write and submit a SLURM job.",

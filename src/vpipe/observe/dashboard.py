@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic, sleep
@@ -45,8 +46,14 @@ class Dashboard:
     """A server in a thread. ``url`` is what the user opens; it carries the token."""
 
     def __init__(
-        self, directory: str | Path, port: int = 0, token: str | None = None, listening: socket.socket | None = None
+        self,
+        directory: str | Path,
+        port: int = 0,
+        token: str | None = None,
+        listening: socket.socket | None = None,
+        make: Callable[[str, threading.Event], Any] | None = None,
     ) -> None:
+        """``make`` gives another application than a run's page, from the token and the event of its end."""
         require()
         import uvicorn
 
@@ -58,7 +65,7 @@ class Dashboard:
         self._socket = listening or listen(port)
         self.port: int = self._socket.getsockname()[1]
         settings = uvicorn.Config(
-            guard.closing(app(directory, self.token, self._stopping)),
+            guard.closing((make or partial(app, directory))(self.token, self._stopping)),
             http=guard.Guarded,
             h11_max_incomplete_event_size=guard.MAX_HEADER_BYTES,
             log_level="critical",

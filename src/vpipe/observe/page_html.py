@@ -19,6 +19,7 @@ SCRIPTS = ("dom.js", "timeline.js", "charts.js", "panels.js", "curves.js", "app.
 LIVE = ("whatif.js",)
 COMPARISON = ("dom.js", "charts.js", "compare.js")
 LIST = ("dom.js", "runs.js")
+PLAYGROUND = ("dom.js", "timeline.js", "charts.js", "panels.js", "playground.js")
 PAIR = ("dom.js", "timeline.js", "charts.js", "panels.js", "pair.js")
 
 
@@ -40,6 +41,11 @@ def list_of_runs() -> str:
 def pair() -> str:
     """Two runs of a directory, side by side."""
     return document("two runs", PAIR, None)
+
+
+def playground() -> str:
+    """The page of ``vpipe playground``."""
+    return document("playground", PLAYGROUND, None)
 
 
 def comparison(data: Mapping[str, Any]) -> str:

@@ -67,25 +67,6 @@ def app(path: str | Path, token: str, stopping: threading.Event | None = None) -
     ended = stopping or threading.Event()
     place = Place(Path(path))
 
-    def guarded(handler: Handler) -> Handler:
-        async def check(request: Request) -> Response:
-            host = request.headers.get("host", "").rsplit(":", 1)[0]
-            given = request.query_params.get("token", "")
-            if host not in HOSTS or not secrets.compare_digest(given.encode(), token.encode()):
-                response: Response = PlainTextResponse(
-                    "403: open the address that vpipe printed; it carries a token\n", 403
-                )
-            elif int(request.headers.get("content-length") or "0") or "transfer-encoding" in request.headers:
-                response = PlainTextResponse("413: nothing here takes a body\n", 413)
-            else:
-                response = await handler(request)
-            response.headers["cache-control"] = "no-store"
-            response.headers["x-content-type-options"] = "nosniff"
-            response.headers["x-frame-options"] = "DENY"
-            return response
-
-        return check
-
     async def index(request: Request) -> Response:
         named = {"run", "a"} & set(request.query_params)
         if place.is_run or named:
@@ -115,7 +96,29 @@ def app(path: str | Path, token: str, stopping: threading.Event | None = None) -
         return StreamingResponse(_stream(watcher, place, ended), media_type="text/event-stream")
 
     routes = {"/": index, "/events": events, "/data": data, "/runs": listed, "/whatif": ask, "/schedules": schedules}
-    return Starlette(routes=[Route(where, guarded(handler)) for where, handler in routes.items()])
+    return Starlette(routes=[Route(where, guarded(token, handler)) for where, handler in routes.items()])
+
+
+def guarded(token: str, handler: Handler) -> Handler:
+    """A handler that strangers do not reach."""
+
+    async def check(request: Request) -> Response:
+        host = request.headers.get("host", "").rsplit(":", 1)[0]
+        given = request.query_params.get("token", "")
+        if host not in HOSTS or not secrets.compare_digest(given.encode(), token.encode()):
+            response: Response = PlainTextResponse(
+                "403: open the address that vpipe printed; it carries a token\n", 403
+            )
+        elif int(request.headers.get("content-length") or "0") or "transfer-encoding" in request.headers:
+            response = PlainTextResponse("413: nothing here takes a body\n", 413)
+        else:
+            response = await handler(request)
+        response.headers["cache-control"] = "no-store"
+        response.headers["x-content-type-options"] = "nosniff"
+        response.headers["x-frame-options"] = "DENY"
+        return response
+
+    return check
 
 
 async def _answer(question: Callable[[], dict[str, Any]]) -> Response:

@@ -41,8 +41,8 @@ def answer(question: Mapping[str, str], watcher: Watcher | None = None) -> dict[
     schedule; times are then seconds, and ``gain`` says how many times as fast as the run it would be.
     """
     entry = get(question.get("schedule", ""))
-    ranks, microbatches = _count(question, "ranks"), _count(question, "microbatches")
-    stages = _count(question, "stages_per_rank") if entry.any_stages_per_rank else None
+    ranks, microbatches = count_of(question, "ranks"), count_of(question, "microbatches")
+    stages = count_of(question, "stages_per_rank") if entry.any_stages_per_rank else None
     size = 2 * ranks * microbatches * (stages or entry.stages_per_rank)
     if size > MAX_ACTIONS:
         raise UserError(f"that would be {size} actions; the page draws at most {MAX_ACTIONS}")
@@ -55,7 +55,7 @@ def answer(question: Mapping[str, str], watcher: Watcher | None = None) -> dict[
         title += f", layers {' '.join(map(str, cut))}"
         found = {"unitless": False, "gain": seconds / simulation.makespan if simulation.makespan else None}
     else:
-        forward, input_grad, weight_grad, latency = (_time(question, name) for name in TIMES)
+        forward, input_grad, weight_grad, latency = (time_of(question, name) for name in TIMES)
         own = uniform(
             program.placement, forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=latency
         )
@@ -91,15 +91,15 @@ def _measured(
     return estimate.stage_costs(profile, plan.layout, now.costs, ranks), plan.layout.counts, now.makespan
 
 
-def _count(question: Mapping[str, str], name: str) -> int:
+def count_of(question: Mapping[str, str], name: str) -> int:
     text = question.get(name, "1")
     if not text.isascii() or not text.isdigit() or not 1 <= len(text) <= 6:
         raise UserError(f"{name.replace('_', ' ')} is {text[:20]!r}, but it is a whole number of at least 1")
     return int(text)
 
 
-def _time(question: Mapping[str, str], name: str) -> float:
-    text = question.get(name, TIMES[name])
+def time_of(question: Mapping[str, str], name: str) -> float:
+    text = question.get(name, TIMES.get(name, "0"))
     try:
         found = float(text)
     except ValueError:
