@@ -82,6 +82,13 @@ def test_an_agreement_in_the_wrong_place(changed: tuple[str, str], words: str) -
     assert any(words in each for each in reasons(from_csv(text.replace(*changed))))
 
 
+def test_a_rank_without_updates_is_told_so() -> None:
+    """One rank has forgotten its STEP: verify says it, lowering does not stumble over it."""
+    found = reasons(agree(lower(from_csv("0F0,0B0,0STEP\n1F0,1B0\n"))))
+    assert any("no 1STEP follows 1B0" in each for each in found)
+    assert any("rank 1 never comes to AGREE 0" in each for each in found)
+
+
 def test_an_agreement_has_no_place_where_stages_update_one_by_one() -> None:
     found = reasons(from_csv("0F0,0B0,0AGREE,0STEP,0F1,0B1,0STEP"))
     assert any("they update several times, each on its own" in each for each in found)

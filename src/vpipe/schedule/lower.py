@@ -118,7 +118,8 @@ def agree(program: Program) -> Program:
     def row(actions: Row) -> Iterator[Action]:
         updates = [action for action in actions if action.kind is Kind.STEP]
         yield from (action for action in actions if action.kind is not Kind.STEP)
-        yield Action(min(stage for stage, _, _ in updates), Kind.AGREE)
+        if updates:
+            yield Action(min(stage for stage, _, _ in updates), Kind.AGREE)
         yield from updates
 
     return program.with_rows(map(row, program.rows))

@@ -32,7 +32,7 @@ def violations(program: Program, lowered: bool) -> Iterator[Violation]:
         yield from broken
         if not broken:
             yield from _unborn(program)
-            yield from _irregular(program)
+            yield from _irregular(program) if several else ()
 
 
 def _disorder(program: Program) -> Iterator[Violation]:

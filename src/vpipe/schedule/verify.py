@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import product
 
 from vpipe.schedule import meetings, updates
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
+from vpipe.schedule.collector import collector_paused
 from vpipe.schedule.lower import communicate, is_lowered, reduce
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import (
@@ -22,7 +24,6 @@ from vpipe.schedule.semantics import (
     SEND_OF,
     Where,
     channel,
-    messages_of,
     peers,
 )
 from vpipe.schedule.simulate import simulate
@@ -41,6 +42,11 @@ def verify(
     A program that says nothing of communication is completed by lowering first. The index of a violation counts the
     actions of the program as it was given. What makes other checks meaningless ends the search.
     """
+    with collector_paused():
+        return _verify(program, transport, max_activations)
+
+
+def _verify(program: Program, transport: Transport, max_activations: float | None) -> list[Violation]:
     place = _places(program)
     strangers = [*_strangers(program)]
     found = [*strangers, *_duplicates(program), *_incomplete(program)]
@@ -49,7 +55,9 @@ def verify(
     lowered = is_lowered(program)
     found += updates.violations(program, lowered)
     executable = program if lowered else communicate(reduce(program))
-    found += [*_unmet_needs(executable, place), *_unmatched(executable, place), *_crossed(executable, place)]
+    everywhere = place if executable is program else _places(executable)
+    found += [*_unmet_needs(executable, everywhere, place), *_unmatched(executable, everywhere, place)]
+    found += _crossed(executable, place)
     found += meetings.violations(executable, program)
     found += _lost_swaps(program)
     if not found:
@@ -59,6 +67,7 @@ def verify(
     return sorted(set(found))
 
 
+_RECEIVE_OF = {send: receive for receive, send in SEND_OF.items()}
 Places = dict[Action, tuple[int, int]]
 """Where the program as given has each action: (rank, index)."""
 
@@ -100,39 +109,51 @@ def _duplicates(program: Program) -> Iterator[Violation]:
                 yield Violation(rank, index, str(action), f"runs twice, first as action {first[action]}")
 
 
+_PARTS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
+"""What makes a unit complete at a stage, as bits; forwards alone where a program does not train."""
+_WHOLE = (_PARTS[Kind.F] | _PARTS[Kind.B], _PARTS[Kind.F] | _PARTS[Kind.I] | _PARTS[Kind.W])
+
+
 def _incomplete(program: Program) -> Iterator[Violation]:
     """Every unit goes forward at every stage; in a training program it also comes back: B, or I and W."""
-    present = {action for _, action in program.actions()}
-    kinds = {action.kind for action in present}
-    trains = bool(kinds & {Kind.B, Kind.I, Kind.W})
-    for stage in range(program.num_stages):
-        for microbatch in range(program.num_microbatches):
-            rank = program.placement.rank(stage, microbatch)
-            has = {kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if Action(stage, kind, microbatch) in present}
-            unit = f"of microbatch {microbatch} at stage {stage}"
-            if Kind.F not in has:
-                yield Violation(rank, -1, "", f"the forward {unit} ({stage}F{microbatch}) is missing")
-            back = has - {Kind.F}
-            if trains and back not in ({Kind.B}, {Kind.I, Kind.W}):
-                written = ", ".join(f"{stage}{kind}{microbatch}" for kind in sorted(back)) or "nothing"
-                yield Violation(
-                    rank, -1, "", f"the backward {unit} must be one B, or I and W; the program has {written}"
-                )
+    has = dict.fromkeys(product(range(program.num_stages), range(program.num_microbatches)), 0)
+    trains = False
+    for row in program.rows:
+        for stage, kind, microbatch in row:
+            if kind in _PARTS and (stage, microbatch) in has:
+                has[stage, microbatch] |= _PARTS[kind]
+                trains = trains or kind is not Kind.F
+    whole = _WHOLE if trains else (_PARTS[Kind.F],)
+    for (stage, microbatch), parts in has.items():
+        if parts in whole:
+            continue
+        rank = program.placement.rank(stage, microbatch)
+        unit = f"of microbatch {microbatch} at stage {stage}"
+        if not parts & _PARTS[Kind.F]:
+            yield Violation(rank, -1, "", f"the forward {unit} ({stage}F{microbatch}) is missing")
+        back = parts & ~_PARTS[Kind.F]
+        if trains and back | _PARTS[Kind.F] not in whole:
+            names = [f"{stage}{kind}{microbatch}" for kind in sorted(_PARTS) if kind is not Kind.F]
+            written = ", ".join(
+                name for name, kind in zip(names, (Kind.B, Kind.I, Kind.W), strict=True) if back & _PARTS[kind]
+            )
+            yield Violation(
+                rank, -1, "", f"the backward {unit} must be one B, or I and W; the program has {written or 'nothing'}"
+            )
 
 
 def _lost_swaps(program: Program) -> Iterator[Violation]:
     """What goes out comes in again."""
-    present = {action for _, action in program.actions()}
+    fetched = {action[::2] for _, action in program.actions() if action[1] is Kind.IN}
     for rank, row in enumerate(program.rows):
         for index, action in enumerate(row):
-            fetch = Action(action.stage, Kind.IN, action.microbatch)
-            if action.kind is Kind.OUT and fetch not in present:
+            if action[1] is Kind.OUT and action[::2] not in fetched:
+                fetch = Action(action.stage, Kind.IN, action.microbatch)
                 yield Violation(rank, index, str(action), f"is swapped out and never fetched: {fetch} is missing")
 
 
-def _unmet_needs(program: Program, place: Places) -> Iterator[Violation]:
+def _unmet_needs(program: Program, index_of: Places, place: Places) -> Iterator[Violation]:
     """Every need of ``semantics`` is somewhere in the program; on the same rank it comes earlier."""
-    index_of = _places(program)
     period = program.placement.period
     known_needs: dict[tuple[Kind, int, int], list[tuple[bool, list[tuple[int, Kind]]]]] = {}
     for action, (rank, index) in index_of.items():
@@ -164,36 +185,68 @@ def _needs(program: Program, kind: Kind, stage: int, turn: int) -> Iterator[tupl
                 yield need.optional, [(stage, need.received_by)]
 
 
-def _unmatched(program: Program, place: Places) -> Iterator[Violation]:
+class _Peers(dict[tuple[Kind, int, int], tuple[int, ...]]):
+    """``semantics.peers`` of a SEND or RECV, asked once for each turn of the placement."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self._program = program
+
+    def __missing__(self, place: tuple[Kind, int, int]) -> tuple[int, ...]:
+        kind, stage, turn = place
+        found = self[place] = peers(self._program, Action(stage, kind, turn))
+        return found
+
+
+def _unmatched(program: Program, present: Places, place: Places) -> Iterator[Violation]:
     """Every SEND has its RECV and every RECV its SEND; none goes nowhere."""
-    present = set(_places(program))
-    receive_of = {send: receive for receive, send in SEND_OF.items()}
-    for rank, action in program.actions():
-        if action.kind not in COMMUNICATION:
-            continue
-        others = peers(program, action)
-        partner = SEND_OF.get(action.kind) or receive_of[action.kind]
-        if not others:
-            yield _at(place, action, rank, "exchanges with no other rank")
-        for stage in others:
-            wanted = Action(stage, partner, action.microbatch)
-            if wanted not in present:
-                yield _at(place, action, rank, f"has no counterpart: {wanted} is missing")
+    partners = {**SEND_OF, **_RECEIVE_OF}
+    exchanging, period = _Peers(program), program.placement.period
+    for rank, row in enumerate(program.rows):
+        for action in row:
+            stage, kind, microbatch = action
+            if kind not in partners:
+                continue
+            others = exchanging[kind, stage, microbatch % period]
+            if not others:
+                yield _at(place, action, rank, "exchanges with no other rank")
+            for other in others:
+                if (other, partners[kind], microbatch) not in present:
+                    wanted = Action(other, partners[kind], microbatch)
+                    yield _at(place, action, rank, f"has no counterpart: {wanted} is missing")
 
 
 def _crossed(program: Program, place: Places) -> Iterator[Violation]:
     """For each ordered pair of ranks, and for each skip, the order of the sends is the order of the receives."""
     sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[Action, Action]]] = defaultdict(list)
-    for rank, action in program.actions():
-        if action.kind in SEND_OF:
-            for message in messages_of(program, action):
-                queue = channel(program, message.send.stage, action.stage, message.source)
-                receives[queue, rank].append((message.send, action))
-        elif action.kind in COMMUNICATION:
-            for stage in peers(program, action):
-                queue = channel(program, action.stage, stage, rank)
-                sends[queue, program.placement.rank(stage, action.microbatch)].append(action)
+    exchanging, period, rank_of = _Peers(program), program.placement.period, program.placement.rank
+    known: dict[tuple[Kind, int, int], list[tuple[int, tuple[int, int]]]] = {}  # who exchanges, and the queue it is in
+    for rank, row in enumerate(program.rows):
+        for action in row:
+            stage, kind, microbatch = action
+            if kind not in COMMUNICATION:
+                continue
+            turn = (kind, stage, microbatch % period)
+            if turn not in known:
+                others = exchanging[turn]
+                homes = [rank_of(other, turn[2]) for other in others]
+                known[turn] = (
+                    [
+                        (other, (channel(program, other, stage, home), rank))
+                        for other, home in zip(others, homes, strict=True)
+                    ]
+                    if kind in SEND_OF
+                    else [
+                        (other, (channel(program, stage, other, rank), home))
+                        for other, home in zip(others, homes, strict=True)
+                    ]
+                )
+            for other, queue in known[turn]:
+                if kind in SEND_OF:
+                    receives[queue].append((Action(other, SEND_OF[kind], microbatch), action))
+                else:
+                    sends[queue].append(action)
     for (queue, target), expected in receives.items():
         sent = list(dict.fromkeys(sends[queue, target]))
         taken = list(dict.fromkeys(send for send, _ in expected))
@@ -219,9 +272,6 @@ def _deadlock(program: Program, given: Program, transport: Transport, place: Pla
         else:
             waits = f"what {_waits_for(action)} to arrive"
         yield _at(place, action, rank, f"deadlock under {transport}: waits for ever for {waits}")
-
-
-_RECEIVE_OF = {send: receive for receive, send in SEND_OF.items()}
 
 
 def _waits_for(action: Action) -> str:
