@@ -242,11 +242,11 @@ def _crossed(program: Program, place: Places) -> Iterator[Violation]:
                         for other, home in zip(others, homes, strict=True)
                     ]
                 )
-            for other, queue in known[turn]:
+            for other, line in known[turn]:
                 if kind in SEND_OF:
-                    receives[queue].append((Action(other, SEND_OF[kind], microbatch), action))
+                    receives[line].append((Action(other, SEND_OF[kind], microbatch), action))
                 else:
-                    sends[queue].append(action)
+                    sends[line].append(action)
     for (queue, target), expected in receives.items():
         sent = list(dict.fromkeys(sends[queue, target]))
         taken = list(dict.fromkeys(send for send, _ in expected))
