@@ -276,6 +276,8 @@ class Hooked(Piece):
                 self.linear.register_forward_hook(lambda _, __, y: y * 2)
             case 4:
                 self.linear.register_full_backward_pre_hook(lambda _, grads: (self.count() or grads[0] * 0.5,))
+            case 10:
+                self.linear.register_backward_hook(lambda *_: self.count())
 
     def count(self) -> None:
         self.num_calls += 1

@@ -197,6 +197,16 @@ def _unit(queue: WeightQueue, module: nn.Module, number: int, output: Tensor, sc
     queue.close()
 
 
+def test_graphs_that_never_repeat_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the first structure everything is left to I, and the order of units holds."""
+    monkeypatch.setattr(deferred, "MOST_STRUCTURES", 1)
+    both = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        both.append([Block(lambda self, x, y: y.tanh() if x.sum() > 0 else self.linear(y)) for _ in range(4)])
+    assert not differences("zb-h1", *both, seed=7)
+
+
 def test_a_gradient_of_zeros_proves_nothing() -> None:
     """The weight waits from the unit on that follows one with a gradient; zeros are shown again at 2, 4, 8 …"""
     module = nn.Linear(WIDTH, WIDTH)
