@@ -417,3 +417,42 @@ def test_a_buffer_that_changes_in_place_before_it_is_used(
         optimizer.step()
         optimizer.zero_grad()
         same(pipe.state_dict(), weights(plain))
+
+
+class Counting(nn.Module):
+    """A loss with a state and without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return mse(output, target) * self.calls
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": 1.0}, {"swap": 1.0}, {"schedule": "zb-h1"}])
+def test_a_loss_with_a_buffer_that_changes(options: dict[str, Any]) -> None:
+    x, y = batch()
+    plain, loss, ours = linears(2), Counting(), Counting()
+    pipe = Pipeline(linears(2), ours, num_ranks=2, **options)
+    assert pipe.train_step(x, y, update=False) == accumulate(plain, loss, x, y, 4)
+    same(pipe.gradients(), gradients(plain))
+    assert torch.equal(ours.calls, loss.calls)
+    assert list(pipe.state_dict()) == list(weights(plain)), "the state of the model is that of its layers"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_steps_that_would_train_less_than_asked_are_refused(num_ranks: int) -> None:
+    x, y = batch()
+    pipe = Pipeline(linears(2), mse, num_ranks=num_ranks, optimizer=sgd)
+    with torch.inference_mode(), pytest.raises(UserError, match=r"inference_mode.*call it outside"):
+        pipe.train_step(x, y)
+    outside = nn.Linear(D, D)
+    with pytest.raises(UserError, match=r"inputs require a gradient.*make that a layer, or give inputs.detach"):
+        pipe.train_step(outside(x), y)
+    pipe.evaluate(outside(x), y)
+    before = pipe.state_dict()["0.weight"].clone()
+    with torch.no_grad():
+        pipe.train_step(outside(x).detach(), y)
+    assert not torch.equal(pipe.state_dict()["0.weight"], before)

@@ -25,7 +25,7 @@ from vpipe.runtime.microbatches import check_rows
 from vpipe.runtime.modes import Modes
 from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.runtime.randomness import undisturbed
-from vpipe.runtime.steps import check_counts, mean_loss, torn, units_of
+from vpipe.runtime.steps import check_counts, mean_loss, torn, units_of, without_gradient
 from vpipe.runtime.threaded import choose_executor
 from vpipe.runtime.ties import tie_layers
 from vpipe.runtime.trace import Trace
@@ -248,7 +248,7 @@ class Pipeline:
         return Job(
             self.step,
             self.num_units,
-            lambda unit: dict(bind_inputs(self.flow, units(unit))),
+            lambda unit: dict(bind_inputs(self.flow, without_gradient(units(unit)) if training else units(unit))),
             goals,
             shares.__getitem__,
             self.programs.gradient_weights(program) if training else None,

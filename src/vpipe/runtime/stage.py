@@ -90,9 +90,12 @@ class Stage:
         self.modules = dict(modules)
         self.is_last = index == flow.num_stages - 1
         self.owned = dict(modules)
-        """The layers, and at the last stage, under the number after the last layer, a loss that has a state."""
-        if self.is_last and isinstance(loss, nn.Module) and loss.state_dict():
-            self.owned[len(flow.layers)] = loss
+        """The layers, and at the last stage, under the number after the last layer, a loss that has parameters."""
+        called = dict(modules)
+        if self.is_last and isinstance(loss, nn.Module):
+            called[len(flow.layers)] = loss
+            if any(True for _ in loss.parameters()):
+                self.owned[len(flow.layers)] = loss
         self.weights = VersionedWeights(self.owned, options.swap) if options.versioned else Weights(self.owned)
         self.units: dict[int, Unit] = {}
         self.options = options
@@ -102,12 +105,13 @@ class Stage:
         self._shared = {value for value, number in readers.items() if number > 1}
         self._buffers = [
             (part, slot)
-            for layer, module in self.owned.items()
+            for layer, module in called.items()
             if min(layer, len(flow.layers) - 1) in options.recompute
             for part in module.modules()
             for slot, buffer in part.named_buffers(recurse=False)
         ]
-        self._changing = ChangingBuffers(self.owned.values())
+        self._called = list(called.values())
+        self._changing = ChangingBuffers(self._called)
         self.regions = self._cut()
         self._swapped = [region for region in self.regions if region.treatment is Treatment.SWAPPED]
 
@@ -167,7 +171,7 @@ class Stage:
 
     def _pack(self, unit: Unit, values: Mapping[Value, Any]) -> Luggage:
         """An empty luggage that knows what must stay: what belongs to the layers, and what came without a gradient."""
-        own = [tensor for module in self.owned.values() for tensor in (*module.parameters(), *module.buffers())]
+        own = [tensor for module in self._called for tensor in (*module.parameters(), *module.buffers())]
         given = [tensor for tensor in tree_leaves((values, unit.targets)) if isinstance(tensor, Tensor)]
         return Luggage([*own, *(t for t in given if not t.requires_grad)], self._changing.note)
 

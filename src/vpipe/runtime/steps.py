@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Microbatches, split
+from vpipe.runtime.wire import flatten
 
 
 def check_counts(num_microbatches: int | None, weight: float) -> None:
@@ -16,8 +20,22 @@ def check_counts(num_microbatches: int | None, weight: float) -> None:
         raise UserError(
             f"num_microbatches is {num_microbatches}; give at least 1, or None for the pipeline's own number"
         )
+    if torch.is_inference_mode_enabled():
+        raise UserError("train_step inside torch.inference_mode() could train nothing; call it outside")
     if not isfinite(weight):
         raise UserError(f"the weight of a batch is {weight}; give a finite number")
+
+
+def without_gradient(inputs: Any) -> Any:
+    """The inputs of a unit that is trained; what made them is not a part of the pipeline."""
+    tensors: list[Tensor] = []
+    flatten(inputs, tensors)
+    if any(tensor.requires_grad for tensor in tensors):
+        raise UserError(
+            "the inputs require a gradient, but a pipeline gives none back to what made them; "
+            "make that a layer, or give inputs.detach()"
+        )
+    return inputs
 
 
 def torn(step: int, before: Mapping[int, int], after: Mapping[int, int]) -> str | None:
