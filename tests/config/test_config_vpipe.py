@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from vpipe.config import Loaded, load
+from vpipe.config.document import read_json
+from vpipe.config.problems import ConfigError
 from vpipe.errors import UserError
 
 FLAT: dict[str, Any] = {
@@ -205,7 +207,7 @@ def test_overrides_speak_our_names(tmp_path: Path) -> None:
         ({"batch_size": "16"}, "line 11: batch_size is '16' but must be a whole number"),
         ({"batch_size": ...}, "batch_size is missing: the size of one unit"),
         ({"model_type": "image_classification"}, "is 'image_classification' but must be one of bert"),
-        ({"model_type": ...}, "model_type is missing but must be one of bert, translation, gpt"),
+        ({"model_type": ..., "directory": "code"}, "model_type is missing but must be one of bert, translation, gpt"),
         ({"sync_mode": "bps"}, "line 6: sync_mode is 'bps' but must be asp or bsp; did you mean 'bsp'?"),
         ({"machine": ["a:0"]}, "machine is an unknown key of a VPipe file; did you mean 'machines'?"),
         ({"machines": ["a:0"]}, "machines lists 1 machines, but the pipeline has 4 ranks"),
@@ -262,3 +264,66 @@ def test_broken_json_is_told_with_its_line(tmp_path: Path) -> None:
         load(file)
     assert "vpipe.json, line 2: this is not JSON" in str(caught.value)
     assert "mp_conf.json the key mp_size is given twice" in str(caught.value)
+
+
+PRINTED = """\
+directory: 'bert'                    # the model's code
+module: 'vgpus=4'
+partition: 'vgpus=4/vpipe.json'
+config_file: 'vgpus=4/mp_conf.json'
+
+machines: ['localhost:0', 'localhost:1', 'localhost:2', 'localhost:3']
+
+sync_mode: 'asp'
+distributed_backend: 'gloo'
+
+batch_size: 16
+learning_rate: 0.03
+epochs: 2
+"""
+"""As the learning guide prints it: without model_type."""
+
+
+def printed(folder: Path, plan: str, ranks: str = "", yaml: str = PRINTED) -> Path:
+    (folder / "vgpus=4").mkdir()
+    (folder / "vgpus=4" / "vpipe.json").write_text(plan)
+    falling = '{"module_to_stage_map": [0, 1, 2, 3, 3], "stage_to_depth_map": {"0": 3, "1": 2, "2": 1, "3": 0}}'
+    (folder / "vgpus=4" / "mp_conf.json").write_text(ranks or falling)
+    (folder / "old.yml").write_text(yaml)
+    return folder / "old.yml"
+
+
+def test_the_printed_file_loads_with_the_printed_plan(tmp_path: Path) -> None:
+    plan = """{
+    "partition": [12, 13, 13, 11],      // layers of each stage
+    "recompute_ratio": [0.3, 0, 0, 0]   // what is recomputed: "//" in a string stays
+}"""
+    config = load(printed(tmp_path, plan)).config
+    assert (config.model.name, config.model.num_layers, config.dataset.name) == ("bert", 24, "bert")
+    assert config.parallel.partition == (12, 13, 13, 11)
+    assert config.parallel.recompute == (0.3, 0.0, 0.0, 0.0)
+
+
+def test_a_plan_of_ratios_alone_leaves_the_cut_open(tmp_path: Path) -> None:
+    config = load(printed(tmp_path, '{"recompute_ratio": [0.5, 0, 0, 0]}  // half of it\n')).config
+    assert config.parallel.partition == "auto"
+    assert config.parallel.recompute == (0.5, 0.0, 0.0, 0.0)
+    assert config.parallel.model_parallel_size == 4
+
+
+def test_a_slash_in_a_string_is_no_comment(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"a//b": "c//d", // e\n "f": "\\"//"}')
+    assert read_json(tmp_path / "a.json") == {"a//b": "c//d", "f": '"//'}
+
+
+def test_a_refused_depth_map_is_the_only_problem(tmp_path: Path) -> None:
+    """Its replicas are not known then, so that the number of machines cannot be wrong."""
+    ranks = (
+        '{"module_to_stage_map": [0, 1, 2, 3, 3], "stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3], "3": [4]}, '
+        '"stage_to_depth_map": {"0": 0, "1": 2, "2": 4, "3": 6}}'
+    )
+    five = PRINTED.replace("'localhost:3']", "'localhost:3', 'localhost:4']")
+    with pytest.raises(ConfigError) as caught:
+        load(printed(tmp_path, '{"partition": [12, 13, 13, 11]}', ranks, five))
+    assert len(caught.value.problems) == 1
+    assert "must fall from stage to stage" in str(caught.value)

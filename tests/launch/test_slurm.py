@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -282,3 +283,24 @@ def hasten(cluster: Cluster, job: int) -> None:
     cluster.wait(job, "PENDING", "RUNNING")
     time.sleep(3)
     cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [("submit_gpipe_1node", 4), ("submit_gpipe_2nodes", 8), ("submit_gpipe_4nodes", 16), ("run_vpipe", 4)],
+)
+def test_the_scripts_of_the_old_names_run(
+    cluster: Cluster, trainer: tuple[str, str], tmp_path: Path, name: str, num_ranks: int
+) -> None:
+    """As printed in the documents, without the GPUs, which these nodes have not: ranks share the processors."""
+    shutil.copy(ROOT / f"{name}.sh", tmp_path)
+    (tmp_path / "python").symlink_to(trainer[1])
+    variables = dict(cluster.environment) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    options = ("--gres=none", "--ntasks-per-node=1", "--overcommit", "--output=said.txt")
+    words = ["sbatch", "--parsable", *options, f"{name}.sh"]
+    done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    state = cluster.wait(int(done.stdout), "COMPLETED", "FAILED")
+    said = (tmp_path / "said.txt").read_text()
+    assert state == "COMPLETED", said
+    assert sorted(re.findall(r"^rank (\d+) done", said, re.MULTILINE), key=int) == [str(r) for r in range(num_ranks)]

@@ -193,3 +193,19 @@ def test_parity_over_real_ranks(scheduler: str, tmp_path: Path, vpipe: Vpipe) ->
     done = vpipe("parity", job(tmp_path, PROCESSES), "--scheduler", scheduler, "--steps", "2", timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("equal to the bit: ")
+
+
+@pytest.mark.slow
+def test_a_local_run_keeps_what_vpipe_kept(tmp_path: Path) -> None:
+    """And under pipedream the first line does not call the units between two drains the config's microbatches."""
+    rarely = {"training.max_iterations": 2, "observe.log_interval": 10}
+    file = job(tmp_path, {**PROCESSES, "parallel.scheduler": "pipedream", **rarely})
+    words = [sys.executable, "-m", "vpipe", "train", file, "--output-dir", "run"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    assert (run / "machinefile").read_text() == "localhost:0\nlocalhost:1\n"
+    assert "train" in (run / "command_history.log").read_text()
+    assert (run / "job.yaml").read_text() == Path(file).read_text()
+    assert "iteration" in (run / "output.log.0").read_text()
+    assert "4 microbatches an iteration, 8 between two drains" in done.stdout

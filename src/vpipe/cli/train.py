@@ -74,7 +74,7 @@ def command(
     resume = resume or loaded.config.checkpoint.resume
     if overwrite and resume:
         raise UserError(f"--overwrite removes the run that --resume {resume} would go on from; give one of them")
-    return run(loaded.config, loaded.warnings, output_dir, resume, overwrite)
+    return run(loaded.config, loaded.warnings, output_dir, resume, overwrite, loaded.source)
 
 
 def run(
@@ -83,9 +83,10 @@ def run(
     output_dir: Path | None,
     resume: str | None,
     overwrite: bool = False,
+    source: Path | None = None,
 ) -> int:
     """Train a checked config here and now."""
-    from vpipe.launch import environment
+    from vpipe.launch import environment, papers
     from vpipe.rundir import claim
     from vpipe.train import limits
 
@@ -109,6 +110,8 @@ def run(
         code = _by_ssh(config, taken, start)
         if code is not None:
             return code
+        in_processes = config.parallel.transport != "inprocess" and config.num_ranks > 1
+        papers.keep(taken.directory, config, claim.command(), source, in_processes)
         return _here(config, taken, arguments | {"directory": str(taken.directory), "run": taken.run})
     finally:
         taken.release()

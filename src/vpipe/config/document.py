@@ -218,8 +218,13 @@ def read_yaml(path: Path) -> Document:
     return parse(read_text(path, lambda reason: ConfigError([Problem(reason, (), file)])), file)
 
 
+def without_comments(text: str) -> str:
+    """JSON without ``// …`` up to the end of a line, as VPipe's documents print it; inside a string it stays."""
+    return re.sub(r'"(?:\\.|[^"\\])*"|//[^\n]*', lambda found: "" if found[0].startswith("//") else found[0], text)
+
+
 def read_json(path: Path) -> Any:
-    """The JSON file ``path``, with duplicate keys refused. Raises :class:`ConfigError`."""
+    """The JSON file ``path``, comments left out, with duplicate keys refused. Raises :class:`ConfigError`."""
 
     def fail(reason: str, line: int | None = None) -> ConfigError:
         return ConfigError([Problem(reason, (), str(path), line)])
@@ -232,7 +237,7 @@ def read_json(path: Path) -> Any:
         return dict(pairs)
 
     try:
-        return json.loads(read_text(path, fail), object_pairs_hook=unique)
+        return json.loads(without_comments(read_text(path, fail)), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise fail(f"this is not JSON: {error.msg}", error.lineno) from error
     except (RecursionError, ValueError) as error:

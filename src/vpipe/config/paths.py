@@ -84,13 +84,14 @@ def _take_plan(draft: Draft) -> None:
         return
     if not set(plan) <= {"partition", "recompute_ratio"}:
         return
-    parallel["partition"] = plan["partition"]
+    parallel["partition"] = plan.get("partition", "auto")
     if "recompute_ratio" in plan:
         parallel.setdefault("recompute", plan["recompute_ratio"])
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """A plan's JSON: a mapping with at least ``partition``, a list of whole numbers. Raises :class:`ConfigError`."""
+    """A plan's JSON: ``partition``, a list of whole numbers, ``recompute_ratio``, or both; of ratios alone the cut is
+    found as without a plan. Raises :class:`ConfigError`."""
     plan = read_json(path)
 
     def fail(text: str, *key: str) -> ConfigError:
@@ -98,14 +99,14 @@ def read_plan(path: Path) -> dict[str, Any]:
 
     if not isinstance(plan, dict):
         raise fail(f'holds {short(plan)} instead of a plan: {{"partition": [12, 13, 13, 11], ...}}')
-    if "partition" not in plan:
+    if not {"partition", "recompute_ratio"} & set(plan):
         raise fail('has no "partition": a plan gives the number of blocks of each stage')
-    partition, ratios = plan["partition"], plan.get("recompute_ratio", [])
+    partition, ratios = plan.get("partition", [1]), plan.get("recompute_ratio", [])
     if not isinstance(partition, list) or not partition or not all(type(n) is int and 0 < n < 2**31 for n in partition):
         raise fail(f"is {short(partition)} but must be a list of whole numbers, at least 1 each", "partition")
     if not isinstance(ratios, list) or not all(type(r) in (int, float) and 0 <= r <= 1 for r in ratios):
         raise fail(f"is {short(ratios)} but must be a list of numbers from 0 to 1", "recompute_ratio")
-    if "recompute_ratio" in plan and len(ratios) != len(partition):
+    if {"partition", "recompute_ratio"} <= set(plan) and len(ratios) != len(partition):
         raise fail(
             f"has {len(ratios)} entries, but partition has {len(partition)}; give one per stage", "recompute_ratio"
         )

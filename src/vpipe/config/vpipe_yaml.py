@@ -95,6 +95,9 @@ class _Translation:
 
     def family(self) -> None:
         model_type = self.old.get("model_type")
+        directory = self.old.get("directory")
+        if model_type is None and isinstance(directory, str) and Path(directory).name in FAMILIES:
+            model_type = Path(directory).name  # the documents' files name the model by the folder of its code
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             told = "is missing" if model_type is None else f"is {short(model_type)}"
             hint = nearest(str(model_type), FAMILIES)
@@ -119,11 +122,13 @@ class _Translation:
         """Partition, ratios, replicas and depths; the number of stages if any of them tells it."""
         counts: dict[str, int] = {}
         plan = self.json("partition")
-        if plan is not None:
+        if plan is not None and "partition" in plan:
             self.put("parallel.partition", plan["partition"], "partition")
             counts["partition"] = len(plan["partition"])
             if self.made["model"]["name"] == "bert" and "num_layers" not in self.old:
                 self.bert_layers(sum(plan["partition"]))
+        elif plan is not None:
+            counts["partition"] = len(plan["recompute_ratio"])
         if self.flag("recompute") or (plan is not None and "recompute_ratio" in plan):
             ratios = 1.0 if plan is None or "recompute_ratio" not in plan else plan["recompute_ratio"]
             self.put("parallel.recompute", ratios, "partition" if plan is not None else "recompute")
@@ -132,6 +137,8 @@ class _Translation:
             counts["config_file"] = ranks.num_stages
             self.ranks(ranks)
         machines = self.old.get("machines")
+        if ranks is None and "config_file" in self.old:
+            self.made.get("launch", {}).pop("machines", None)  # how many there must be, the refused file would say
         if not counts and isinstance(machines, list):
             counts["machines"] = len(machines)
         if len(set(counts.values())) > 1:

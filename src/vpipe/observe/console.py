@@ -226,6 +226,14 @@ class _Mean:
         return self._sum / self._count if self._count else 0.0
 
 
+def _microbatches(facts: Metrics) -> str:
+    """How many units an iteration has; an asynchronous schedule runs those of several before it drains."""
+    units, own = facts.get("num_microbatches", "?"), facts.get("microbatches_per_iteration")
+    if own is None or facts.get("synchronous", True) or own == units:
+        return f"{units} microbatches"
+    return f"{own} microbatches an iteration, {units} between two drains"
+
+
 def describe(facts: Metrics) -> str:
     """One line about a run: model, schedule, ranks."""
     model = facts.get("model") or {}
@@ -234,7 +242,7 @@ def describe(facts: Metrics) -> str:
     parts = [f"{name}" + (f" ({count(float(size))} parameters)" if size else "")]
     parts.append(
         f"{facts.get('schedule', '?')} on {facts.get('num_ranks', '?')} ranks, {facts.get('num_stages', '?')} stages, "
-        f"{facts.get('num_microbatches', '?')} microbatches"
+        f"{_microbatches(facts)}"
     )
     if partition := facts.get("partition"):
         parts.append(f"layers {' '.join(map(str, partition))}")

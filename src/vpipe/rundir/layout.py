@@ -29,5 +29,6 @@ LOGS = "logs"
 OF_A_RUN = (
     *(CONFIG, PLAN, LINEAGE, STATE, RUN, METRICS, EVENTS, SUMMARY, CHECKPOINTS, LOGS),
     *("report.html", "trace.json.gz", "tensorboard", "wandb", "command_history.log", "machinefile"),
+    "output.log.0",
 )
 """What ``--overwrite`` removes; files of other names are the user's own."""

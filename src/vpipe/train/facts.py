@@ -35,6 +35,7 @@ def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
         "num_ranks": program.num_ranks,
         "num_stages": program.num_stages,
         "num_microbatches": program.num_microbatches,
+        "microbatches_per_iteration": config.training.num_microbatches,
         "partition": pipeline.partition,
         "program": to_csv(program),
         "versions": str(program.versions),

@@ -1,8 +1,8 @@
 #!/bin/bash
-#SBATCH --job-name=vpipe-gpt_small
+#SBATCH --job-name=vpipe-gpt_16stage
 #SBATCH --nodes=4
-#SBATCH --ntasks-per-node=1
-#SBATCH --gres=gpu:1
+#SBATCH --ntasks-per-node=4
+#SBATCH --gres=gpu:4
 #SBATCH --time=02:00:00
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
@@ -30,8 +30,8 @@ fi
 
 announced=0 step=
 trap 'announced=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1
-srun --kill-on-bad-exit=1 --nodes=4 --ntasks=4 --ntasks-per-node=1 --distribution=block \
-  python -m vpipe train configs/gpt_small.yaml --output-dir "$run" "${overrides[@]}" "${resume[@]}" &
+srun --kill-on-bad-exit=1 --nodes=4 --ntasks=16 --ntasks-per-node=4 --distribution=block \
+  python -m vpipe train configs/gpt_16stage.yaml --output-dir "$run" "${overrides[@]}" "${resume[@]}" &
 step=$!
 while true; do
   wait "$step"; code=$?

@@ -1,24 +1,18 @@
 #!/bin/bash
-#SBATCH --job-name=vpipe-gpt_small
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=2
-#SBATCH --gres=gpu:2
+#SBATCH --job-name=vpipe-bert
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+#SBATCH --gres=gpu:4
 #SBATCH --time=02:00:00
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@60
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_ADDR=$(scontrol --oneliner show node "$first" | sed -n "s/.* NodeAddr=\([^ ]*\).*/\1/p")
-if [ -z "$MASTER_ADDR" ]; then
-  echo "vpipe: SLURM does not tell the address of node $first; set MASTER_ADDR here" >&2
-  exit 2
-fi
-export MASTER_ADDR
+export MASTER_ADDR=127.0.0.1
 export VPIPE_SECRET="$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \n')"  # for the ranks of this job alone
 
-run=runs/slurm-"$SLURM_JOB_ID"
+run=output/slurm-"$SLURM_JOB_ID"
 overrides=()
 saved() { compgen -G "$run"/checkpoints/'iteration-*' | sort -V | tail -n 1; }
 before=$(saved)
@@ -30,8 +24,8 @@ fi
 
 announced=0 step=
 trap 'announced=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1
-srun --kill-on-bad-exit=1 --nodes=2 --ntasks=4 --ntasks-per-node=2 --distribution=block \
-  python -m vpipe train configs/gpt_small.yaml --output-dir "$run" "${overrides[@]}" "${resume[@]}" &
+srun --kill-on-bad-exit=1 --nodes=1 --ntasks=4 --ntasks-per-node=4 --distribution=block \
+  python -m vpipe train configs/bert_4vpipe.yml --output-dir "$run" "${overrides[@]}" "${resume[@]}" &
 step=$!
 while true; do
   wait "$step"; code=$?

@@ -1,0 +1,52 @@
+#!/bin/bash
+#SBATCH --job-name=vpipe-gpt_8stage
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gres=gpu:4
+#SBATCH --time=02:00:00
+#SBATCH --output=slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@60
+
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol --oneliner show node "$first" | sed -n "s/.* NodeAddr=\([^ ]*\).*/\1/p")
+if [ -z "$MASTER_ADDR" ]; then
+  echo "vpipe: SLURM does not tell the address of node $first; set MASTER_ADDR here" >&2
+  exit 2
+fi
+export MASTER_ADDR
+export VPIPE_SECRET="$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \n')"  # for the ranks of this job alone
+
+run=runs/slurm-"$SLURM_JOB_ID"
+overrides=()
+saved() { compgen -G "$run"/checkpoints/'iteration-*' | sort -V | tail -n 1; }
+before=$(saved)
+resume=()
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+  resume=(--resume latest)  # where there is no checkpoint yet, it begins anew
+  echo "vpipe: queued again ($SLURM_RESTART_COUNT); going on from the latest checkpoint, if there is one"
+fi
+
+announced=0 step=
+trap 'announced=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1
+srun --kill-on-bad-exit=1 --nodes=2 --ntasks=8 --ntasks-per-node=4 --distribution=block \
+  python -m vpipe train configs/gpt_8stage.yaml --output-dir "$run" "${overrides[@]}" "${resume[@]}" &
+step=$!
+while true; do
+  wait "$step"; code=$?
+  kill -0 "$step" 2>/dev/null || break  # a signal ends a wait before the step has ended
+done
+# 75: saved a checkpoint and left; above 128: ended by a signal before it could
+if [ "$announced" -eq 1 ] && { [ "$code" -eq 75 ] || [ "$code" -gt 128 ]; }; then
+  mkdir -p "$run"; idle=$(cat "$run"/lives-without-progress 2>/dev/null || echo 0)
+  if [ "$(saved)" = "$before" ]; then idle=$((idle + 1)); else idle=0; fi
+  echo "$idle" > "$run"/lives-without-progress
+  if [ "$idle" -ge 3 ]; then
+    echo "vpipe: 3 times in a row this job saved nothing new before its end: not queued again; raise --time or lower checkpoint.interval" >&2
+    exit "$code"
+  fi
+  echo "vpipe: interrupted; queueing again"
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+fi
+exit "$code"
