@@ -71,7 +71,9 @@ def another_shape(rank: int) -> None:
 
     from vpipe import Pipeline
 
-    pipe = Pipeline(plain(4), nn.functional.mse_loss, num_microbatches=4, device="emu", optimizer=OPTIMIZERS["sgd"])
+    pipe = Pipeline(
+        plain(4), nn.functional.mse_loss, num_microbatches=4, device="emu", optimizer=OPTIMIZERS["sgd"], timeout=3
+    )
     for rows in (16, 16, 32):
         pipe.train_step(*batches(1, rows)[0])
 

@@ -12,11 +12,14 @@ MARKS = {"found": ("ok", "green"), "missing": ("--", "red"), "note": ("! ", "yel
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object and nothing else.")
-def command(as_json: bool) -> int:
+@click.option("--devices", is_flag=True, help="Run every schedule on several accelerators and on one: equal or not.")
+def command(as_json: bool, devices: bool) -> int:
     """Look at this machine: torch, cores, memory, disk, network, SLURM, ssh, containers, GPUs, extras.
 
     Exit 1 only where vpipe cannot train at all; what else is missing is told with its remedy.
     """
+    if devices:
+        return _prove(as_json)
     from vpipe.launch.doctor import examine
 
     findings = examine()
@@ -34,3 +37,23 @@ def command(as_json: bool) -> int:
         if each.mend:
             click.echo(f"    {'':<{width}}  → {each.mend}")
     return int(lacking)
+
+
+def _prove(as_json: bool) -> int:
+    """A line for each schedule as it is done."""
+    from vpipe.train.device_proof import prove
+
+    found = []
+    for proof in prove():
+        found.append(proof)
+        if not as_json:
+            verdict = click.style("equal", fg="green") if proof.equal else click.style("DIFFERS", fg="red")
+            what = f"{proof.schedule:<16} {proof.num_ranks} devices  {proof.options:<14}"
+            click.echo(f"{what} {verdict}  {proof.seconds:5.1f} s  {proof.detail}".rstrip())
+    equal = all(proof.equal for proof in found)
+    if as_json:
+        click.echo(json.dumps({"equal": equal, "proofs": [proof._asdict() for proof in found]}))
+    else:
+        number = sum(proof.equal for proof in found)
+        click.echo(f"{number} of {len(found)} schedules are equal on several devices and on one")
+    return int(not equal)

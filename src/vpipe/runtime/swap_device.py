@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter_ns
 
@@ -46,10 +47,12 @@ class DeviceSwapper:
         self._leaving: list[tuple[Sequence[Cargo], torch.Event]] = []
         self._free: dict[int, list[tuple[Tensor, torch.Event]]] = defaultdict(list)
         """Size → pinned memory, with the event after which its last content has been read."""
+        self._used = False
 
     def out(self, parcels: Sequence[Parcel], what: str) -> Move:
         """Carry the parcels out; ``what`` names them in errors."""
         self._let_go()
+        self._used = True
         move = DeviceMove(what, begin=perf_counter_ns())
         self._out.wait_event(compute_stream(self._device).record_event())
         with self._out:
@@ -106,12 +109,13 @@ class DeviceSwapper:
 
     def abandon(self) -> None:
         """The step has failed: forget what is out, once nothing is under way."""
-        torch.accelerator.synchronize(self._device)
+        if self._used:
+            with suppress(RuntimeError):  # what made the step fail is told already
+                torch.accelerator.synchronize(self._device)
         self._leaving.clear()
 
     def close(self) -> None:
-        if self._free:
-            self.abandon()
+        self.abandon()
         self._free.clear()
 
 

@@ -63,7 +63,7 @@ class DeviceTransport:
         self.host, self.rank, self.num_ranks = host, host.rank, host.num_ranks
         self._device, self._direct = device, direct
         self._backend = dist.get_default_backend_for_device(device) if direct else ""
-        made = [(pair, dist.new_group(sorted(pair), backend=self._backend)) for pair in (pairs if direct else ())]
+        made = [(pair, self._group(sorted(pair))) for pair in (pairs if direct else ())]
         self._groups = {pair: group for pair, group in made if self.rank in pair}
         self._connect()
         self._among: dict[tuple[int, ...], Any] = {}
@@ -72,6 +72,9 @@ class DeviceTransport:
         self._learns = True
         self._posted: dict[Envelope, tuple[Form, list[Tensor], list[Any]]] = {}
         self._under_way: list[tuple[Any, Tensor]] = []
+
+    def _group(self, ranks: list[int]) -> Any:
+        return dist.new_group(ranks, timeout=self.host.patience, backend=self._backend)
 
     def _connect(self) -> None:
         """Make every communicator now: the first transfer of one makes its host wait for the other, and in a program
@@ -88,7 +91,7 @@ class DeviceTransport:
         for ranks in groups if self._direct else ():
             key = tuple(ranks)
             if key not in self._among:
-                self._among[key] = dist.new_group(list(key), backend=self._backend)
+                self._among[key] = self._group(list(key))
 
     def begin_program(self, program: Hashable) -> None:
         """What follows is a step of this program: its first, in which messages are described, or another."""

@@ -54,7 +54,7 @@ class DistributedTransport:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self._sends_under_way = 0 if blocking else SENDS_UNDER_WAY
-        self._timeout = timedelta(seconds=timeout + membership.SLACK)
+        self.patience = timedelta(seconds=timeout + membership.SLACK)
         self._capacity: dict[Channel, int] = defaultdict(lambda: START_CAPACITY)
         self._wanted: dict[Channel, int] = {}
         self._posted: dict[Envelope, tuple[Channel, Tensor, Any]] = {}
@@ -145,7 +145,7 @@ class DistributedTransport:
 
     def _wait(self, work: Any, doing: str, peer: int) -> None:
         try:
-            work.wait(self._timeout)
+            work.wait(self.patience)
         except RuntimeError as error:
             raise self._lost(doing, peer, error) from None
 

@@ -51,7 +51,7 @@ class ShmTransport(DistributedTransport):
     ) -> None:
         super().__init__(timeout=timeout)
         self.links = {peer: Link(peer, connection, ring_bytes) for peer, connection in connections.items()}
-        self._patience = self._timeout.total_seconds()
+        self._patience = self.patience.total_seconds()
         self._spin = SPIN if len(os.sched_getaffinity(0)) > len(connections) + 1 else 0.0
         self._expected: dict[Envelope, Place] = {}
         self._mail: dict[Place, tuple[Envelope, Any]] = {}
