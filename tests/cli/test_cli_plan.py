@@ -358,7 +358,7 @@ def test_numbers_beyond_reason_are_refused(here: Any, arguments: tuple[str, str]
 @pytest.mark.timeout(180)
 def test_a_check_sees_what_is_swapped(here: Any) -> None:
     """The frees of the swap lane happen in its own thread, where the profiler that counts bytes does not look."""
-    model = {"name": "gpt", "hidden_size": 64, "num_layers": 6, "num_heads": 2, "sequence_length": 64}
+    model = {"name": "gpt", "hidden_size": 128, "num_layers": 6, "num_heads": 4, "sequence_length": 128}
     dataset = {"name": "synthetic", "batch_size": 16, "extra": {"vocab_size": 64, "num_examples": 64}}
     parallel = {"model_parallel_size": 2, "scheduler": "gpipe"}
     training = {"num_microbatches": 8, "optimizer": "adamw"}

@@ -33,7 +33,8 @@ _NODES, _NODES_EACH = 1_000_000, 500
 _KNAPSACK = 10
 """Nodes that take as long as one step of a knapsack."""
 _CHUNK = 1_000_000
-_RESTARTS = 8
+_RESTARTS = (2, 8)
+"""Under a cap, where every new stage is a knapsack, and without."""
 _NEVER = 1e30
 """Seconds that a stage takes which does not fit."""
 _ALL_RUNS = 24
@@ -212,7 +213,7 @@ class Search:
     def _restart(self) -> None:
         """Some cuts at random, then down again, as long as the effort lasts."""
         rng = random.Random(0)
-        for _ in range(int(_RESTARTS * self.limits.effort)):
+        for _ in range(int(_RESTARTS[self.packer.free] * self.limits.effort)):
             if self._spent or self.best is None:
                 return
             cuts = list(self.best[1][0])
