@@ -196,7 +196,7 @@ BAD = [
     (["simulate", "1f1b", "--json", "--versions", "newest", "-p", "2", "-m", "2"], 2, "--versions is for CSV files"),
     (["draw", "1f1b", "-p", "2", "-m", "2", "--lowered"], 2, "--lowered is for --format csv"),
     (["draw", "1f1b", "-p", "2", "-m", "2", "-o", "/no/such/folder/x.txt"], 2, "cannot be written"),
-    (["draw", "1f1b", "-p", "2", "-m", "2", "--format", "png"], 2, "'png' is not one of"),
+    (["draw", "1f1b", "-p", "2", "-m", "2", "--format", "jpg"], 2, "'jpg' is not one of"),
     (["draw", "1f1b", "--colour"], 2, "No such option '--colour'"),
     (["verify", "missing.csv"], 2, "missing.csv cannot be read: No such file or directory"),
     (["schedules", "--rank", "-p", "4"], 2, "add -p N -m N"),
