@@ -36,7 +36,7 @@ from vpipe.rundir.manifest import Manifest, find
 
 CASES = [
     {"transport": transport, "data_parallel_size": replicas, "scheduler": scheduler}
-    for transport in ("shm", "gloo")
+    for transport in ("shm", "distributed")
     for replicas in (1, 2)
     for scheduler in ("1f1b", "zb-h1", "gpipe")
 ]
