@@ -4,9 +4,9 @@
 
 One process trains a stage (Linear layers with AdamW: weights and two moments) and saves now and then, by turns: vpipe
 beside training, vpipe blocking, ``torch.distributed.checkpoint`` synchronous and asynchronous. *Stall* is the call
-alone: what the step that it falls on waits. *Added* is the stall plus what the steps until the save has ended take longer
-than the median step without one. *Copy* is a plain copy of the same bytes into memory that is there already, the least
-that any of them can cost. vpipe's writes carry a sha256 and an fsync per file; torch's have no checksum.
+alone: what the step that it falls on waits. *Added* is the stall plus what the steps until the save has ended take
+longer than the median step without one. *Copy* is a plain copy of the same bytes into memory that is there already, the
+least that any of them can cost. vpipe's writes carry a sha256 and an fsync per file; torch's have no checksum.
 """
 
 from __future__ import annotations
