@@ -83,3 +83,47 @@ def test_a_message_of_another_form_is_refused_in_words() -> None:
     assert "messages between devices keep their form: give batches of one shape" in found[0]
     assert "float32[8, 16]" in found[0]
     assert "float32[4, 16] in the program's first step" in found[0]
+
+
+def mutated(rank: int, how: str) -> list[float]:
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    real = dist.isend
+    if how == "no wait":
+        dist.irecv = lambda *args, **more: _Unawaited(distributed_c10d.irecv(*args, **more))  # type: ignore[assignment]
+    if how == "swapped":
+        held: list[Any] = []
+
+        def swapping(tensor: Any, target: int, group: Any = None, **more: Any) -> Any:
+            if tensor.device.type != "emu" or rank or len(held) > 1:
+                return real(tensor, target, group=group, **more)
+            held.append((tensor, target, group))
+            if len(held) == 1:
+                return _Unawaited(None)
+            second, first = (real(tensor, target, group=group) for tensor, target, group in reversed(held))
+            return first or second
+
+        dist.isend = swapping  # type: ignore[assignment]
+    return trained(plain(4), "emu", "gpipe", steps=2, num_microbatches=4, timeout=5).losses
+
+
+class _Unawaited:
+    """A transfer that nobody waits for."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_messages_without_their_wait_or_their_order_are_wrong() -> None:
+    expected = trained(plain(4), "cpu", "gpipe", steps=2, num_microbatches=4, num_ranks=2).losses
+    found = {how: on_ranks(mutated, 2, how, timeout=8) for how in ("right", "no wait", "swapped")}
+    assert found["right"] == [expected, expected]
+    assert found["no wait"] != [expected, expected]
+    assert found["swapped"] != [expected, expected]

@@ -2,7 +2,7 @@
 
 The CPU has done what it was asked when a call returns. An accelerator has not: the host runs ahead, each stream works
 through its own queue, and three things must be said that the CPU never asks for. Only ``torch.accelerator``,
-``torch.Stream`` and ``torch.Event`` say them here; what differs by vendor stands in ``vendors.py``.
+``torch.Stream`` and ``torch.Event`` say them: no vendor is named (but in ``priority_cuda``, for Orion).
 
     order    a stream waits for an event of another before it reads what that one writes
     life     memory that another stream reads belongs to it too (``record_stream``) until that stream is there
