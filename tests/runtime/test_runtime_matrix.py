@@ -97,7 +97,7 @@ def test_replicas_of_a_synchronous_schedule(schedule: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_replicas_of_every_model(schedule: str, model: str) -> None:
     shift = SYNCHRONOUS.index(schedule) + list(MODELS).index(model)
-    replicas, num_ranks = ((2, 4), (3, 6), (2, 2))[shift % 3]
+    replicas, num_ranks = ((2, 4), (3, 6), (2, 4 if schedule == "dualpipe" else 2))[shift % 3]
     check(Case(schedule, model, num_ranks, 3, replicas=replicas, recompute=0.5, clip_norm=0.3))
 
 

@@ -365,6 +365,7 @@ CASES: dict[str, Case] = {
     "parallel.swap": Case(program, 1.0, SHORT | {"parallel.scheduler": "gpipe"}, "0OUT0"),
     "parallel.depths": Case(program, [2, 0], PIPEDREAM | SHORT),
     "parallel.vertical_sync": Case(program, True, PIPEDREAM | SHORT),
+    "parallel.schedule_options": Case(program, {"update_interval": 2}, PIPEDREAM | SHORT),
     "parallel.transport": Case(launched, "auto", {}, "local"),
     "parallel.backend": Case(launched, "nccl", PROCESSES, "refused: parallel.backend is nccl"),
     "parallel.device": Case(learned, "cuda", SHORT, "refused: the device 'cuda' is not on this machine"),
