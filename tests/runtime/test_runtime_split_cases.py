@@ -81,6 +81,19 @@ class Double(nn.Module):
         return self.linear(x.double()).float()
 
 
+class Decaying(nn.Module):
+    """A buffer that each forward changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(0.9)
+        return self.linear(x) * self.scale
+
+
 def _own_forward() -> nn.Module:
     linear = nn.Linear(WIDTH, WIDTH)
     linear.forward = types.MethodType(lambda self, x: 3 * nn.Linear.forward(self, x), linear)
@@ -101,6 +114,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "vmap": lambda: Block(lambda self, x, y: y + torch.func.vmap(self.linear)(x)),
     "a Jacobian": lambda: Block(_jacobian),
     "a forward of the instance's own": _own_forward,
+    "a buffer changed in place": lambda: Decaying(),
     "a weight that its parent uses too": lambda: Block(lambda self, x, y: y.tanh() @ self.linear.weight.t()),
 }
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from vpipe.runtime import luggage
 from vpipe.runtime.luggage import Luggage
 
 Gradients = Sequence[Tensor | None]
@@ -74,7 +75,7 @@ def held(node: Any, name: str) -> Tensor | None:
     if not _KNOWS_HOOKS:
         return None
     hook = getattr(node, f"_raw_saved_{name}").unpack_hook
-    if hook is not None and not isinstance(getattr(hook, "__self__", None), Luggage):
+    if hook is not None and hook is not luggage.Saved.get and not isinstance(getattr(hook, "__self__", None), Luggage):
         return None
     tensor = getattr(node, f"_saved_{name}")
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
