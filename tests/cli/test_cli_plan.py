@@ -371,5 +371,5 @@ def test_a_check_sees_what_is_swapped(here: Any) -> None:
     found = here(*common, "--memory", str(cap), "--check").json()
     assert any(found["swap"])
     for pair, before in zip(found["check"]["rank_memory"], free["rank_memory"], strict=True):
-        assert abs(pair["error"]) < 0.2
-        assert pair["measured"] < 0.8 * before
+        assert pair["measured"] < 0.9 * before, "what is out does not count; before, it did"
+        assert abs(pair["error"]) < 0.4
