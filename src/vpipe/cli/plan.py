@@ -80,9 +80,16 @@ class Wanted:
 @click.option("--time-limit", type=click.FloatRange(0.01), metavar="SECONDS", help="Answer with what is found by then.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan as JSON.")
 @click.option("--vpipe", "old_form", type=click.Path(path_type=Path, dir_okay=False), help="Write it in VPipe's form.")
+@click.option(
+    "--against",
+    metavar="WAY[,WAY…]",
+    help="Lay other ways beside the plan: ddp, fsdp, single. Should this model be pipelined at all?",
+)
 @click.option("--check", is_flag=True, help="Run a few steps and lay what was measured beside what was predicted.")
 @click.option("--json", "as_json", is_flag=True, help="JSON and nothing else.")
-def command(output: Path | None, old_form: Path | None, check: bool, as_json: bool, **given: Any) -> int:
+def command(
+    output: Path | None, old_form: Path | None, check: bool, against: str | None, as_json: bool, **given: Any
+) -> int:
     """The best partition, recompute and swap choices and schedule for a model, with a proof of how good they are.
 
     A CONFIG is profiled first, unless --profile names what 'vpipe profile' has written. Exit code 1: nothing fits.
@@ -91,6 +98,7 @@ def command(output: Path | None, old_form: Path | None, check: bool, as_json: bo
     Examples:
       vpipe plan configs/default.yaml --memory 512MiB -o plan.json
       vpipe plan profile.json -p 4 -m 8 --memory 4GiB --scheduler 1f1b
+      vpipe plan profile.json -p 4 -m 8 --against ddp,fsdp,single
       vpipe plan graph.txt -p 8 -m 16 --speeds 1,1,1,1,0.5,0.5,1,1
     """
     from vpipe.cli.measuring import refuse_lost
@@ -118,6 +126,7 @@ def command(output: Path | None, old_form: Path | None, check: bool, as_json: bo
         found = make(profile, wanted, config, quiet=as_json)
     if output is not None:
         found.save(output)
+    others, words = _against(against, found, profile, wanted) if against else ({}, "")
     notes = _write_old(found, profile, wanted, old_form) if old_form is not None else []
     checked: dict[str, Any] | None = None
     if check and config is not None:
@@ -128,9 +137,11 @@ def command(output: Path | None, old_form: Path | None, check: bool, as_json: bo
             return result
         checked = result
     if as_json:
-        click.echo(json.dumps(found.to_json() | ({"check": checked} if checked else {})))
+        click.echo(json.dumps(found.to_json() | others | ({"check": checked} if checked else {})))
         return 0
     click.echo(f"{profile.model or wanted.target}\n{found.table()}")
+    if words:
+        click.echo(f"\n{words}")
     for note in notes:
         click.echo(f"{old_form}: {note}")
     if checked is not None:
@@ -234,6 +245,19 @@ def _counts(wanted: Wanted, config: configs.PipelineConfig | None, batch: int | 
     if batch is None:
         raise UserError("-m free asks how to cut a batch, so it needs the rows of one: add --batch N")
     return [count for count in range(1, batch + 1) if batch % count == 0]
+
+
+def _against(names: str, found: Plan, profile: Profile, wanted: Wanted) -> tuple[dict[str, Any], str]:
+    """Other ways to train the plan's rows on the plan's ranks, for machines and for people."""
+    from vpipe.plan import against
+    from vpipe.plan.machine import Machine
+
+    links = read_links(wanted.links, found.total_ranks) if wanted.links else {}
+    machine = Machine.of(found.total_ranks, found.memory, wanted.speeds or 1.0, **links)
+    one = profile.scaled(found.microbatch_rows)
+    ways = against.compare([name.strip() for name in names.split(",")], one, machine, found.rows // one.microbatch_rows)
+    told = {"against": [way.to_json() for way in ways], "verdict": against.verdict(ways, found.step_time)}
+    return told, against.table(ways, found.step_time, min(found.memory))
 
 
 def _write_old(found: Plan, profile: Profile, wanted: Wanted, path: Path) -> list[str]:
