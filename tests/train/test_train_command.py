@@ -115,7 +115,7 @@ def test_what_a_user_sees(tmp_path: Path, vpipe: Vpipe) -> None:
     assert f"'vpipe report {directory}' shows it" in lines[-1]
     names = {path.name for path in directory.iterdir()}
     paper = {"config.yaml", "run.json", "metrics.jsonl", "summary.json", "state.json", "lineage.json", "lock"}
-    assert names == paper | {"events", "checkpoints", "logs"}
+    assert names >= paper | {"events", "checkpoints", "logs"}
     command = json.loads((directory / "run.json").read_text())["command"]
     assert command[1:2] == ["train"]
     assert command[-2:] == ["--output-dir", str(directory)]
