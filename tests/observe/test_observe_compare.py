@@ -174,6 +174,26 @@ def test_bad_questions_are_one_sentence(vpipe: Vpipe, config: Path, tmp_path: Pa
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_microbatches_are_the_configs_unless_given(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As README prints it."""
+    from click.testing import CliRunner
+
+    from vpipe.cli.compare import command
+
+    asked: list[Sweep] = []
+
+    def stop(wanted: Sweep, *rest: object, **more: object) -> list[object]:
+        asked.append(wanted)
+        raise UserError("enough")
+
+    monkeypatch.setattr(sweep, "run", stop)
+    args = [str(config), "--schedulers", "1f1b", "--set", "training.num_microbatches=2", "-o", str(tmp_path / "out")]
+    CliRunner().invoke(command, args)
+    assert [each.microbatches for each in asked] == [(2,)]
+
+
 def test_names_of_cases_are_names_of_files() -> None:
     assert Case("1f1b", 4, 0, "../../x y").name == "..-..-x-y-1f1b-m4-r0"
 

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import click
 
+from vpipe import config as configs
 from vpipe.cli.choice import COUNT, WholeNumbers
+from vpipe.cli.names import KNOWN
 from vpipe.cli.plugin import plugin_option, with_plugins
 
 
 @click.command("compare")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--schedulers", required=True, help="Names with commas between: gpipe,1f1b,zb-h1.")
-@click.option("--microbatches", type=WholeNumbers(), required=True, help="Numbers with commas between: 4,8.")
+@click.option("--microbatches", type=WholeNumbers(), help="Numbers with commas between: 4,8. [the config's]")
 @click.option("--models", default="", help="Names of models, instead of the config's one.")
 @click.option("--repeats", type=COUNT, default=1, show_default=True, help="Runs of each; they are interleaved.")
 @click.option("--iterations", type=COUNT, help="Iterations of each run, instead of the config's.")
@@ -25,7 +27,7 @@ from vpipe.cli.plugin import plugin_option, with_plugins
 def command(
     config: Path,
     schedulers: str,
-    microbatches: list[int],
+    microbatches: list[int] | None,
     models: str,
     repeats: int,
     iterations: int | None,
@@ -41,11 +43,14 @@ def command(
     goes on where it stopped. Exit code 1: a run failed, or synchronous schedules gave different losses.
 
     \b
+      vpipe compare configs/default.yaml --schedulers 1f1b,zb-v,pipedream -o sweep
       vpipe compare configs/default.yaml --schedulers gpipe,1f1b,zb-h1 --microbatches 4,8 --repeats 3 -o sweep
     """
     from vpipe.observe import comparison, sweep
 
     overrides = with_plugins(overrides, plugins)
+    if microbatches is None:
+        microbatches = [configs.load(config, overrides, names=KNOWN).config.training.num_microbatches]
     wanted = sweep.Sweep(
         config, _names(schedulers), tuple(microbatches), _names(models), repeats, iterations, overrides, timeout
     )

@@ -199,7 +199,11 @@ def _resume_from(config: configs.PipelineConfig, output_dir: Path | None, resume
     places = [Path(kept)] if kept else [output_dir] if output_dir else []
     if not any(lineage.current(place) for place in places):  # one that a run has used is the only one that is meant
         runs = Path(config.observe.directory)
-        places += sorted((path for path in runs.glob("*") if path.is_dir()), key=_age) if runs.is_dir() else []
+        places += (
+            sorted((path for path in runs.glob("*") if path.is_dir() and not path.is_symlink()), key=_age)
+            if runs.is_dir()
+            else []
+        )
     for place in places:
         with suppress(UserError):
             if manifest.find(place):

@@ -263,7 +263,7 @@ def _hint(path: Path) -> str:
         return f"its run is {found['kind']}: {found['sentence']}"
     if (path / "config.yaml").is_file():
         return "the run has not started yet, try again in a moment"
-    inside = sorted(each.parent.name for each in path.glob("*/run.json"))
+    inside = sorted(each.parent.name for each in path.glob("*/run.json") if not each.parent.is_symlink())
     if not inside:
         return "give the directory that 'vpipe train' wrote"
     return f"did you mean {path / inside[-1]}?"

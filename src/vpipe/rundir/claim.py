@@ -19,7 +19,7 @@ from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.process import Process
 from vpipe.rundir import lineage, manifest
-from vpipe.rundir.layout import CHECKPOINTS, CONFIG, METRICS, OF_A_RUN, PLAN, RUN, STATE
+from vpipe.rundir.layout import CHECKPOINTS, CONFIG, LATEST, METRICS, OF_A_RUN, PLAN, RUN, STATE
 from vpipe.rundir.lock import Lock
 from vpipe.rundir.state import Beat
 
@@ -75,6 +75,7 @@ def take(
                 (path / PLAN).write_bytes(Path(plan).read_bytes())
             me = Process.here()
             Beat(run, writer=me, launcher=me).write(path)
+            _point_latest(path, Path(config.observe.directory))
         except BaseException:
             lock.release()
             raise
@@ -98,6 +99,22 @@ def _fresh(parent: Path) -> Path:
             number += 1
         else:
             return path.resolve()
+
+
+def _point_latest(run: Path, runs: Path) -> None:
+    """``runs/latest`` is the newest of the runs there, for 'vpipe report runs/latest'. A directory of that name is
+    somebody's own, and a file system without links has none."""
+    link = runs.resolve() / LATEST
+    if run.parent != link.parent or (link.exists() and not link.is_symlink()):
+        return
+    fresh = link.with_name(f".{LATEST}-{os.getpid()}-{run.name}")
+    with suppress(OSError):
+        fresh.symlink_to(run.name, target_is_directory=True)
+        try:
+            fresh.replace(link)
+        except OSError:
+            fresh.unlink()
+            raise
 
 
 def used(directory: Path) -> str:

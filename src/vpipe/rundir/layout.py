@@ -14,6 +14,8 @@ checkpoints/iteration-<n>/, logs/rank<r>.log, report.html, trace.json.gz
 
 from __future__ import annotations
 
+LATEST = "latest"
+"""Beside the runs of a directory: a link to the one that began last."""
 CONFIG = "config.yaml"
 PLAN = "plan.json"
 LINEAGE = "lineage.json"
