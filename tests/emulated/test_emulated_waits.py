@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 
 N = 4096
+NUMBERS = count(1)
 Program = Callable[[Any, bool, torch.Stream], bool]
 """(device module, whether it waits, side stream) → whether the result is right."""
 
 
 def side_copy_used_early(emulated: Any, waits: bool, side: torch.Stream) -> bool:
-    main, source = torch.accelerator.current_stream(0), torch.full((N,), 5.0).pin_memory()
+    # A new number each time: memory that is handed out again may still hold the last one.
+    main, source = torch.accelerator.current_stream(0), torch.full((N,), float(next(NUMBERS))).pin_memory()
     with side:
         copied = source.to("emu:0", non_blocking=True)
     if waits:
