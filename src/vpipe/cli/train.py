@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import click
 from vpipe import config as configs
 from vpipe.cli.names import KNOWN
 from vpipe.cli.plugin import plugin_option, with_plugins
+from vpipe.cli.summary import summary_alone
 from vpipe.errors import UserError
 from vpipe.rundir import endings, lineage, manifest
 from vpipe.rundir.claim import CLAIMED, Claim
@@ -42,6 +43,8 @@ from vpipe.rundir.state import Beat
 )
 @click.option("--resume", metavar="DIR|latest", help="Go on from a checkpoint, a run directory, or the latest run.")
 @click.option("--overwrite", is_flag=True, help="Remove the run that --output-dir holds, and begin anew.")
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing but warnings and errors.")
+@click.option("--json", "as_json", is_flag=True, help="The summary as JSON, alone on standard output.")
 @click.option("--print-config", is_flag=True, help="Print the resolved config with comments, and stop.")
 def command(
     config: Path,
@@ -52,6 +55,8 @@ def command(
     output_dir: Path | None,
     resume: str | None,
     overwrite: bool,
+    quiet: bool,
+    as_json: bool,
     print_config: bool,
 ) -> int:
     """Train a model from a config file.
@@ -61,20 +66,24 @@ def command(
       vpipe train configs/default.yaml
       vpipe train configs/gpt_small.yaml --scheduler zb-h1 --set training.learning_rate=3e-4
       vpipe train configs/default.yaml --resume latest
+      vpipe train configs/default.yaml --quiet --json > summary.json
       torchrun --nproc_per_node=4 -m vpipe train configs/gpt_small.yaml
       mpirun -n 4 vpipe train configs/gpt_small.yaml
     """
     if nproc is not None:
         overrides = (*overrides, f"parallel.model_parallel_size={nproc}")
     overrides = with_plugins(overrides, plugins)
-    loaded = configs.load(config, overrides, scheduler, names=KNOWN)
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):  # a plugin may print
+        loaded = configs.load(config, overrides, scheduler, names=KNOWN)
     if print_config:
+        if as_json:
+            raise UserError("--print-config trains nothing, so --json has no summary to print; give one of them")
         click.echo(configs.commented(loaded.config), nl=False)
         return 0
     resume = resume or loaded.config.checkpoint.resume
     if overwrite and resume:
         raise UserError(f"--overwrite removes the run that --resume {resume} would go on from; give one of them")
-    return run(loaded.config, loaded.warnings, output_dir, resume, overwrite, loaded.source)
+    return run(loaded.config, loaded.warnings, output_dir, resume, overwrite, loaded.source, quiet, as_json)
 
 
 def run(
@@ -84,6 +93,8 @@ def run(
     resume: str | None,
     overwrite: bool = False,
     source: Path | None = None,
+    quiet: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Train a checked config here and now."""
     from vpipe.launch import environment, papers
@@ -98,23 +109,26 @@ def run(
     limits.refuse(config)
     start = _resume_from(config, output_dir, resume)
     arguments: dict[str, Any] = {"config": config.to_dict(), "resume": str(start) if start else None}
+    arguments["quiet"] = quiet
     if rank is not None:
         from vpipe.train import worker
 
         os.environ.update(environment.interface_variables(config.launch.interface))
         where = str(output_dir) if output_dir else None
-        return worker.train(**arguments, output_dir=where, overwrite=overwrite, continues=resume is not None)
+        with summary_alone(as_json) as runs:
+            told = None if rank else runs.append
+            again = resume is not None
+            return worker.train(**arguments, output_dir=where, overwrite=overwrite, continues=again, told=told)
     _enter_container(config)
     taken = claim.take(config, output_dir, resume=resume is not None, source=start, overwrite=overwrite)
-    try:
-        code = _by_ssh(config, taken, start)
+    with taken, summary_alone(as_json) as runs:
+        runs.append(taken)
+        code = _by_ssh(config, taken, start, quiet)
         if code is not None:
             return code
         in_processes = config.parallel.transport != "inprocess" and config.num_ranks > 1
         papers.keep(taken.directory, config, claim.command(), source, in_processes)
         return _here(config, taken, arguments | {"directory": str(taken.directory), "run": taken.run})
-    finally:
-        taken.release()
 
 
 def _here(config: configs.PipelineConfig, taken: Claim, arguments: dict[str, Any]) -> int:
@@ -158,11 +172,11 @@ def _conclude(taken: Claim, ending: Ending) -> str:
     return ending.remedy(taken.directory) if said else ""
 
 
-def _by_ssh(config: configs.PipelineConfig, taken: Claim, start: Path | None) -> int | None:
+def _by_ssh(config: configs.PipelineConfig, taken: Claim, start: Path | None, quiet: bool) -> int | None:
     """Run on the machines of the config; ``None`` where they are all this one. The ranks read the resolved config."""
     from vpipe.launch import ssh
 
-    words = [str(taken.directory / CONFIG), *(("--resume", str(start)) if start else ())]
+    words = [str(taken.directory / CONFIG), *(("--resume", str(start)) if start else ()), *(["--quiet"] * quiet)]
     launch = ssh.from_config(config, words, taken.directory, {CLAIMED: taken.run})
     return None if launch is None else ssh.run(launch, click.echo)
 

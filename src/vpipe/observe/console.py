@@ -211,6 +211,30 @@ class Console:
         return bars
 
 
+class QuietConsole(Console):
+    """Says what must be known, on standard error: warnings, and how a run ended that has not finished."""
+
+    def __init__(self, stream: TextIO | None = None, **more: Any) -> None:
+        super().__init__(stream or sys.stderr, **(more | {"live": False}))
+
+    def start(self, facts: Metrics) -> None:
+        self._facts = facts
+
+    def iteration(self, metrics: Metrics) -> None:
+        self._last = metrics
+
+    def evaluation(self, metrics: Metrics) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        if text.startswith("warning: "):
+            self._say(text)
+
+    def finish(self, summary: Metrics) -> None:
+        if (summary.get("ending") or {}).get("kind") != "finished":
+            super().finish(summary)
+
+
 class _Mean:
     """The mean of what was given."""
 

@@ -38,6 +38,12 @@ class Claim:
     lock: Lock | None = None
     """``None`` where the launcher holds it."""
 
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
     def release(self) -> None:
         if self.lock is not None:
             self.lock.release()

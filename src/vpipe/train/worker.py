@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from vpipe import plugins
 from vpipe.config import PipelineConfig
-from vpipe.observe.console import Console
+from vpipe.observe.console import Console, QuietConsole
 from vpipe.rundir import claim
 from vpipe.rundir.claim import CLAIMED, Claim
 from vpipe.rundir.endings import Ending
@@ -34,11 +34,14 @@ def train(
     output_dir: str | None = None,
     overwrite: bool = False,
     continues: bool = False,
+    quiet: bool = False,
+    told: Callable[[Claim], object] | None = None,
 ) -> int:
     """Train as one of the ranks that a launcher started, or alone; the exit code.
 
     ``directory`` is the one that our launcher has taken for ``run``; without it rank 0 takes one. ``continues`` allows
     one that a run has used: the user said ``--resume``, even if there was no checkpoint yet.
+    ``told`` is called with the directory that was taken here.
     """
     checked = PipelineConfig.from_dict(config)
     plugins.load(checked.plugins)
@@ -56,8 +59,9 @@ def train(
             take = partial(claim.take, checked, chosen, resume=continues, source=source, overwrite=overwrite)
             taken = _take(session.pipeline, chosen, rank, take)
             conclusion.claim = taken
-        observe = checked.observe
-        console = Console(line_format=observe.line_format, log_interval=observe.log_interval) if rank == 0 else None
+            if told is not None:
+                told(taken)
+        console = _console(checked, quiet) if rank == 0 else None
         trainer = Trainer(session, taken.directory, console, taken.run)
         if resume is not None:
             trainer.resume(Path(resume))
@@ -65,6 +69,11 @@ def train(
         if trainer.ended.code:
             gather_text(session.pipeline, "")  # a launcher ends the others with the first that ends so: all are ready
         return trainer.ended.code
+
+
+def _console(config: PipelineConfig, quiet: bool) -> Console:
+    kind = QuietConsole if quiet else Console
+    return kind(line_format=config.observe.line_format, log_interval=config.observe.log_interval)
 
 
 class _concluding:
