@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -30,3 +32,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'zb-h1'?``, or an empty string where nothing is near."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+MOST_FILES = 2000
+"""How many are looked at for a hint."""
+
+
+def nearest_file(path: Path) -> str:
+    """A hint such as ``; did you mean configs/default.yaml?`` for a file that does not exist, or an empty string.
+
+    Its folder is searched and those in it; where that does not exist either, the folders beside it.
+    """
+    kinds = (".yaml", ".yml") if path.suffix in ("", ".yaml", ".yml") else (path.suffix,)
+    folder = path.parent if path.parent.is_dir() else path.parent.parent
+    try:
+        inside = [each for each in sorted(folder.iterdir()) if each.is_dir() and not each.name.startswith(".")]
+        files = (each for place in (folder, *inside) for each in sorted(place.iterdir()) if each.suffix in kinds)
+        found = {str(each): each.stem for each in islice(files, MOST_FILES)}
+    except OSError:
+        return ""
+    stems = set(get_close_matches(path.stem, set(found.values()), n=3, cutoff=0.7))
+    close = get_close_matches(str(path), [name for name, stem in found.items() if stem in stems], n=1, cutoff=0)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vpipe.terminal import obeys
+
 PROGRESS = "progress.json"
 """What a measuring rank 0 writes into its directory: done, total, name."""
 
@@ -16,7 +18,7 @@ PROGRESS = "progress.json"
 @contextmanager
 def bar(title: str, hidden: bool = False) -> Iterator[Callable[..., None]]:
     """Yields a function that takes how much is done, of how much, and what is done now."""
-    if hidden or not sys.stderr.isatty():
+    if hidden or not obeys(sys.stderr):
         yield lambda done, total, now="": None
         return
     from rich.console import Console

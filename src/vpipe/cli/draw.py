@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from vpipe.cli.choice import Source, program_options
 from vpipe.cli.timing import cost_options
 from vpipe.errors import UserError, nearest
 from vpipe.schedule.program import Program
+from vpipe.terminal import columns, obeys
 
 if TYPE_CHECKING:
     from vpipe.schedule.simulate import Simulation
@@ -141,6 +141,6 @@ def _picture(simulation: Simulation, form: str, output: str | None, figure: Figu
         return svg(simulation, figure.title, Paper(figure.width, figure.font) if for_paper else None)
     if form == "tex":
         return tikz(simulation, figure.title, figure.width or WIDTH)
-    terminal = output is None and sys.stdout.isatty()
-    columns = shutil.get_terminal_size().columns if terminal else None
-    return text(simulation, width=columns, colour=terminal and not os.environ.get("NO_COLOR"))
+    width = columns(sys.stdout) if output is None else None
+    colour = output is None and obeys(sys.stdout) and not os.environ.get("NO_COLOR")
+    return text(simulation, width=width, colour=colour)

@@ -7,11 +7,13 @@ click command called ``command`` and enter it here. A command returns None or it
     0  done
     1  the answer is no: an invalid program, a difference
     2  the question was wrong; one sentence says where, and how to mend it
+   74  the answer could not be written: a full disk
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import os
 import sys
@@ -45,6 +47,9 @@ COMMANDS = {
     "submit": "Write and submit a SLURM job.",
     "doctor": "What this machine has, what would run, what is missing.",
 }
+
+OUTPUT_LOST = os.EX_IOERR
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 EXAMPLES = """
 \b
@@ -121,7 +126,22 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains while it exits
         sys.exit(141)
+    except OSError as error:
+        if error.errno not in FULL or not _output_is_lost():
+            raise
+        _fail(f"standard output cannot be written: {error.strerror}", OUTPUT_LOST)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _output_is_lost() -> bool:
+    """Whether it was standard output that is full, and no file: an empty line says. If so, the rest is given up."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _fail(sentence: str, code: int = 2) -> NoReturn:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
 from typing import Any
 
 import click
 
 from vpipe.cli.bar import bar
 from vpipe.cli.choice import COUNT
+from vpipe.cli.table import paragraph, table
 from vpipe.cli.timing import TIMES, cost_options
 from vpipe.errors import UserError
+from vpipe.terminal import columns
 
 MAX_RANKED = 400_000
 """Forwards and backwards of the largest schedule: about a minute for all."""
@@ -55,12 +57,14 @@ def _list(as_json: bool) -> None:
         return
     heads = ("name", "idle time", "peak activations", "weight copies", "needs")
     keys = ("name", "bubble", "memory", "weight_copies", "needs")
-    click.echo(_table([heads, *([str(row[key]) for key in keys] for row in rows)]))
-    click.echo("\np ranks, m microbatches, v stages per rank; F, I, W: forward, input and weight gradient; T = F+I+W.")
-    click.echo(
+    width = columns(sys.stdout)
+    click.echo(table([heads, *([str(row[key]) for key in keys] for row in rows)], width))
+    legend = (
+        "\np ranks, m microbatches, v stages per rank; F, I, W: forward, input and weight gradient; T = F+I+W.\n"
         "idle time: of a rank, beyond its work m·T, where stages are equal; the bubble is its share of the makespan.\n"
         "'vpipe draw NAME -p 4 -m 8' draws one, 'vpipe schedules --rank' compares all."
     )
+    click.echo(paragraph(legend, width))
 
 
 def _rank(
@@ -109,16 +113,10 @@ def _rank(
         figures = (f"{each.time:g}", f"{each.bubble:.1%}", f"{each.peak_activations:g}")
         stale = (str(each.weight_versions), str(each.staleness))
         lines.append((f"{place}" if each.fits else "-", each.name, *figures, *stale, "; ".join(notes)))
-    click.echo(_table(lines))
+    width = columns(sys.stdout)
+    click.echo(table(lines, width))
     for each in found:
         if each.refused:
-            click.echo(f"left out: {each.name}: {each.refused}")
+            click.echo(paragraph(f"left out: {each.name}: {each.refused}", width))
     costs = ", ".join(f"{name.replace('_', ' ')} {times[name]:g}" for name in TIMES)
-    click.echo(f"\ntime of {microbatches} microbatches on {ranks} ranks; {costs}")
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    click.echo(paragraph(f"\ntime of {microbatches} microbatches on {ranks} ranks; {costs}", width))

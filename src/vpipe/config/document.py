@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 
 from vpipe.config.problems import ConfigError, Key, Problem, dotted, short
+from vpipe.errors import nearest_file
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
@@ -202,8 +203,8 @@ def read_text(path: Path, problem: Callable[[str], Exception]) -> str:
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
-        raise problem(reason) from error
+        missing = isinstance(error, FileNotFoundError)
+        raise problem(f"does not exist{nearest_file(path)}" if missing else f"cannot be read: {error}") from error
     if len(data) > MAX_BYTES:
         raise problem(f"is larger than {MAX_BYTES:,} bytes; a config is a few lines of text")
     try:

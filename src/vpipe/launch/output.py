@@ -7,9 +7,10 @@ unfinished one. Everything a rank says also goes to its own log file.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import BinaryIO, Protocol
+
+from vpipe.terminal import obeys
 
 _CLEAR_LINE = b"\r\x1b[K"
 _LONGEST_OPEN_LINE = 4096
@@ -75,7 +76,7 @@ class Output:
 
     def __init__(self, stdout: Stream, stderr: Stream, num_ranks: int, log_dir: Path | None, quiet: bool) -> None:
         self._quiet = quiet
-        self.sinks = (Sink(stdout, _is_terminal(stdout)), Sink(stderr, _is_terminal(stderr)))
+        self.sinks = (Sink(stdout, obeys(stdout)), Sink(stderr, obeys(stderr)))
         self._logs: list[BinaryIO] = []
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -104,10 +105,3 @@ class Output:
     def close(self) -> None:
         for log in self._logs:
             log.close()
-
-
-def _is_terminal(stream: Stream) -> bool:
-    try:
-        return os.isatty(stream.fileno())  # type: ignore[attr-defined]
-    except (AttributeError, OSError, ValueError):
-        return False

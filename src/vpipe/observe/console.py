@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vpipe.observe.words import count, duration, memory
+from vpipe.terminal import obeys
 
 Metrics = Mapping[str, Any]
 
@@ -46,7 +47,7 @@ class Console:
         self._stream = stream or sys.stdout
         self._line_format = line_format
         self._log_interval = log_interval
-        wanted = self._stream.isatty() if live is None else live
+        wanted = obeys(self._stream) if live is None else live
         self._live_wanted = wanted and line_format == "vpipe" and log_interval > 0
         self._rich = RichConsole(file=self._stream, force_terminal=True if live else None, highlight=False)
         self._live: Live | None = None

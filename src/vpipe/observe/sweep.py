@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Any
 
 import vpipe
-from vpipe.errors import UserError
+from vpipe.errors import UserError, nearest_file
 from vpipe.observe.result import measured, outcome
 from vpipe.schedule.catalog import get
 
@@ -103,7 +103,8 @@ def code() -> str:
 def check(sweep: Sweep) -> None:
     """Refuse before the first run what could never run."""
     if not sweep.config.is_file():
-        raise UserError(f"{sweep.config} does not exist; give the config that all runs share")
+        hint = nearest_file(sweep.config) or "; give the config that all runs share"
+        raise UserError(f"{sweep.config} does not exist{hint}")
     for schedule in sweep.schedules:
         get(schedule)
     named: dict[str, Sequence[object]] = {

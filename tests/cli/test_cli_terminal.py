@@ -1,0 +1,117 @@
+"""The other end of the line: narrow, dumb or full."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vpipe.cli.table import table
+from vpipe.errors import nearest_file
+
+VPIPE = [sys.executable, "-m", "vpipe"]
+
+
+def on_terminal(*args: str, width: int = 80, **variables: str) -> str:
+    """What a command writes to a terminal, both streams."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    child = subprocess.Popen(
+        [*VPIPE, *args], stdout=its, stderr=its, stdin=subprocess.DEVNULL, env=environment | variables
+    )
+    os.close(its)
+    said = b""
+    try:
+        while part := os.read(ours, 65536):
+            said += part
+    except OSError:
+        pass  # Linux's way to say that the other end is closed
+    finally:
+        os.close(ours)
+    assert child.wait(timeout=60) == 0, said
+    return said.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_catalogue_fits_the_terminal(width: int) -> None:
+    said = on_terminal("schedules", width=width, TERM="xterm")
+    assert max(map(len, said.splitlines())) <= width
+    assert width < 80 or "interleaved-zb" in said, "a name is whole where there is room"
+
+
+def test_the_ranking_fits_the_terminal() -> None:
+    assert max(map(len, on_terminal("schedules", "--rank", "-p", "2", "-m", "2", TERM="dumb").splitlines())) <= 80
+
+
+def test_a_pipe_has_one_line_a_schedule(vpipe: Any) -> None:
+    assert any(
+        line.startswith("interleaved ") and "divides m" in line for line in vpipe("schedules").stdout.splitlines()
+    )
+
+
+def test_a_dumb_terminal_gets_no_escape_codes() -> None:
+    """A coloured picture; and a ranking, which has a bar."""
+    for words in (["draw", "1f1b", "-p", "2", "-m", "2"], ["schedules", "--rank", "-p", "2", "-m", "2"]):
+        assert "\x1b" in on_terminal(*words, TERM="xterm"), "else this test cannot fail"
+        assert "\x1b" not in on_terminal(*words, TERM="dumb")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_sentence(unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*VPIPE, "simulate", "1f1b", "-p", "2", "-m", "2", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )
+    assert done.stderr == "vpipe: standard output cannot be written: No space left on device\n"
+    assert done.returncode == 74
+
+
+def test_words_are_cut_only_where_nothing_else_is_left() -> None:
+    rows = [("name", "what it is"), ("interleaved", "a long story of many words")]
+    assert table(rows) == "name         what it is\ninterleaved  a long story of many words"
+    assert (
+        table(rows, 24)
+        == "name         what it is\ninterleaved  a long\n             story of\n             many words"
+    )
+    assert max(map(len, table(rows, 12).splitlines())) <= 12
+
+
+def test_the_nearest_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    for name in ("default.yaml", "gpt_small.yaml", "default.json"):
+        (tmp_path / "configs" / name).touch()
+    monkeypatch.chdir(tmp_path)
+    for wrong in (
+        "configs/defualt.yaml",
+        "confgs/default.yaml",
+        "default.yaml",
+        "configs/default.yml",
+        "configs/default",
+    ):
+        assert nearest_file(Path(wrong)) == "; did you mean configs/default.yaml?"
+    assert nearest_file(Path("configs/gpt-small.yaml")) == "; did you mean configs/gpt_small.yaml?"
+    assert nearest_file(Path("configs/nothing.yaml")) == ""
+    assert nearest_file(Path("no/such/folder/default.yaml")) == ""
+
+
+def test_a_config_that_does_not_exist(vpipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    done = vpipe("train", "configs/defualt.yaml")
+    assert done.returncode == 2
+    assert done.stderr == "vpipe: configs/defualt.yaml does not exist; did you mean configs/default.yaml?\n"
