@@ -108,17 +108,16 @@ def test_options_override_the_config(tmp_path: Path) -> None:
     assert "export MASTER_PORT=4321" in text
 
 
-READY = {1: ("gpu:4", 4), 2: ("gpu:2", 2), 4: ("gpu:1", 1)}
+READY = {1: "gpt_small", 2: "gpt_8stage", 4: "gpt_16stage"}
 
 
 @pytest.mark.parametrize("nodes", READY)
 def test_the_ready_scripts_are_what_the_command_writes(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    gres, per_node = READY[nodes]
-    given = {"nodes": nodes, "gres": gres, "time": "02:00:00", "python": "python"}
-    job, _ = plan_job("configs/gpt_small.yaml", [], [], None, given)
-    assert job.tasks_per_node == per_node
-    path = ROOT / "scripts" / "slurm" / f"{nodes}-node{'s' if nodes > 1 else ''}.sh"
+    given = {"nodes": nodes, "gres": "gpu:4", "time": "02:00:00", "python": "python"}
+    job, _ = plan_job(f"configs/{READY[nodes]}.yaml", [], [], None, given)
+    assert job.tasks_per_node == 4
+    path = ROOT / f"submit_gpipe_{nodes}node{'s' if nodes > 1 else ''}.sh"
     assert path.read_text() == script(job)
     assert str(ROOT) not in path.read_text()
 

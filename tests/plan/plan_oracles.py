@@ -19,7 +19,7 @@ from vpipe.plan.planner import Plan, plan
 from vpipe.plan.predict import Machine, Pipe, predict
 from vpipe.schedule.catalog import entries
 
-SCHEDULES = tuple(entry.name for entry in entries() if entry.name != "zb-auto")
+SCHEDULES = tuple(entry.name for entry in entries() if entry.name != "zb-auto" and not entry.two_ways)
 
 
 @dataclass(frozen=True)
