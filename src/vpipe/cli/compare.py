@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from vpipe import config as configs
+from vpipe.cli import completing
 from vpipe.cli.choice import COUNT, WholeNumbers
 from vpipe.cli.names import KNOWN
 from vpipe.cli.plugin import plugin_option, with_plugins
@@ -14,13 +15,25 @@ from vpipe.cli.plugin import plugin_option, with_plugins
 
 @click.command("compare")
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("--schedulers", required=True, help="Names with commas between: gpipe,1f1b,zb-h1.")
+@click.option(
+    "--schedulers",
+    shell_complete=completing.several_schedules,
+    required=True,
+    help="Names with commas between: gpipe,1f1b,zb-h1.",
+)
 @click.option("--microbatches", type=WholeNumbers(), help="Numbers with commas between: 4,8. [the config's]")
 @click.option("--models", default="", help="Names of models, instead of the config's one.")
 @click.option("--repeats", type=COUNT, default=1, show_default=True, help="Runs of each; they are interleaved.")
 @click.option("--iterations", type=COUNT, help="Iterations of each run, instead of the config's.")
 @plugin_option
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field for all runs.")
+@click.option(
+    "--set",
+    "overrides",
+    shell_complete=completing.settings,
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Set a field for all runs.",
+)
 @click.option("--timeout", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="Seconds of one run.")
 @click.option("--retry", is_flag=True, help="Run again what failed before.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory.")

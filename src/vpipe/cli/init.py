@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 from vpipe.config.write import dump
+from vpipe.config.write import schema as config_schema
 from vpipe.errors import UserError
+
+SCHEMA = "vpipe.schema.json"
 
 
 @click.command("init")
-@click.argument("path", type=click.Path(path_type=Path, dir_okay=False), default=Path("vpipe.yaml"))
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False), required=False)
 @click.option(
     "--huggingface",
     metavar="ID|DIR",
@@ -24,14 +28,21 @@ from vpipe.errors import UserError
     metavar="FILE",
     help="A Python file with an nn.Sequential, a list of modules, or what registers a model.",
 )
-def command(path: Path, huggingface: str | None, from_torch: Path | None) -> int:
+@click.option("--schema", is_flag=True, help=f"Write the JSON schema of configs, for editors, to PATH ({SCHEMA}).")
+def command(path: Path | None, huggingface: str | None, from_torch: Path | None, schema: bool) -> int:
     """Write a first config with comments to PATH (vpipe.yaml), ready for 'vpipe train'.
 
     \b
       vpipe init
       vpipe init job.yaml --huggingface path/to/checkpoint
       vpipe init job.yaml --from-torch my_model.py
+      vpipe init --schema
     """
+    if schema:
+        if huggingface is not None or from_torch is not None:
+            raise UserError("--schema is that of every config, whatever its model; leave the model out")
+        return _write_schema(path or Path(SCHEMA))
+    path = path or Path("vpipe.yaml")
     if huggingface is not None and from_torch is not None:
         raise UserError("--huggingface and --from-torch each say which model it is; give one of them")
     refuse_existing(path)
@@ -45,14 +56,25 @@ def command(path: Path, huggingface: str | None, from_torch: Path | None) -> int
         model, data, plugins, notes = of_torch(from_torch, path)
     else:
         model, data, plugins, notes = GPT, SYNTHETIC, "", []
-    try:
-        path.write_text(HEAD.format(path=path) + plugins + model + data + REST, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    _write(path, HEAD.format(path=path) + plugins + model + data + REST)
     for note in notes:
         click.echo(note)
     click.echo(f"{path} is written; train it with: vpipe train {path}")
     return 0
+
+
+def _write_schema(path: Path) -> int:
+    """It holds what this version knows, so it replaces that of another one."""
+    _write(path, json.dumps(config_schema(), indent=1, ensure_ascii=False) + "\n")
+    click.echo(f"{path} is written; the first line of a config beside it: # yaml-language-server: $schema={path.name}")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def refuse_existing(path: Path) -> None:

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from vpipe import __version__
 from vpipe.errors import UserError, nearest
@@ -85,6 +86,12 @@ class LazyGroup(click.Group):
             hint = nearest(args[0], known) or f"; known: {', '.join(known)}"
             raise UserError(f"there is no command {args[0]!r}{hint}")
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Like click's, from the table, so that TAB imports no command."""
+        known = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        options = click.Command.shell_complete(self, ctx, incomplete)
+        return [*(CompletionItem(name, help=COMMANDS[name]) for name in known), *options]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Names and lines of help from the table, so that help imports no command."""

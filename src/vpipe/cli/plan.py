@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from vpipe import config as configs
+from vpipe.cli import completing
 from vpipe.cli.bar import bar
 from vpipe.cli.choice import COUNT
 from vpipe.cli.measuring import ROUNDS
@@ -63,13 +64,26 @@ class Wanted:
 @click.option("--batch", type=COUNT, help="Rows of a batch, cut into -m units. [the config's]")
 @click.option("--memory", metavar="SIZE[,SIZE…]", help="What a rank has, such as 4GiB; one for all or one for each.")
 @click.option("--speeds", type=Numbers(), help="Relative speed of each rank, such as 1,1,0.5,1. [all alike]")
-@click.option("--scheduler", default="auto", show_default=True, help="A schedule, or auto: try all synchronous ones.")
+@click.option(
+    "--scheduler",
+    shell_complete=completing.schedules,
+    default="auto",
+    show_default=True,
+    help="A schedule, or auto: try all synchronous ones.",
+)
 @click.option("-v", "--stages-per-rank", type=COUNT, help="Where the schedule lets you choose.")
 @click.option("--recompute/--no-recompute", default=True, help="May activations be computed again? [yes]")
 @click.option("--swap/--no-swap", default=True, help="May activations leave the device? [yes]")
 @click.option("--profile", type=click.Path(path_type=Path), help="The profile of the config's model. [measured now]")
 @click.option("--repeat", type=click.IntRange(1, 1000), help=f"Rounds of each layer that is measured. [{ROUNDS}]")
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config.")
+@click.option(
+    "--set",
+    "overrides",
+    shell_complete=completing.settings,
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Set a field of the config.",
+)
 @click.option("--replicas", type=Replicas(), help="Copies of every stage; auto divides the -p ranks. [the config's]")
 @click.option("--links", type=click.Path(path_type=Path), help="JSON: latency and bandwidth between ranks. [profile's]")
 @click.option(

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from vpipe import config as configs
+from vpipe.cli import completing
 from vpipe.cli.measuring import ROUNDS
 from vpipe.cli.names import KNOWN
 from vpipe.cli.plugin import plugin_option, with_plugins
@@ -22,7 +23,12 @@ from vpipe.cli.plugin import plugin_option, with_plugins
 )
 @plugin_option
 @click.option(
-    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config; may be repeated."
+    "--set",
+    "overrides",
+    shell_complete=completing.settings,
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Set a field of the config; may be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def command(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from vpipe.cli import completing
 from vpipe.cli.plugin import plugin_option, with_plugins
 from vpipe.errors import UserError
 
@@ -37,8 +38,15 @@ from vpipe.errors import UserError
 )
 @click.option("--array", help="Which runs of the sweep, such as 0-7%2; without a sweep: seeds.")
 @plugin_option
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the config.")
-@click.option("--scheduler", help="Override parallel.scheduler.")
+@click.option(
+    "--set",
+    "overrides",
+    shell_complete=completing.settings,
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a key of the config.",
+)
+@click.option("--scheduler", shell_complete=completing.schedules, help="Override parallel.scheduler.")
 @click.option("--python", default=None, help="Python program of the ranks; this one if not given.")
 @click.option("--address", help="Ray: the cluster's address; by default the one this machine belongs to.")
 @click.option("--gpus-per-task", type=click.IntRange(0), help="Ray, Kubernetes: GPUs of each rank.")

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from vpipe import config as configs
+from vpipe.cli import completing
 from vpipe.cli.names import KNOWN
 from vpipe.cli.plugin import plugin_option, with_plugins
 from vpipe.cli.summary import summary_alone
@@ -30,9 +31,18 @@ from vpipe.rundir.state import Beat
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("--scheduler", help="The schedule, instead of the config's (see 'vpipe schedules').")
 @click.option(
-    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set a field of the config; may be repeated."
+    "--scheduler",
+    shell_complete=completing.schedules,
+    help="The schedule, instead of the config's (see 'vpipe schedules').",
+)
+@click.option(
+    "--set",
+    "overrides",
+    shell_complete=completing.settings,
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Set a field of the config; may be repeated.",
 )
 @plugin_option
 @click.option("--nproc", type=click.IntRange(1), help="Ranks of one pipeline: sets parallel.model_parallel_size.")
