@@ -93,3 +93,42 @@ def test_a_program_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
 def test_it_loads_no_torch() -> None:
     code = "import sys; from vpipe.launch.doctor import examine; examine(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def program(folder: Path, name: str, *lines: str) -> None:
+    """A program of that name on a PATH that has nothing else."""
+    file = folder / name
+    file.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+    file.chmod(0o755)
+
+
+@pytest.mark.parametrize(("daemon", "status"), [("exit 1", "missing"), ("echo 28.2.2", "found")])
+def test_docker_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, daemon: str, status: str) -> None:
+    program(tmp_path, "docker", 'if [ "$1" = --version ]; then echo Docker version 28; exit; fi', daemon)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (finding,) = doctor._containers()
+    assert finding.status == status
+    assert finding.detail.startswith("docker: Docker version 28")
+    assert ("its daemon does not answer" in finding.detail) == (status == "missing")
+    assert bool(finding.mend) == (status == "missing")
+
+
+def test_ssh_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "ssh")
+    program(tmp_path, "ssh-add", 'if [ "$AGENT" = full ]; then echo 256 SHA256:x me; else echo none; exit 1; fi')
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/nowhere")
+    (finding,) = doctor._ssh()
+    assert finding.status == "note"
+    assert finding.detail.startswith("no keys in ~/.ssh and no agent with any")
+    assert "ssh-keygen" in finding.mend
+    monkeypatch.setenv("AGENT", "full")
+    (finding,) = doctor._ssh()
+    assert (finding.status, finding.detail) == ("found", "keys: none in ~/.ssh; an agent with 1")
+    monkeypatch.delenv("SSH_AUTH_SOCK")
+    (tmp_path / ".ssh").mkdir()
+    for name in ("id_ed25519", "id_ed25519.pub"):
+        (tmp_path / ".ssh" / name).touch()
+    (finding,) = doctor._ssh()
+    assert (finding.status, finding.detail) == ("found", "keys: id_ed25519; no agent with any")

@@ -212,14 +212,25 @@ def _ssh() -> Iterator[Finding]:
         return
     home = Path.home() / ".ssh"
     keys = sorted(path.name for path in home.glob("id_*") if path.suffix != ".pub") if home.is_dir() else []
-    agent = "an agent runs" if os.environ.get("SSH_AUTH_SOCK") else "no agent"
-    yield Finding("ssh", "found", f"keys: {', '.join(keys) or 'none in ~/.ssh'}; {agent}")
+    held = _lines(["ssh-add", "-l"]) if os.environ.get("SSH_AUTH_SOCK") else []
+    if keys or held:
+        agent = f"an agent with {len(held)}" if held else "no agent with any"
+        yield Finding("ssh", "found", f"keys: {', '.join(keys) or 'none in ~/.ssh'}; {agent}")
+    else:
+        why = "no keys in ~/.ssh and no agent with any: a machine of launch.machines would ask for a password, unless "
+        mend = "ssh-keygen -t ed25519, then ssh-copy-id to each machine; 'ssh -o BatchMode=yes HOST true' tells"
+        yield Finding("ssh", "note", why + "~/.ssh/config or the site knows another way", mend)
 
 
 def _containers() -> Iterator[Finding]:
     found = {name: path for name in CONTAINERS if (path := shutil.which(name))}
     for name in found:
-        yield Finding("container", "found", f"{name}: {_first([name, '--version'])}")
+        said = f"{name}: {_first([name, '--version'])}"
+        if name == "docker" and not _lines(["docker", "version", "--format", "{{.Server.Version}}"]):
+            mend = "start it (systemctl start docker) or join the group docker; 'docker info' says more"
+            yield Finding("container", "missing", f"{said}, but its daemon does not answer: no container starts", mend)
+        else:
+            yield Finding("container", "found", said)
     if not found:
         yield Finding("container", "note", "none; launch.container.kind: none works", CONTAINERS["ch-run"])
 
