@@ -35,6 +35,7 @@ the input gradient and the weight gradient; a stage costs 1/v of it. T = F + I +
 - **peak activations**: in microbatches on one rank's share, from the start of F to the end of B or W.
 - Pictures and figures are for p = {p}, m = {m}, F = I = W = 1 and no latency. `vpipe draw NAME -p {p} -m {m}` draws
   them in the terminal, `vpipe simulate NAME -p {p} -m {m}` prints the figures.
+- In Python, build, verify, simulate and draw: [a notebook](../examples/schedules.ipynb).
 - In the pictures a number is a microbatch, a line an update, and paler boxes are later stages of a rank.
 """
 
