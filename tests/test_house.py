@@ -6,6 +6,7 @@ The table is design.md's. A new room gets a line here before it gets a file.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -144,3 +145,12 @@ open("graph.txt", "w").write(line.format("a") + line.format("b") + "\\ta -- b\\n
 )
 def test_answers_load_no_torch(code: str, absent: set[str]) -> None:
     assert not absent & loaded_by(code)
+
+
+def test_the_glossary_names_places_that_exist() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    places = set(re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?|[a-z_]+\.py)`", text))
+    assert len(places) > 20
+    assert not [place for place in places if not (HOUSE / place).exists()]
+    terms = re.findall(r"^\| \*\*(.+?)\*\*", text, re.MULTILINE)
+    assert len(terms) == len(set(terms)), "a term stands once"
