@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import re
+
+import pytest
 
 from vpipe.observe.console import Console
 from vpipe.observe.words import count, duration, memory, time
@@ -87,3 +91,18 @@ def test_words() -> None:
     assert [time(x) for x in (1.25, 0.0125, 8e-5)] == ["1.25 s", "12.5 ms", "80 µs"]
     assert [memory(x) for x in (10, 1536, 3 * 2**30, 2**50)] == ["10 B", "1.5 KiB", "3.0 GiB", "1024.0 TiB"]
     assert [count(x) for x in (12, 340_000, 1.2e6)] == ["12", "340K", "1.2M"]
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_dumb_terminal_gets_lines(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    ours, its = pty.openpty()
+    with os.fdopen(its, "w") as stream:
+        console = Console(stream, log_interval=1)
+        console.start({"schedule": "1f1b", "num_ranks": 2, "iterations": 1})
+        console.iteration({"iteration": 1, "loss": 1.0})
+        console.close()
+        said = os.read(ours, 65536)
+    os.close(ours)
+    assert (b"\x1b" in said) == (term == "xterm")
+    assert b"iteration 1/1" in said
