@@ -113,6 +113,26 @@ def test_a_config_with_machines_trains_by_ssh(server: Server, tmp_path: Path, mo
 
 
 @needs_sshd
+@pytest.mark.slow
+def test_the_summary_of_a_run_by_ssh_is_alone_on_standard_output(server: Server, tmp_path: Path) -> None:
+    """The nodes' lines come through one pipe each, and go elsewhere."""
+    path = Path(__file__).parents[2] / "configs" / "gpt_small_cpu.yaml"
+    settings = ["launch.machines=[node-a:0, node-b:0]", "parallel.model_parallel_size=2", "training.max_iterations=2"]
+    words = [str(path), *(word for each in settings for word in ("--set", each)), "--output-dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "vpipe", "train", *words, "--quiet", "--json"],
+        env=os.environ | {"VPIPE_SSH_CONFIG": str(server.config), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["iterations_done"] == 2
+    assert "iteration 1/2" not in done.stderr
+
+
+@needs_sshd
 def test_a_failing_rank_ends_all_nodes(server: Server, tmp_path: Path) -> None:
     process = launch(server, tmp_path, FAIL, "node-a:0", "node-b:0", "node-a:1")
     output, _ = process.communicate(timeout=60)
