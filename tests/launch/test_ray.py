@@ -69,7 +69,7 @@ def command(cluster: str, *words: str) -> list[str]:
 
 
 def losses(folder: Path) -> list[float]:
-    (path,) = folder.glob("runs/*/metrics.jsonl")
+    (path,) = {each.resolve() for each in folder.glob("runs/*/metrics.jsonl")}  # runs/latest leads to one of them
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [row["loss"] for row in rows if row["kind"] == "train"]
 

@@ -108,7 +108,7 @@ def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 def summary(folder: Path) -> dict[str, float]:
-    (path,) = (folder / "runs").glob("*/summary.json")
+    (path,) = {each.resolve() for each in (folder / "runs").glob("*/summary.json")}  # runs/latest leads to one of them
     found: dict[str, float] = json.loads(path.read_text())
     return found
 
