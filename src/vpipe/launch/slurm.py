@@ -253,7 +253,7 @@ def _launch(job: Job) -> list[str]:
             """trap 'announced=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1""",
             srun,
             f'  {command} --output-dir "$run" "${{overrides[@]}}" "${{resume[@]}}" &',
-            "step=$!",
+            'step=$!; [ "$announced" -eq 0 ] || kill -USR1 "$step" 2>/dev/null  # announced before there was a step',
             "while true; do",
             '  wait "$step"; code=$?',
             '  kill -0 "$step" 2>/dev/null || break  # a signal ends a wait before the step has ended',
