@@ -118,6 +118,10 @@ def command(
     from vpipe.cli.measuring import refuse_lost
 
     wanted = Wanted(**given)
+    if against is not None:
+        from vpipe.plan.against import check_names
+
+        check_names([name.strip() for name in against.split(",")])
     refuse_lost(output, old_form, read=(wanted.target, wanted.profile, wanted.links))
     config = _config(wanted)
     if check and config is None:
@@ -140,7 +144,7 @@ def command(
         found = make(profile, wanted, config, quiet=as_json)
     if output is not None:
         found.save(output)
-    others, words = _against(against, found, profile, wanted) if against else ({}, "")
+    others, words = _against(against, found, profile, wanted) if against is not None else ({}, "")
     notes = _write_old(found, profile, wanted, old_form) if old_form is not None else []
     checked: dict[str, Any] | None = None
     if check and config is not None:

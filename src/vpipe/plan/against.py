@@ -49,12 +49,15 @@ class Way:
 
 def compare(names: Sequence[str], profile: Profile, machine: Machine, num_units: int) -> list[Way]:
     """Each of ``names`` for ``num_units`` units of the profile's microbatch, over all ranks of the machine."""
-    found = []
+    check_names(names)
+    return [WAYS[name](profile, machine, num_units) for name in names]
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse a way that is not known, before anything is measured for it."""
     for name in names:
         if name not in WAYS:
             raise UserError(f"--against {name!r} is unknown{nearest(name, WAYS)}; it is one of {', '.join(WAYS)}")
-        found.append(WAYS[name](profile, machine, num_units))
-    return found
 
 
 def _single(profile: Profile, machine: Machine, num_units: int) -> Way:
