@@ -21,7 +21,7 @@ def rank(task: dict[str, Any]) -> None:
     from torch import nn
 
     from vpipe import Pipeline
-    from vpipe.runtime.live import LiveBytes
+    from vpipe.runtime.memory.live import LiveBytes
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

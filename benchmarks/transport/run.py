@@ -50,7 +50,7 @@ def rank(task: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from vpipe.runtime.transport import choice
-    from vpipe.runtime.wire import Envelope
+    from vpipe.runtime.transport.wire import Envelope
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

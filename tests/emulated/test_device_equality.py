@@ -69,7 +69,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_goes_with_schedules(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.runtime.swap.MIN_BYTES", 64)
+    monkeypatch.setattr("vpipe.runtime.memory.swap.MIN_BYTES", 64)
     schedule, options = CASES[name]
     device = options.get("device", "emu")
     options = {key: value for key, value in options.items() if key != "device"}

@@ -17,7 +17,7 @@ from torch import nn
 
 import vpipe.runtime
 from vpipe import Pipeline
-from vpipe.runtime.update import LossScale
+from vpipe.runtime.updates.update import LossScale
 
 READ = "copy_ device to host, blocking"
 MORE: list[dict[str, Any]] = [
@@ -32,7 +32,7 @@ MORE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_reads_once(schedule: str, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not per unit, not per update: each rank reads its numbers once, whatever the schedule and what goes with it."""
-    monkeypatch.setattr("vpipe.runtime.swap.MIN_BYTES", 64)
+    monkeypatch.setattr("vpipe.runtime.memory.swap.MIN_BYTES", 64)
     index = SCHEDULES.index(schedule)
     replicated = {"replicas": 2, "num_ranks": 4} if schedule in ("1f1b", "zb-h1", "pipedream") else {"num_ranks": 2}
     pipe = Pipeline(
@@ -138,10 +138,10 @@ HARD: list[dict[str, float]] = [
 def swapped_directly(emulated: Any) -> list[float]:
     """Five storages go out and come back early, while kernels that read the ones before are still queued; then others
     take their pinned memory. (What the first version of this lane got wrong in two ways.)"""
-    from vpipe.runtime.luggage import Slot
-    from vpipe.runtime.swap import Parcel
+    from vpipe.runtime.memory.luggage import Slot
+    from vpipe.runtime.memory.swap import Parcel
 
-    module = importlib.import_module("vpipe.runtime.swap_device")
+    module = importlib.import_module("vpipe.runtime.memory.swap_device")
     lane, size = module.DeviceSwapper(torch.device("emu:0")), 8192
     slots = [Slot(torch.full((size,), value + 1.0, device="emu:0").untyped_storage()) for value in range(5)]
     parcels = [Parcel([slot]) for slot in slots]
@@ -174,7 +174,7 @@ def differs(found: Outcome, expected: Outcome) -> bool:
 
 @pytest.mark.parametrize(("file", "line"), MUTANTS, ids=[f"{file}:{line}" for file, line in MUTANTS])
 def test_no_wait_can_be_left_out(file: str, line: int, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.runtime.swap.MIN_BYTES", 64)
+    monkeypatch.setattr("vpipe.runtime.memory.swap.MIN_BYTES", 64)
     layers, schedule, options = PROGRAMS[file]
     expected = trained(plain(layers), "cpu", schedule, steps=1, **options)
     caught = []
@@ -193,7 +193,7 @@ def test_no_wait_can_be_left_out(file: str, line: int, emulated: Any, monkeypatc
 
 @pytest.mark.parametrize("file", FILES)
 def test_with_all_waits_the_same_programs_are_right(file: str, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.runtime.swap.MIN_BYTES", 64)
+    monkeypatch.setattr("vpipe.runtime.memory.swap.MIN_BYTES", 64)
     layers, schedule, options = PROGRAMS[file]
     expected = trained(plain(layers), "cpu", schedule, steps=1, **options)
     for settings in HARD:

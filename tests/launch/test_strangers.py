@@ -15,8 +15,8 @@ import torch.distributed as dist
 from running import Running, vpipe_run
 
 from vpipe.errors import printable
-from vpipe.runtime.failure import Board, Cause
-from vpipe.runtime.secret import Sealed, prefix
+from vpipe.runtime.ranks.failure import Board, Cause
+from vpipe.runtime.ranks.secret import Sealed, prefix
 
 pytestmark = pytest.mark.timeout(200)
 

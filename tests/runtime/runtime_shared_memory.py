@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from runtime_transports import forbidden_pickle
 
-from vpipe.runtime.failure import PeerLost
+from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.runtime.transport import choice
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.shm import ShmTransport
-from vpipe.runtime.wire import Envelope
+from vpipe.runtime.transport.wire import Envelope
 
 
 def opened(wanted: str = "shm", timeout: float = 30.0, ring_bytes: int = 1 << 16) -> ShmTransport:

@@ -14,7 +14,7 @@ from torch import Tensor
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.choice import between_processes
 from vpipe.runtime.transport.inprocess import Hub
-from vpipe.runtime.wire import Envelope
+from vpipe.runtime.transport.wire import Envelope
 
 Scenario = Callable[[Transport], Any]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from vpipe import Layer, Pipeline, UserError
 from vpipe.layer import TiedWeight
-from vpipe.runtime.update import LossScale
+from vpipe.runtime.updates.update import LossScale
 from vpipe.schedule import catalog
 from vpipe.schedule.lower import lower
 

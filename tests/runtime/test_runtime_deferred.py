@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from vpipe.runtime.deferred import WeightQueue
+from vpipe.runtime.split.deferred import WeightQueue
 
 COUNT = settings(max_examples=25, deadline=None)
 SIZES = st.integers(1, 9)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vpipe import Pipeline
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.live import LiveBytes
+from vpipe.runtime.memory.live import LiveBytes
 
 WIDE = 64
 

@@ -10,7 +10,7 @@ from runtime_support import Case, check
 from torch import Tensor
 
 from vpipe.runtime import region, stage
-from vpipe.runtime.weights import VersionedWeights
+from vpipe.runtime.updates.weights import VersionedWeights
 
 ASYNCHRONOUS = Case("pipedream", "plain", 3, 6, num_steps=3)
 

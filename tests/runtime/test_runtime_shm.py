@@ -18,7 +18,7 @@ from runtime_support import Case, differing, pipeline, train_rank
 
 from vpipe.errors import UserError
 from vpipe.runtime.transport.ring import ALIGN, Ring
-from vpipe.runtime.wire import Envelope
+from vpipe.runtime.transport.wire import Envelope
 
 Run = Callable[..., list[Any]]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from vpipe import Pipeline
-from vpipe.runtime.deferred import WeightQueue
+from vpipe.runtime.split.deferred import WeightQueue
 
 
 class OwnProduct(torch.autograd.Function):

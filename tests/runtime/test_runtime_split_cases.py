@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from vpipe import Pipeline, UserError
-from vpipe.runtime import deferred, promise
-from vpipe.runtime.deferred import WeightQueue
-from vpipe.runtime.structure import Structure
+from vpipe.runtime.split import deferred, promise
+from vpipe.runtime.split.deferred import WeightQueue
+from vpipe.runtime.split.structure import Structure
 
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ from random_layers import LENGTH, WIDTH, Buffered, Derived, Steps
 from torch import Tensor, nn
 
 from vpipe import Pipeline
-from vpipe.runtime import swap
+from vpipe.runtime.memory import swap
 from vpipe.schedule.action import Kind
 from vpipe.schedule.catalog import build, entries
 

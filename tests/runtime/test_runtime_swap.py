@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from vpipe import Pipeline
 from vpipe.errors import UserError
-from vpipe.runtime import swap
-from vpipe.runtime.swap_store import Extents, FileStore
-from vpipe.runtime.treatment import treated_layers
-from vpipe.runtime.weights import OldWeight
+from vpipe.runtime.memory import swap
+from vpipe.runtime.memory.swap_store import Extents, FileStore
+from vpipe.runtime.memory.treatment import treated_layers
+from vpipe.runtime.updates.weights import OldWeight
 from vpipe.schedule.action import Kind
 from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.simulate import simulate

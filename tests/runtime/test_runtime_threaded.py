@@ -13,7 +13,7 @@ from runtime_support import Case, check, check_processes, differing, pipeline
 from torch import Tensor, nn
 
 from vpipe import Pipeline, UserError
-from vpipe.runtime.priority import POLICIES
+from vpipe.runtime.priorities.order import POLICIES
 from vpipe.runtime.threaded import ThreadedEngine, predecessors
 from vpipe.schedule import catalog
 

@@ -11,7 +11,7 @@ from runtime_gloo import Worlds
 from runtime_models import build
 from runtime_support import Case, check, pipeline
 
-from vpipe.runtime.wire import Envelope
+from vpipe.runtime.transport.wire import Envelope
 
 Run = Callable[..., list[Any]]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vpipe import Pipeline
 from vpipe.runtime.flow import even_partition
-from vpipe.runtime.update import LossScale
+from vpipe.runtime.updates.update import LossScale
 from vpipe.schedule import catalog
 
 SYNCHRONOUS = [entry.name for entry in catalog.entries() if entry.mode == "bsp"]

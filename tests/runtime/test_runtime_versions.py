@@ -7,7 +7,7 @@ from runtime_models import build
 from runtime_support import Case, check, pipeline
 
 from vpipe import Pipeline
-from vpipe.runtime.weights import VersionedWeights
+from vpipe.runtime.updates.weights import VersionedWeights
 from vpipe.schedule.pipedream import warm_up
 
 

@@ -10,9 +10,19 @@ import torch
 
 from vpipe.errors import UserError
 from vpipe.models.emulated import SleepLayer
-from vpipe.runtime.priority import POLICIES, Closed, Turnstile, WorkQueue, critical_path, fifo, first_hp, none, policy
-from vpipe.runtime.priority_backend import priority_backend
-from vpipe.runtime.priority_sharing import makespan
+from vpipe.runtime.priorities.backend import priority_backend
+from vpipe.runtime.priorities.order import (
+    POLICIES,
+    Closed,
+    Turnstile,
+    WorkQueue,
+    critical_path,
+    fifo,
+    first_hp,
+    none,
+    policy,
+)
+from vpipe.runtime.priorities.sharing import makespan
 from vpipe.schedule.action import Action, Kind, parse
 
 READY = "0F3 0W0 0B2 0F0 0I1 0W1"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vpipe.runtime.priority import POLICIES
-from vpipe.runtime.priority_cuda import StreamPriorities, levels
+from vpipe.runtime.priorities.cuda import StreamPriorities, levels
+from vpipe.runtime.priorities.order import POLICIES
 from vpipe.schedule.action import parse
 
 

@@ -29,7 +29,7 @@ from vpipe.launch import local, ssh
 from vpipe.launch.job import plan_job
 from vpipe.launch.slurm import script
 from vpipe.rundir import claim
-from vpipe.runtime.priority import Turnstile
+from vpipe.runtime.priorities.order import Turnstile
 from vpipe.runtime.transport.inprocess import InProcessTransport
 from vpipe.train import layer_file, session, worker
 

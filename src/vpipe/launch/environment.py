@@ -24,7 +24,7 @@ from vpipe.launch import words
 from vpipe.launch.mpi import from_mpi
 
 SECRET = "VPIPE_SECRET"
-"""The secret of a run: see ``runtime.secret``. It goes through pipes and environments, never into a command line."""
+"""The secret of a run: see ``runtime.ranks.secret``. It goes through pipes and environments, never into argv."""
 
 Ask = Callable[[Sequence[str]], str]
 """Command → what it prints."""

@@ -32,8 +32,8 @@ from vpipe.runtime.edges import detached
 from vpipe.runtime.flow import Flow, Value, bind_inputs, resolve
 from vpipe.runtime.region import Pending, Run
 from vpipe.runtime.stage import Loss, Stage, StageOptions, Unit
-from vpipe.runtime.weights import count_bytes
-from vpipe.runtime.wire import flatten
+from vpipe.runtime.transport.wire import flatten
+from vpipe.runtime.updates.weights import count_bytes
 
 WARM_UP = 5
 """Rounds that are not counted: first touches of memory, and what libraries set up."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.plan.memory import num_actions
+from vpipe.runtime.memory.swap_store import FileStore
 from vpipe.runtime.pipeline import Pipeline
-from vpipe.runtime.swap_store import FileStore
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.wire import Envelope
+from vpipe.runtime.transport.wire import Envelope
 
 SMALL, LARGE = 64, 4 << 20
 """Bytes of the messages that tell latency and bandwidth."""

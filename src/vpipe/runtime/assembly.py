@@ -22,24 +22,24 @@ from torch.optim import Optimizer
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
-from vpipe.runtime import membership
 from vpipe.runtime.device import HOST, chosen, is_host, place
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow
-from vpipe.runtime.heap import keep_freed_memory, return_freed_memory
-from vpipe.runtime.meeting import Place
-from vpipe.runtime.priority import Policy
+from vpipe.runtime.memory.heap import keep_freed_memory, return_freed_memory
+from vpipe.runtime.priorities.order import Policy
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.randomness import use_generator_of
-from vpipe.runtime.replicas import share_states
+from vpipe.runtime.ranks import membership
+from vpipe.runtime.ranks.meeting import Place
 from vpipe.runtime.stage import Loss, Stage, StageOptions
 from vpipe.runtime.threaded import ThreadedEngine
-from vpipe.runtime.ties import check_owners, refuse_sharing, share_tied
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.device import DeviceTransport
 from vpipe.runtime.transport.distributed import DistributedTransport
-from vpipe.runtime.update import LossScale, UpdateOptions, Updater
-from vpipe.runtime.wire import flatten, unflatten
+from vpipe.runtime.transport.wire import flatten, unflatten
+from vpipe.runtime.updates.replicas import share_states
+from vpipe.runtime.updates.ties import check_owners, refuse_sharing, share_tied
+from vpipe.runtime.updates.update import LossScale, UpdateOptions, Updater
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
 

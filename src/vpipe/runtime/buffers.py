@@ -21,7 +21,7 @@ from torch import Tensor, nn, strided
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 
-from vpipe.runtime.luggage import Saved
+from vpipe.runtime.memory.luggage import Saved
 
 
 class ChangingBuffers:

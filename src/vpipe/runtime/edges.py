@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from vpipe.runtime.wire import flatten, unflatten
+from vpipe.runtime.transport.wire import flatten, unflatten
 
 _alias: Any = torch.ops.aten._unsafe_view.default
 Gradients = list[Tensor | None]

@@ -21,16 +21,16 @@ from torch.profiler import record_function
 from vpipe.runtime.device import HOST, Number, current, is_host, number
 from vpipe.runtime.feed import Feed
 from vpipe.runtime.flow import Flow, Value
+from vpipe.runtime.memory.swap import Move, Swapper
+from vpipe.runtime.memory.swap_device import DeviceSwapper
 from vpipe.runtime.randomness import evaluation_seed
 from vpipe.runtime.region import Pending, Run
-from vpipe.runtime.replicas import share_buffers
 from vpipe.runtime.stage import Stage, Unit
-from vpipe.runtime.swap import Move, Swapper
-from vpipe.runtime.swap_device import DeviceSwapper
 from vpipe.runtime.tasks import Hop, Task, Tasks, remote
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.update import Updater
-from vpipe.runtime.wire import copied_value
+from vpipe.runtime.transport.wire import copied_value
+from vpipe.runtime.updates.replicas import share_buffers
+from vpipe.runtime.updates.update import Updater
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import WEIGHT_GRADIENT, VersionTable, version_table

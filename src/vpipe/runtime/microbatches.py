@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
-from vpipe.runtime.wire import flatten, unflatten
+from vpipe.runtime.transport.wire import flatten, unflatten
 
 
 @dataclass(frozen=True)

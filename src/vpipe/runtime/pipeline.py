@@ -21,18 +21,18 @@ from vpipe.runtime import assembly
 from vpipe.runtime.attitude import evaluating, follow
 from vpipe.runtime.engine import Compiled, Engine, Job, Result
 from vpipe.runtime.flow import bind_inputs, resolve
+from vpipe.runtime.memory.treatment import Chosen, stages_with, treated_layers
 from vpipe.runtime.microbatches import check_rows
 from vpipe.runtime.modes import Modes
 from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.runtime.randomness import undisturbed
 from vpipe.runtime.steps import check_counts, mean_loss, torn, units_of, without_gradient
 from vpipe.runtime.threaded import choose_executor
-from vpipe.runtime.ties import tie_layers
 from vpipe.runtime.trace import Trace
 from vpipe.runtime.transport import choice, ondevice
 from vpipe.runtime.transport.inprocess import Hub, PeerFailed
-from vpipe.runtime.treatment import Chosen, stages_with, treated_layers
-from vpipe.runtime.update import LossScale, UpdateOptions, checked_scale
+from vpipe.runtime.updates.ties import tie_layers
+from vpipe.runtime.updates.update import LossScale, UpdateOptions, checked_scale
 from vpipe.schedule import catalog
 from vpipe.schedule.program import Program
 

@@ -29,10 +29,10 @@ from vpipe.layer import Layer, collecting, describe
 from vpipe.runtime.device import scalar
 from vpipe.runtime.edges import Gradients, entrance, mapped, summed, tell_change, versions_of
 from vpipe.runtime.flow import Value
-from vpipe.runtime.luggage import Luggage
-from vpipe.runtime.promise import run_backward
+from vpipe.runtime.memory.luggage import Luggage
 from vpipe.runtime.randomness import seed_layer
-from vpipe.runtime.wire import check_tensor, flatten
+from vpipe.runtime.split.promise import run_backward
+from vpipe.runtime.transport.wire import check_tensor, flatten
 
 _IN_PLACE = (
     "changes its input in place, which others read again (another layer, or the recompute); set the attribute "

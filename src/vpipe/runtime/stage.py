@@ -24,15 +24,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from vpipe.runtime.buffers import ChangingBuffers
-from vpipe.runtime.deferred import WeightQueue
 from vpipe.runtime.device import is_host
 from vpipe.runtime.edges import detached
 from vpipe.runtime.flow import Flow, Value
-from vpipe.runtime.luggage import Luggage
-from vpipe.runtime.promise import run_backward
+from vpipe.runtime.memory.luggage import Luggage
+from vpipe.runtime.memory.swap import Parcel
 from vpipe.runtime.region import Graph, Pending, Region, Run, Treatment
-from vpipe.runtime.swap import Parcel
-from vpipe.runtime.weights import VersionedWeights, Weights
+from vpipe.runtime.split.deferred import WeightQueue
+from vpipe.runtime.split.promise import run_backward
+from vpipe.runtime.updates.weights import VersionedWeights, Weights
 
 Loss = Callable[[Any, Any], Tensor]
 

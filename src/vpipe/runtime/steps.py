@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Microbatches, split
-from vpipe.runtime.wire import flatten
+from vpipe.runtime.transport.wire import flatten
 
 
 def check_counts(num_microbatches: int | None, weight: float) -> None:

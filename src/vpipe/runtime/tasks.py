@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.wire import Envelope
+from vpipe.runtime.transport.wire import Envelope
 from vpipe.schedule.program import Program
 
 

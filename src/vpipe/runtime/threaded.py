@@ -24,7 +24,7 @@ from typing import Any
 from vpipe.errors import UserError
 from vpipe.runtime.engine import Call, Engine, Record
 from vpipe.runtime.modes import Modes
-from vpipe.runtime.priority import Backend, Policy, Turnstile, none, policy
+from vpipe.runtime.priorities.order import Backend, Policy, Turnstile, none, policy
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import INPUT_GRADIENT, LANE, SEND_OF, WEIGHT_GRADIENT, Lane, peers

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from vpipe.config import PipelineConfig
 from vpipe.runtime import assembly
-from vpipe.runtime.weights import count_bytes
+from vpipe.runtime.updates.weights import count_bytes
 from vpipe.schedule.action import OF_A_STAGE, Kind
 from vpipe.schedule.semantics import LANE, Lane
 from vpipe.train.session import Session, open_session

@@ -10,7 +10,7 @@ from vpipe.errors import UserError
 from vpipe.rundir import endings
 from vpipe.rundir.endings import BY_SIGNAL, MISTAKE, Ending, Kind
 from vpipe.rundir.state import Beat
-from vpipe.runtime.failure import Cause, PeerLost
+from vpipe.runtime.ranks.failure import Cause, PeerLost
 
 MOST_DETAILS = 8_000
 """Characters of a traceback that are kept: its end says what it was."""

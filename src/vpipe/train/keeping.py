@@ -17,7 +17,7 @@ from vpipe.rundir.layout import CHECKPOINTS
 from vpipe.rundir.lineage import Entry, Line
 from vpipe.rundir.lock import Lock
 from vpipe.rundir.state import Beat
-from vpipe.runtime.update import LossScale
+from vpipe.runtime.updates.update import LossScale
 from vpipe.train import checkpoint, layer_file
 from vpipe.train.checkpoint import Checkpoint, DamagedCheckpoint, Standing
 from vpipe.train.feed import Position

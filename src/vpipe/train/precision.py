@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vpipe.config.sections import TrainingConfig
-from vpipe.runtime.update import LossScale
+from vpipe.runtime.updates.update import LossScale
 
 START_SCALE = 2.0**16
 

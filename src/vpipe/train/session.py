@@ -21,7 +21,7 @@ from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
 from vpipe.runtime import assembly
 from vpipe.runtime.device import device_type
 from vpipe.runtime.pipeline import Pipeline
-from vpipe.runtime.priority import Backend
+from vpipe.runtime.priorities.order import Backend
 from vpipe.runtime.programs import Programs
 from vpipe.schedule import catalog as schedule_catalog
 from vpipe.schedule.entry import BATCHES, Chain

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, ExitStack
 from vpipe.config import PipelineConfig
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.pipeline import Pipeline
-from vpipe.runtime.priority import Backend
-from vpipe.runtime.priority_backend import priority_backend
+from vpipe.runtime.priorities.backend import priority_backend
+from vpipe.runtime.priorities.order import Backend
 
 
 class Turns:

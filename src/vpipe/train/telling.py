@@ -24,8 +24,8 @@ from vpipe.rundir.journal import Journal
 from vpipe.rundir.layout import METRICS
 from vpipe.rundir.state import Beat, Heart
 from vpipe.runtime.engine import Engine, Record
-from vpipe.runtime.live import LiveBytes
-from vpipe.runtime.weights import count_bytes
+from vpipe.runtime.memory.live import LiveBytes
+from vpipe.runtime.updates.weights import count_bytes
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, version_table

@@ -18,8 +18,9 @@ from vpipe.observe.console import Console, QuietConsole
 from vpipe.rundir import claim
 from vpipe.rundir.claim import CLAIMED, Claim
 from vpipe.rundir.endings import Ending
-from vpipe.runtime import assembly, membership
+from vpipe.runtime import assembly
 from vpipe.runtime.pipeline import Pipeline
+from vpipe.runtime.ranks import membership
 from vpipe.train import ending
 from vpipe.train.gathering import first_text, gather_text
 from vpipe.train.session import open_session

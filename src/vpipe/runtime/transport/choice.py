@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch.distributed as dist
 
 from vpipe.errors import UserError
-from vpipe.runtime.meeting import COME_WITHIN
+from vpipe.runtime.ranks.meeting import COME_WITHIN
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.neighbours import Card, Door
 from vpipe.runtime.transport.shm import RING_BYTES, ShmTransport

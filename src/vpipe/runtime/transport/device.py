@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from vpipe.errors import UserError
 from vpipe.runtime.device import is_host
 from vpipe.runtime.transport.distributed import DistributedTransport
-from vpipe.runtime.wire import Envelope, Structure, flatten, unflatten
+from vpipe.runtime.transport.wire import Envelope, Structure, flatten, unflatten
 
 Pair = tuple[int, int]
 """(rank that sends, rank that receives)."""

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.runtime import membership
-from vpipe.runtime.failure import PeerLost, reason
-from vpipe.runtime.wire import Envelope, Packed, pack, unpack, unpack_head
+from vpipe.runtime.ranks import membership
+from vpipe.runtime.ranks.failure import PeerLost, reason
+from vpipe.runtime.transport.wire import Envelope, Packed, pack, unpack, unpack_head
 
 START_CAPACITY = 16 * 1024
 SENDS_UNDER_WAY = 4

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vpipe.runtime.wire import Envelope, copied_value, mismatch
+from vpipe.runtime.transport.wire import Envelope, copied_value, mismatch
 
 
 class PeerFailed(RuntimeError):

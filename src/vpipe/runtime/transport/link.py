@@ -30,7 +30,7 @@ from contextlib import suppress
 from typing import Any
 
 from vpipe.runtime.transport.ring import Ring, Segment
-from vpipe.runtime.wire import Envelope, Packed
+from vpipe.runtime.transport.wire import Envelope, Packed
 
 _RECORD = struct.Struct("<IIQQ")
 _RING, _MESSAGE, _CREDIT, _ASK, _AWAY = range(1, 6)

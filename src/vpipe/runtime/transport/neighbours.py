@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from vpipe.runtime.failure import PeerLost
+from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.runtime.transport.base import Transport
 
 _HELLO = struct.Struct("<I")

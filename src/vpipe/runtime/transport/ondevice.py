@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vpipe.runtime.device import is_host
-from vpipe.runtime.handover import Lane, taken
+from vpipe.runtime.transport.handover import Lane, taken
 from vpipe.runtime.transport.inprocess import Hub, InProcessTransport
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vpipe.runtime.wire import ALIGN, Envelope, Packed, read_head, unflatten
+from vpipe.runtime.transport.wire import ALIGN, Envelope, Packed, read_head, unflatten
 
 
 class Ring:

@@ -24,10 +24,10 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from vpipe.runtime.failure import PeerLost
+from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.link import Link
-from vpipe.runtime.wire import Envelope, mismatch, pack
+from vpipe.runtime.transport.wire import Envelope, mismatch, pack
 
 RING_BYTES = 8 * 1024 * 1024
 """How large a ring grows before its sender waits; it holds at least four of the largest message."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import UntypedStorage
 
 from vpipe.errors import UserError
-from vpipe.runtime.swap_store import FileStore
+from vpipe.runtime.memory.swap_store import FileStore
 
 MIN_BYTES = 16 * 1024
 """Storages below this stay in memory."""

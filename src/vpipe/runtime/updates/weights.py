@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from vpipe.errors import UserError
-from vpipe.runtime.promise import accumulate
-from vpipe.runtime.swap import Parcel, worth_moving
+from vpipe.runtime.memory.swap import Parcel, worth_moving
+from vpipe.runtime.split.promise import accumulate
 
 
 class Weights:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from vpipe.runtime.priority import Policy
+from vpipe.runtime.priorities.order import Policy
 from vpipe.schedule.action import Action, Kind
 
 _EPSILON = 1e-12

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
-from vpipe.runtime.strides import LINE, copied, default_strides, fill, kept_strides, shift, span
+from vpipe.runtime.transport.strides import LINE, copied, default_strides, fill, kept_strides, shift, span
 
 ALIGN = LINE
 MOST_LAYOUTS = 1024

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from vpipe.runtime.orion import OrionClients
-from vpipe.runtime.priority import Backend, Turnstile, policy
+from vpipe.runtime.priorities.order import Backend, Turnstile, policy
+from vpipe.runtime.priorities.orion import OrionClients
 
 
 def priority_backend(
@@ -22,7 +22,7 @@ def priority_backend(
     if use_orion:
         return OrionClients(chosen, num_microbatches, (device.index or 0) if device is not None else 0)
     if device is not None and device.type == "cuda":
-        from vpipe.runtime.priority_cuda import StreamPriorities
+        from vpipe.runtime.priorities.cuda import StreamPriorities
 
         return StreamPriorities(chosen, num_microbatches, device)
     return Turnstile(chosen)

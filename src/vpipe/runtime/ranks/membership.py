@@ -25,10 +25,10 @@ import vpipe
 from vpipe.errors import UserError, printable
 from vpipe.network import GLOO, choose_interface
 from vpipe.process import Process
-from vpipe.runtime.failure import Board, Cause, PeerLost, reason
-from vpipe.runtime.meeting import COME_WITHIN, Place, connected
-from vpipe.runtime.secret import prefix
-from vpipe.runtime.watchdog import Watchdog
+from vpipe.runtime.ranks.failure import Board, Cause, PeerLost, reason
+from vpipe.runtime.ranks.meeting import COME_WITHIN, Place, connected
+from vpipe.runtime.ranks.secret import prefix
+from vpipe.runtime.ranks.watchdog import Watchdog
 
 _stores: Any = dist
 """torch's type stubs leave its stores out."""

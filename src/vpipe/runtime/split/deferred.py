@@ -26,8 +26,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vpipe.runtime.promise import Promise, Roots, accumulate, run_backward, same
-from vpipe.runtime.structure import Analysis, Reading, Signature, Structure, read
+from vpipe.runtime.split.promise import Promise, Roots, accumulate, run_backward, same
+from vpipe.runtime.split.structure import Analysis, Reading, Signature, Structure, read
 
 MOST_STRUCTURES = 256
 """Graphs that never repeat are not worth an analysis each: those beyond this number are not split."""

@@ -19,8 +19,8 @@ from vpipe.errors import UserError, nearest
 from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.programs import ScheduleSpec
-from vpipe.runtime.weights import check_sharing
-from vpipe.runtime.wire import Envelope
+from vpipe.runtime.transport.wire import Envelope
+from vpipe.runtime.updates.weights import check_sharing
 from vpipe.schedule.placement import Placement
 
 Owner = tuple[int, str]

@@ -20,8 +20,8 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor, UntypedStorage
 
-from vpipe.runtime.strides import copied
-from vpipe.runtime.swap import Parcel, worth_moving
+from vpipe.runtime.memory.swap import Parcel, worth_moving
+from vpipe.runtime.transport.strides import copied
 
 
 class Slot:

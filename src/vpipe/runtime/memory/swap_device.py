@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from vpipe.runtime.device import compute_stream
-from vpipe.runtime.swap import Cargo, Move, Parcel
+from vpipe.runtime.memory.swap import Cargo, Move, Parcel
 
 
 @dataclass

@@ -15,7 +15,7 @@ from traceback import format_exception_only
 from typing import Any
 
 from vpipe.errors import UserError, printable
-from vpipe.runtime.secret import Sealed
+from vpipe.runtime.ranks.secret import Sealed
 
 DONE = "done"
 """The beat of a rank that ended well, and the kind of entry by which the keeper of the store takes its leave."""

@@ -22,8 +22,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from vpipe.runtime import products
-from vpipe.runtime.products import Kind, Slots
+from vpipe.runtime.split import products
+from vpipe.runtime.split.products import Kind, Slots
 
 ACCUMULATE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 Signature = tuple[Any, ...]

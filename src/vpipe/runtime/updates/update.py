@@ -20,9 +20,9 @@ from vpipe.errors import UserError
 from vpipe.layer import TiedWeight
 from vpipe.runtime.device import Number, beside, floats, found_inf, number, read
 from vpipe.runtime.modes import forget_casts
-from vpipe.runtime.norms import divide, judge, judge_here, multiply, norms, told_apart
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.updates.norms import divide, judge, judge_here, multiply, norms, told_apart
 from vpipe.schedule.placement import Placement
 
 BUCKET = 1 << 20

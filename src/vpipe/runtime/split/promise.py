@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from vpipe.runtime.products import MatrixProduct, OwnFunction, Saved
-from vpipe.runtime.structure import Analysis, Product, Reading
+from vpipe.runtime.split.products import MatrixProduct, OwnFunction, Saved
+from vpipe.runtime.split.structure import Analysis, Product, Reading
 
 Roots = Sequence[GradientEdge]
 Carried = list[tuple[GradientEdge, Tensor]]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vpipe.errors import UserError
-from vpipe.runtime.priority import Policy, critical_path, fifo, first_hp, none
+from vpipe.runtime.priorities.order import Policy, critical_path, fifo, first_hp, none
 from vpipe.schedule.action import Action, Kind
 
 MAX_CLIENTS = 16

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from vpipe.runtime.priority import Policy
+from vpipe.runtime.priorities.order import Policy
 from vpipe.schedule.action import Action, Kind
 
 _KINDS = (Kind.I, Kind.F, Kind.W)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from time import monotonic, sleep
 from typing import NoReturn
 
-from vpipe.runtime.failure import DONE, Board, Cause, PeerLost
+from vpipe.runtime.ranks.failure import DONE, Board, Cause, PeerLost
 
 INTERVAL = 0.5
 MOMENT = 1.0

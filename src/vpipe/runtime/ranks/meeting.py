@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from vpipe.errors import UserError
-from vpipe.runtime.failure import PeerLost, reason
-from vpipe.runtime.secret import SECRET, prefix
+from vpipe.runtime.ranks.failure import PeerLost, reason
+from vpipe.runtime.ranks.secret import SECRET, prefix
 
 _stores: Any = dist
 """torch's type stubs leave its stores out."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.wire import Envelope
+from vpipe.runtime.transport.wire import Envelope
 from vpipe.schedule.placement import Placement
 
 

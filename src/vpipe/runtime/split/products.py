@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from vpipe.runtime import luggage
-from vpipe.runtime.luggage import Luggage
+from vpipe.runtime.memory import luggage
+from vpipe.runtime.memory.luggage import Luggage
 
 Gradients = Sequence[Tensor | None]
 Slots = tuple[int, ...]

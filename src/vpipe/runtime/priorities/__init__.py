@@ -1,0 +1,1 @@
+"""Which of several ready actions goes first on a device that they share."""

@@ -1,0 +1,1 @@
+"""Ranks as processes: how they meet, stay in touch, and learn why another one has ended."""

@@ -1,0 +1,1 @@
+"""A backward in two parts: input gradients now, weight gradients later, read off autograd's own graph."""

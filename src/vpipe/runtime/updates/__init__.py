@@ -1,0 +1,1 @@
+"""From gradients to the next weights: versions, ties, replicas, norms and the update itself."""
