@@ -48,7 +48,7 @@ class Batch:
 
     def __init__(self, program: Program, *, blocking: bool = False) -> None:
         with collector_paused():
-            flat = Flat(program)
+            flat = program.flat
             transfers = find_transfers(flat)
             lanes = Lanes(flat, transfers, rendezvous=True, blocking_sends=blocking)
             one = [1.0] * len(flat)

@@ -51,6 +51,10 @@ class Flat:
         rank = int(self.rank[number])
         return self.program.rows[rank][number - int(self.row_start[rank])]
 
+    def index(self, number: int) -> int:
+        """The place of an action in its row."""
+        return number - int(self.row_start[self.rank[number]])
+
     @cached_property
     def kinds(self) -> frozenset[Kind]:
         """Those that the program has."""
@@ -64,12 +68,33 @@ class Flat:
         return found
 
     @cached_property
+    def _known(self) -> Bools:
+        """Which actions are of a stage and a microbatch that the program has."""
+        units = max(self.program.num_microbatches, 1)
+        return (self.microbatch >= 0) & (self.microbatch < units) & (self.stage < self.program.num_stages)
+
+    @cached_property
     def _table(self) -> Ints:
-        placement, units = self.program.placement, max(self.program.num_microbatches, 1)
-        table = np.full((len(KINDS), placement.num_stages, units), NONE, np.int64)
-        known = (self.microbatch >= 0) & (self.microbatch < units) & (self.stage < placement.num_stages)
+        table = np.full((len(KINDS), self.program.num_stages, max(self.program.num_microbatches, 1)), NONE, np.int64)
+        known = self._known
         table[self.kind[known], self.stage[known], self.microbatch[known]] = np.flatnonzero(known)
         return table
+
+    def present(self, kind: Kind) -> Bools:
+        """Of every stage and microbatch, whether the program has this action."""
+        found: Bools = self._table[CODE[kind], :, : self.program.num_microbatches] != NONE
+        return found
+
+    @cached_property
+    def repeated(self) -> Bools:
+        """Which actions may be there twice: those that share a place in the table, and those that have none there."""
+        own = np.full(len(self), NONE, np.int64)
+        known = self._known
+        own[known] = self._table[self.kind[known], self.stage[known], self.microbatch[known]]
+        lost = own != np.arange(len(self))
+        found: Bools = lost.copy()
+        found[own[lost & known]] = True
+        return found
 
     def find(self, kind: Kind, stage: Ints, microbatch: Ints) -> Ints:
         """The numbers of these actions, ``NONE`` where the program has no such action."""

@@ -13,9 +13,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from vpipe.schedule.action import Action
 from vpipe.schedule.placement import Placement
+
+if TYPE_CHECKING:
+    from vpipe.schedule.flat import Flat
 
 Row = tuple[Action, ...]
 
@@ -68,6 +72,13 @@ class Program:
             here, there = (writer, reader) if forward else (reader, writer)
             found[here].append(there)
         return tuple(tuple(stages) for stages in found)
+
+    @cached_property
+    def flat(self) -> Flat:
+        """The program as arrays: made once, for all who read it."""
+        from vpipe.schedule.flat import Flat
+
+        return Flat(self)
 
     def actions(self) -> Iterator[tuple[int, Action]]:
         """Every (rank, action), rank by rank."""

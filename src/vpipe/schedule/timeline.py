@@ -78,7 +78,7 @@ def run(
 ) -> Timeline:
     """The timeline of a lowered program. Without costs every compute action takes one unit of time."""
     with collector_paused():
-        flat = Flat(program)
+        flat = program.flat
         transfers = find_transfers(flat)
         lanes = Lanes(flat, transfers, transport is Transport.RENDEZVOUS, blocking_sends)
         times = loop(lanes, *_durations(flat, transfers, costs, blocking_sends))

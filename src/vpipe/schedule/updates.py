@@ -11,24 +11,26 @@ A program that breaks them runs to its end and trains something else. ``verify``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
+import numpy as np
+
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.program import Program, Row, Versions
+from vpipe.schedule.program import Program, Versions
 from vpipe.schedule.semantics import WEIGHT_GRADIENT, version_table
 from vpipe.schedule.violation import Violation
 
 
 def violations(program: Program, lowered: bool) -> Iterator[Violation]:
     """Every broken rule. Where the program is not ``lowered``, REDUCE need not be there yet."""
-    several = any(count > 1 for row in program.rows for count in _update_counts(row))
+    several = _updates_again(program)
     if several:
         yield from _disorder(program)
-    if any(kind is Kind.STEP for row in program.rows for _, kind, _ in row):
+    if Kind.STEP in program.flat.kinds:
         broken = [*_lost_gradients(program), *_lonely_replicas(program, lowered)]
         broken += _uneven(program) if several else ()
-        broken += _hasty(program, several)
+        broken += _hasty(program, several) if Kind.AGREE in program.flat.kinds else ()
         yield from broken
         if not broken:
             yield from _unborn(program)
@@ -54,22 +56,37 @@ def _disorder(program: Program) -> Iterator[Violation]:
                 last[stage, kind is Kind.F] = action
 
 
-def _update_counts(row: Row) -> Iterable[int]:
-    return Counter(stage for stage, kind, _ in row if kind is Kind.STEP).values()
+def _updates_again(program: Program) -> bool:
+    """Whether a stage updates more than once on a rank."""
+    flat = program.flat
+    updates = np.flatnonzero(flat.of([Kind.STEP]))
+    places = Counter(zip(flat.rank[updates].tolist(), flat.stage[updates].tolist(), strict=True))
+    return max(places.values(), default=0) > 1
+
+
+def _turning_points(program: Program) -> Iterator[tuple[int, int, Action]]:
+    """(rank, index, action) of every update, and of the last gradient of a stage before something else happens."""
+    flat = program.flat
+    gradient = flat.of(WEIGHT_GRADIENT)
+    relevant = np.flatnonzero(gradient | flat.of([Kind.STEP]))
+    place = flat.rank[relevant] * program.num_stages + flat.stage[relevant]
+    followed = np.zeros(len(relevant), np.bool_)
+    followed[:-1] = gradient[relevant[:-1]] & gradient[relevant[1:]] & (place[:-1] == place[1:])
+    for number in relevant[~followed].tolist():
+        yield int(flat.rank[number]), flat.index(number), flat.action(number)
 
 
 def _lost_gradients(program: Program) -> Iterator[Violation]:
     """No update is empty, and no gradient is left over. A replica that has no unit is given the others' gradient."""
-    for rank, row in enumerate(program.rows):
-        gathered: dict[int, Action] = {}
-        for index, action in enumerate(row):
-            stage, kind, _ = action
-            if kind in WEIGHT_GRADIENT:
-                gathered[stage] = action
-            elif kind is Kind.STEP and gathered.pop(stage, None) is None and _has_units(program, stage, rank):
-                yield Violation(rank, index, str(action), f"stage {stage} has no new gradient to apply")
-        for stage, left in gathered.items():
-            yield Violation(rank, -1, "", f"no {stage}STEP follows {left}: its gradient is never applied")
+    gathered: dict[tuple[int, int], Action] = {}
+    for rank, index, action in _turning_points(program):
+        place = (rank, action.stage)
+        if action.kind in WEIGHT_GRADIENT:
+            gathered[place] = action
+        elif gathered.pop(place, None) is None and _has_units(program, action.stage, rank):
+            yield Violation(rank, index, str(action), f"stage {action.stage} has no new gradient to apply")
+    for (rank, stage), left in gathered.items():
+        yield Violation(rank, -1, "", f"no {stage}STEP follows {left}: its gradient is never applied")
 
 
 def _has_units(program: Program, stage: int, rank: int) -> bool:
