@@ -53,7 +53,7 @@ def rank(task: dict[str, Any]) -> None:
         return torch.optim.Adam(ps, lr=1e-4)
 
     def profiled() -> Profile:
-        link, overhead = measure_link(empty.engines[0].transport, 10), measure_overhead(empty, 10)
+        link, overhead = measure_link(empty.transport, 10), measure_overhead(empty, 10)
         dist.barrier()
         how = Measuring(model.loss, adam, max(3, task["repeats"] // 3))
         layers, size = measure_layers(model.layers, unit.inputs, unit.targets, how)

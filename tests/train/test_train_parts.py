@@ -6,8 +6,8 @@ import functools
 import json
 import math
 import operator
+import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ from train_runs import Run, equal, run, tiny
 from vpipe.config.sections import TrainingConfig
 from vpipe.data import catalog
 from vpipe.data.dataset import Batch, DataSet
-from vpipe.train import facts, metrics
+from vpipe.schedule.layout import Layout
+from vpipe.train import metrics
 from vpipe.train.feed import Feed
 from vpipe.train.learning_rate import learning_rate
 from vpipe.train.metrics import Metrics
@@ -302,11 +303,11 @@ def test_a_run_on_cpus_reports_them_whatever_else_the_machine_has(
     assert (found["device_name"], found["num_gpus"], found["mfu"]) == ("cpu", 0, "n/a")
 
 
-def test_hosts_are_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = SimpleNamespace(placement=SimpleNamespace(num_ranks=3))
-    for told, hosts in ((["one", "one", "two"], ["one", "one", "two"]), (["one"], ["one"] * 3)):
-        monkeypatch.setattr(facts, "gather_text", lambda _, text, told=told: told)
-        assert facts.hosts(pipeline) == hosts  # type: ignore[arg-type]
+def test_hosts_are_those_of_the_ranks(tmp_path: Path) -> None:
+    run(tiny(), tmp_path)
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert found["hosts"] == [socket.gethostname()] * found["num_ranks"]
+    assert Layout.from_document(found["layout"]).counts == tuple(found["partition"])
 
 
 def test_replicas_count(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from vpipe.runtime.region import Pending, Run
 from vpipe.runtime.stage import Loss, Stage, StageOptions, Unit
 from vpipe.runtime.transport.wire import flatten
 from vpipe.runtime.updates.weights import count_bytes
+from vpipe.schedule.layout import Layout
 
 WARM_UP = 5
 """Rounds that are not counted: first touches of memory, and what libraries set up."""
@@ -87,7 +88,7 @@ def measure_layers(
     layers: Sequence[Layer], inputs: Any, targets: Any, measuring: Measuring, tell: Told | None = None
 ) -> tuple[list[LayerCost], int]:
     """The cost of every layer for one microbatch, and the bytes of the microbatch itself."""
-    flow = resolve(layers, [1] * len(layers))
+    flow = resolve(layers, Layout.chain([1] * len(layers)))
     values = {value: given for value, given in bind_inputs(flow, inputs).items() if _readers(flow, value)}
     input_bytes = sum(_num_bytes(given) for given in values.values())
     nothing = _time_of_nothing(measuring)
@@ -230,7 +231,7 @@ def _update(stage: Stage, measuring: Measuring) -> tuple[int, float]:
 
 def _time_of_nothing(measuring: Measuring) -> Round:
     """What a stage takes whose layer does nothing: the runtime's share in every measurement."""
-    flow = resolve([Layer(Nothing()), Layer(Nothing())], [1, 1])
+    flow = resolve([Layer(Nothing()), Layer(Nothing())], Layout.chain([1, 1]))
     values = {("x", -1): torch.ones(1).requires_grad_()}
     quick = replace(measuring, repeat=50, loss=lambda output, target: output.sum())
     whole, split = (

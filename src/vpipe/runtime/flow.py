@@ -13,6 +13,7 @@ from functools import cached_property
 
 from vpipe.errors import UserError
 from vpipe.layer import FLOW, Layer, input_names
+from vpipe.schedule.layout import Layout
 
 Value = tuple[str, int]
 INPUT = -1
@@ -20,23 +21,26 @@ INPUT = -1
 
 @dataclass(frozen=True)
 class Flow:
-    """Reads and writes of every layer, as values, and the stage of every layer."""
+    """Reads and writes of every layer, as values; the layout says which stage holds a layer."""
 
     layers: tuple[Layer, ...]
-    bounds: tuple[tuple[int, int], ...]
-    """Per stage, its layers as a half-open interval."""
+    layout: Layout
     reads: tuple[tuple[Value, ...], ...]
     """Per layer, the values it reads, in the order of ``Layer.reads``."""
     inputs: tuple[str, ...]
 
     @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """Per stage, its layers as a half-open interval."""
+        return self.layout.bounds
+
+    @property
     def num_stages(self) -> int:
-        return len(self.bounds)
+        return self.layout.num_stages
 
     def stage_of(self, value: Value) -> int:
         """The stage that holds the writer of a value; the inputs are with the first layer, the loss with the last."""
-        layer = min(max(value[1], 0), len(self.layers) - 1)
-        return next(stage for stage, (begin, end) in enumerate(self.bounds) if begin <= layer < end)
+        return self.layout.stages[min(max(value[1], 0), len(self.layers) - 1)]
 
     def outputs(self) -> tuple[Value, ...]:
         """What the last layer writes: the model's output."""
@@ -71,27 +75,19 @@ class Flow:
         )
 
 
-def resolve(layers: Sequence[Layer], partition: Sequence[int]) -> Flow:
-    """The flow of ``layers`` cut into stages of ``partition`` layers each."""
-    check_partition(partition, len(layers))
+def resolve(layers: Sequence[Layer], layout: Layout) -> Flow:
+    """The flow of ``layers`` between the stages of a layout."""
+    if layout.num_layers != len(layers):
+        raise UserError(
+            f"the partition {list(layout.counts)} covers {layout.num_layers} layers, but the model has {len(layers)}; "
+            f"make the sum {len(layers)}"
+        )
     writer = dict.fromkeys(input_names(layers), INPUT)
     reads = []
     for index, layer in enumerate(layers):
         reads.append(tuple((name, writer[name]) for name in layer.reads))
         writer.update(dict.fromkeys(layer.writes, index))
-    ends = [sum(partition[: stage + 1]) for stage in range(len(partition))]
-    bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
-    return Flow(tuple(layers), bounds, tuple(reads), input_names(layers))
-
-
-def check_partition(partition: Sequence[int], num_layers: int) -> None:
-    if any(size < 1 for size in partition):
-        raise UserError(f"the partition {list(partition)} has an empty stage; every stage needs at least one layer")
-    if sum(partition) != num_layers:
-        raise UserError(
-            f"the partition {list(partition)} covers {sum(partition)} layers, but the model has {num_layers}; "
-            f"make the sum {num_layers}"
-        )
+    return Flow(tuple(layers), layout, tuple(reads), input_names(layers))
 
 
 def even_partition(num_layers: int, num_stages: int) -> list[int]:

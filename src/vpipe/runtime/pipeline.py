@@ -6,55 +6,45 @@ every process is a rank and builds only the layers it owns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from vpipe.errors import UserError
-from vpipe.layer import Layer, TiedWeight, as_layers
+from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime import assembly
-from vpipe.runtime.attitude import evaluating, follow
+from vpipe.runtime.attitude import evaluating
+from vpipe.runtime.builder import prepared
 from vpipe.runtime.engine import Compiled, Engine, Job, Result
-from vpipe.runtime.flow import bind_inputs, resolve
-from vpipe.runtime.memory.treatment import Chosen, stages_with, treated_layers
+from vpipe.runtime.flow import Flow, bind_inputs
+from vpipe.runtime.holdings import Holdings
 from vpipe.runtime.microbatches import check_rows
 from vpipe.runtime.modes import Modes
-from vpipe.runtime.programs import Programs, ScheduleSpec
+from vpipe.runtime.options import Memory, Options, PlainKeywords, Ranks, Schedule, Update
 from vpipe.runtime.randomness import undisturbed
 from vpipe.runtime.steps import check_counts, mean_loss, torn, units_of, without_gradient
-from vpipe.runtime.threaded import choose_executor
 from vpipe.runtime.trace import Trace
-from vpipe.runtime.transport import choice, ondevice
-from vpipe.runtime.transport.inprocess import Hub, PeerFailed
-from vpipe.runtime.updates.ties import tie_layers
-from vpipe.runtime.updates.update import LossScale, UpdateOptions, checked_scale
-from vpipe.schedule import catalog
+from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.transport.inprocess import PeerFailed
+from vpipe.runtime.updates.update import LossScale
+from vpipe.schedule.layout import Layout
+from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
 
-DEFAULT_MICROBATCHES = 4
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
-
-class Pipeline:
+class Pipeline(Holdings):
     """A model cut into stages and trained by a schedule.
 
-    ``schedule`` is a name of the catalogue (``vpipe schedules``), a ``Program``, or a CSV file with one, torch's dumps
-    included. ``num_microbatches`` is the number of units of one ``train_step``: 4, or what the program has. Without a
-    launcher, ``num_ranks`` ranks run as threads of this process.
-    ``recompute`` is the part of each stage's layers that is computed again instead of kept (the last ones), one number
-    or one a stage, or a set of layer indices; ``swap`` is the part (those before) whose saved tensors wait in a file
-    instead of memory, in a temporary directory (``TMPDIR``). ``transport`` between processes: "shm" (shared memory
-    where ranks are on one machine), "distributed" (gloo for all), or "auto" (shm if all ranks are on one machine).
-    ``executor``: "plain" (a rank's actions one after the other), "threaded" (a worker thread per microbatch, which take
-    turns by ``priority``: none, first-hp, fifo or critical-path), or "auto" (threaded for the schedule
-    ``async_threaded``). ``device`` is where the ranks compute: "cpu", an accelerator's type ("cuda": a device for every
-    rank of a machine), one device for all of them ("cuda:0"), or "auto" (the accelerator where there is one). Between
-    processes, tensors go by the device's own backend, or with ``device_messages=False`` through main memory.
+    ``schedule``, ``memory``, ``update`` and ``ranks`` are the values of ``runtime.options``, which documents their
+    fields; each field is also a keyword of its own (``num_microbatches``, ``optimizer``, ``num_ranks``, ``recompute``,
+    …), and ``schedule`` may be just a name of the catalogue, a ``Program`` or a CSV file. ``tied`` names parameters
+    that are one, ``seed`` what random numbers begin with.
+
+    ``layout`` says who holds what; engines are built from it, and a wrong program is refused before anything is.
     """
 
     def __init__(
@@ -62,96 +52,117 @@ class Pipeline:
         layers: Sequence[Layer | nn.Module | Callable[[], nn.Module]],
         loss_fn: Callable[[Any, Any], Tensor],
         *,
-        schedule: str | Program = "1f1b",
-        num_microbatches: int | None = None,
-        optimizer: OptimizerFactory | None = None,
-        num_ranks: int | None = None,
-        partition: Sequence[int] | None = None,
-        stages_per_rank: int | None = None,
-        replicas: int | Sequence[int] = 1,
-        recompute: Chosen = 0.0,
-        swap: Chosen = 0.0,
+        schedule: str | Program | Schedule = "1f1b",
+        memory: Memory | None = None,
+        update: Update | None = None,
+        ranks: Ranks | None = None,
         tied: Sequence[TiedWeight] = (),
         seed: int = 0,
-        clip_norm: float | None = None,
-        skip_nonfinite: bool = True,
-        exact_reduction: bool = True,
-        fused_weight_grad: bool = False,
-        loss_scale: LossScale | None = None,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        blocking: bool = False,
-        transport: str = "auto",
-        executor: str = "auto",
-        priority: str = "none",
-        device: str = "cpu",
-        device_messages: bool = True,
-        timeout: float = 1800.0,
-        schedule_options: Mapping[str, Any] | None = None,
+        **plain: Unpack[PlainKeywords],
     ) -> None:
-        entry = catalog.find(schedule)
-        if num_microbatches is None:
-            num_microbatches = entry.num_microbatches or DEFAULT_MICROBATCHES
-        self.num_microbatches = num_microbatches
+        options = Options.of(schedule, memory, update, ranks, seed, plain)
         self.seed = seed
-        self._in_process = not assembly.under_launcher()
-        world = (num_ranks or 1) if self._in_process else assembly.join(timeout, num_ranks)
-        policy = choose_executor(executor, entry.runs_threads(schedule), priority)
-        self.devices = assembly.devices_here(device, world, self._in_process, threads=policy is not None)
-        transport = choice.check(transport, self._in_process, world, threads=policy is not None)
-        blocking = blocking or entry.blocking
-        spec = ScheduleSpec(schedule, world, num_microbatches, stages_per_rank, replicas, schedule_options or {})
-        loss_scale = checked_scale(loss_scale, spec.synchronous)
-        plain = as_layers(layers)
-        plain, tied = tie_layers(tied, plain, loss_fn, spec)
-        self.partition = spec.partition(len(plain), partition)
-        self.flow = resolve(plain, self.partition)
-        self.placement = spec.placement
-        recomputed, swapped = treated_layers(recompute, swap, self.flow.bounds)
-        self.programs = Programs(
-            spec, self.flow, stages_with(recomputed, self.flow.bounds), stages_with(swapped, self.flow.bounds)
-        )
+        self.builder = prepared(layers, loss_fn, tied, options)
+        self.num_microbatches = self.builder.spec.num_microbatches
+        self.programs = self.builder.programs(self.builder.layout(options.schedule.partition))
         self.programs.training()  # a wrong program is refused here, not by the first step
-        assembly.agree(self.programs, self.flow, seed)
-        options = UpdateOptions(spec.synchronous, clip_norm, skip_nonfinite, exact_reduction)
-        pieces = assembly.Pieces(
-            plain,
-            loss_fn,
-            self.flow,
-            self.programs,
-            recomputed,
-            swapped,
-            tied,
-            optimizer,
-            options,
-            loss_scale,
-            seed,
-            fused_weight_grad,
-            autocast,
-            policy,
-            self.devices,
-        )
-        self._hub = Hub(world, blocking) if self._in_process else None
-        self.engines = (
-            pieces.engines_in_threads(ondevice.transports(self._hub, self.devices))
-            if self._hub is not None
-            else [
-                pieces.engine_between(
-                    choice.between_processes(transport, blocking=blocking, timeout=timeout), device_messages
-                )
-            ]
-        )
+        assembly.agree(self.programs, seed)
+        self.engines = self.builder.engines(self.programs)
         self._compiled: dict[tuple[int, Program], Compiled] = {}
         self.step = 0
         self.num_units = 0
         self.num_updates = 0
         self._trace: Trace | None = None
         self._torn: str | None = None
-        self._on_all(lambda engine: assembly.share_initial_weights(engine, self.placement, tied))
+        self._on_all(lambda engine: assembly.share_initial_weights(engine, self.builder.parts.tied))
 
     @property
-    def loss_scale(self) -> LossScale:
-        """What losses are multiplied by now; the same on every rank."""
-        return self.engines[0].updater.scaler
+    def layout(self) -> Layout:
+        """Who holds what."""
+        return self.programs.flow.layout
+
+    @property
+    def flow(self) -> Flow:
+        """Who reads what from whom."""
+        return self.programs.flow
+
+    @property
+    def placement(self) -> Placement:
+        """Which ranks hold which stage."""
+        return self.layout.placement
+
+    @property
+    def partition(self) -> list[int]:
+        """Layers per stage."""
+        return list(self.layout.counts)
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """Of the ranks of this process."""
+        return self.builder.wires.devices
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of this process."""
+        return [engine.rank for engine in self.engines]
+
+    @property
+    def rank(self) -> int:
+        """The first rank of this process: its only one under a launcher."""
+        return self.engines[0].rank
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process does what only one should: it holds rank 0."""
+        return self.rank == 0
+
+    @property
+    def in_process(self) -> bool:
+        """Whether all ranks are in this process."""
+        return len(self.engines) == self.layout.num_ranks
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether more threads than this one compute here: several ranks, or the worker threads of one."""
+        return len(self.engines) > 1 or self.builder.parts.policy is not None
+
+    @property
+    def transport(self) -> Transport:
+        """What joins this process's first rank to the others."""
+        return self.engines[0].transport
+
+    def gather(self, text: str) -> list[str]:
+        """Every process's text, by rank; the ranks of one process share one. All ranks call this at the same place."""
+        return [text] if self.in_process else assembly.gather_text(self.transport, text)
+
+    def gather_first(self, text: str) -> str:
+        """The first text that is not empty, the same on every rank."""
+        return next((each for each in self.gather(text) if each), "")
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """As many numbers of every process, by rank."""
+        if self.in_process:
+            return [list(numbers)]
+        mine, count = torch.tensor(list(numbers), dtype=torch.float64), self.transport.num_ranks
+        blocks = self.transport.all_gather(mine, range(count), [len(numbers)] * count)
+        return [block.tolist() for block in blocks]
+
+    def each_engine(self, change: Callable[[Engine], None]) -> None:
+        """Change every engine of this process, also those that are built later for another layout."""
+        self.builder.finish(change)
+        for engine in self.engines:
+            change(engine)
+
+    @contextmanager
+    def annotated(self) -> Iterator[None]:
+        """While it is open, actions appear under their names in a torch.profiler trace."""
+        for engine in self.engines:
+            engine.annotates = True
+        try:
+            yield
+        finally:
+            for engine in self.engines:
+                engine.annotates = False
 
     @property
     def is_last(self) -> bool:
@@ -184,7 +195,8 @@ class Pipeline:
         self._require_optimizer(update)
         self._require_whole()
         job = self._job(inputs, targets, program, training=True, scale=weight)
-        self._lead_replicas()
+        if self.placement.has_replicas and self.builder.wires.in_process:
+            self._lead_replicas()
         before = self._updates_made()
         try:
             with undisturbed(self.devices):
@@ -199,7 +211,7 @@ class Pipeline:
         self._trace = Trace(
             program, {engine.rank: result.records for engine, result in zip(self.engines, results, strict=True)}
         )
-        return mean_loss(losses, len(self.flow.layers))
+        return mean_loss(losses, self.layout.num_layers)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The mean loss of a batch, without training, on every rank."""
@@ -211,7 +223,7 @@ class Pipeline:
             self._run(program, job)
         losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
         self.step += 1
-        return mean_loss(losses, len(self.flow.layers))
+        return mean_loss(losses, self.layout.num_layers)
 
     def forward(self, inputs: Any = None) -> Any:
         """The model's output for a batch, on the process that holds the last stage; elsewhere ``None``."""
@@ -268,8 +280,9 @@ class Pipeline:
 
     def _on_all(self, call: Callable[[Engine], Any]) -> list[Any]:
         """Call on every engine of this process; several run as threads. The first failure is the one that is raised."""
-        if self._hub is not None and self._hub.failure is not None:
-            self._hub.reset()
+        hub = self.builder.wires.hub
+        if hub is not None and hub.failure is not None:
+            hub.reset()
         if len(self.engines) == 1:
             return [call(self.engines[0])]
         modes = Modes()
@@ -307,73 +320,21 @@ class Pipeline:
         """All modules of this process, those of replicas too."""
         return [m for engine in self.engines for stage in engine.stages.values() for m in stage.owned.values()]
 
-    def _lead_replicas(self) -> None:
-        """Replicas of this process train as the first does, which is the one that the user sees."""
-        for layer, first in self.modules().items() if self.placement.has_replicas and self._in_process else ():
-            stages = [stage for engine in self.engines for stage in engine.stages.values() if layer in stage.owned]
-            follow(first, [stage.owned[layer] for stage in stages[1:]])
-
-    def set_learning_rate(self, rate_of_update: Callable[[int], float]) -> None:
-        """Let update ``n`` use ``rate_of_update(n)``, on every stage."""
-        for engine in self.engines:
-            engine.updater.learning_rate = rate_of_update
-
-    @property
-    def optimizers(self) -> dict[int, Optimizer]:
-        """Stage → optimizer, of the stages that this process holds (replica 0 of each, where it holds several)."""
-        found: dict[int, Optimizer] = {}
-        for engine in self.engines:
-            for stage, optimizer in engine.updater.optimizers.items():
-                found.setdefault(stage, optimizer)
-        return dict(sorted(found.items()))
-
-    def modules(self) -> dict[int, nn.Module]:
-        """Layer → module, of the layers that this process holds; a loss with parameters comes after the last."""
-        found: dict[int, nn.Module] = {}
-        for engine in self.engines:
-            for stage in engine.stages.values():
-                for layer, module in stage.owned.items():
-                    found.setdefault(layer, module)
-        return dict(sorted(found.items()))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """``"<layer>.<name>"`` → parameter or buffer, of the layers that this process holds."""
-        return {
-            f"{layer}.{name}": tensor
-            for layer, module in self.modules().items()
-            for name, tensor in module.state_dict().items()
-        }
-
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load what this process holds; what belongs to other stages is passed over. A pipeline that a failed step has
         left half updated goes on from here, by the count of its last whole step."""
         if self._torn is not None:
-            for engine in self.engines:
-                engine.updater.num_updates = dict.fromkeys(engine.updater.num_updates, self.num_updates)
-            self._torn = None
-        for engine in self.engines:
-            for stage in engine.stages.values():
-                for layer, module in stage.owned.items():
-                    prefix = f"{layer}."
-                    module.load_state_dict(
-                        {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-                    )
+            self.resume(self.num_units, self.num_updates)
+        super().load_state_dict(state)
 
-    def gradients(self) -> dict[str, Tensor]:
-        """``"<layer>.<name>"`` → accumulated gradient, of the layers that this process holds."""
-        return {
-            name: parameter.grad
-            for engine in self.engines
-            for stage in engine.stages.values()
-            for name, parameter in stage.weights.parameters.items()
-            if parameter.grad is not None
-        }
-
-    def zero_grad(self) -> None:
+    def resume(self, num_units: int, num_updates: int, scale: LossScale | None = None) -> None:
+        """Count from here, as a run did whose weights and optimizer states have been loaded; ``scale`` is its own."""
+        self.num_units, self.num_updates, self._torn = num_units, num_updates, None
         for engine in self.engines:
-            for stage in engine.stages.values():
-                for parameter in stage.weights.parameters.values():
-                    parameter.grad = None
+            updater = engine.updater
+            updater.num_updates = dict.fromkeys(updater.num_updates, num_updates)
+            if scale is not None and updater.scaler.dynamic:
+                updater.scaler = LossScale(scale.value, True, updater.scaler.growth_interval, scale.good_steps)
 
     def trace(self) -> Trace:
         """What the last training step did, action by action."""

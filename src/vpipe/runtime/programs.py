@@ -113,14 +113,22 @@ class Programs:
         swap_stages: Collection[int] = (),
     ) -> None:
         self.spec = spec
-        self._flow = flow
+        self.flow = flow
         self._recompute = frozenset(recompute_stages)
         self._swap = frozenset(swap_stages)
         self._made: dict[tuple[str, int], Program] = {}
 
+    @cached_property
+    def author(self) -> Program:
+        """The author's program, its rows on the ranks of the layout."""
+        return self._placed(self.spec.program)
+
+    def _placed(self, program: Program) -> Program:
+        return relabelled(program, self.flow.layout.placement)
+
     @property
     def num_units(self) -> int:
-        return self.spec.program.num_microbatches
+        return self.author.num_microbatches
 
     @property
     def synchronous(self) -> bool:
@@ -129,13 +137,13 @@ class Programs:
     @property
     def splits(self) -> frozenset[int]:
         """Stages where I and W are apart."""
-        return frozenset(action.stage for _, action in self.spec.program.actions() if action.kind is Kind.I)
+        return frozenset(action.stage for _, action in self.author.actions() if action.kind is Kind.I)
 
     @property
     def stashes(self) -> frozenset[int]:
         """Stages whose I run in another order than their W, or between whose I and W an update may come."""
         found: set[int] = set()
-        for row in self.spec.program.rows:
+        for row in self.author.rows:
             begun: dict[int, list[int]] = defaultdict(list)
             ended: dict[int, list[int]] = defaultdict(list)
             for stage, kind, microbatch in row:
@@ -150,7 +158,8 @@ class Programs:
         """One step; without ``update`` the same without REDUCE, AGREE and STEP."""
         key = ("update" if update else "accumulate", num_microbatches or self.spec.num_microbatches)
         if key not in self._made:
-            program = replace(self.spec, num_microbatches=key[1]).program
+            own = key[1] == self.spec.num_microbatches
+            program = self.author if own else self._placed(replace(self.spec, num_microbatches=key[1]).program)
             if not update:
                 if not self.synchronous:
                     raise UserError(
@@ -166,7 +175,7 @@ class Programs:
         """Forwards alone: stage by stage on every rank, each taking its units in order."""
         key = ("forward", num_units)
         if key not in self._made:
-            placement = self.spec.placement
+            placement = self.flow.layout.placement
             rows = tuple(
                 tuple(
                     Action(stage, Kind.F, unit)
@@ -180,10 +189,10 @@ class Programs:
 
     def with_options(self, options: Mapping[str, Any]) -> Programs:
         """The same programs with other options of the schedule."""
-        return Programs(replace(self.spec, options=options), self._flow, self._recompute, self._swap)
+        return Programs(replace(self.spec, options=options), self.flow, self._recompute, self._swap)
 
     def _finish(self, program: Program, recompute: Collection[int] = (), swap: Collection[int] = ()) -> Program:
-        program = replace(program, skips=self._flow.skips())
+        program = replace(program, skips=self.flow.skips())
         if is_lowered(program):
             self._check_lowered(program, {Kind.R: recompute, Kind.OUT: swap})
         else:
@@ -227,6 +236,27 @@ class Programs:
             for unit in units:
                 weights[unit] = replicas / len(units)
         return weights
+
+
+def relabelled(program: Program, placement: Placement) -> Program:
+    """The program with every rank's row on the rank that holds its stages in ``placement``."""
+    if program.placement == placement:
+        return program
+    new: dict[int, int] = {}
+    for before, after in zip(program.placement.ranks_of, placement.ranks_of, strict=False):
+        new |= dict(zip(before, after, strict=False))
+    ranks = program.placement.ranks_of
+    if tuple(tuple(new.get(rank, -1) for rank in held) for held in ranks) != placement.ranks_of:
+        raise UserError(
+            f"the layout has stages on ranks {_listed(placement)}, but the schedule has {_listed(program.placement)}; "
+            "a layout may give a rank's whole share to another rank, and other numbers of layers to stages, no more"
+        )
+    rows = [program.rows[old] for old in sorted(new, key=lambda old: new[old])]
+    return replace(program, rows=tuple(rows), placement=placement)
+
+
+def _listed(placement: Placement) -> str:
+    return str([list(ranks) for ranks in placement.ranks_of])
 
 
 @lru_cache(maxsize=64)

@@ -73,7 +73,7 @@ def steps(config: dict[str, Any], directory: str, num_steps: int) -> int:
     session = open_session(checked)
     seen = Seen()
     counts = _chains(session)
-    rank = session.pipeline.engines[0].rank
+    rank = session.pipeline.rank
     for number in range(WARM_UP + num_steps):
         _tell(Path(directory), rank, number, WARM_UP + num_steps + 1, f"step {number + 1}")
         if number == WARM_UP:
@@ -113,8 +113,8 @@ def _train(session: Session, num_batches: int, seen: Seen) -> float:
     begin = perf_counter()
     session.pipeline.train_step(units.inputs(), units.targets(), num_microbatches=num_microbatches)
     seconds = perf_counter() - begin
-    for engine in session.pipeline.engines:
-        for record in session.pipeline.trace().records[engine.rank]:
+    for records in session.pipeline.trace().records.values():
+        for record in records:
             if record.action.kind not in NOT_OF_A_UNIT:
                 seen.actions[record.action.stage, record.action.kind].append(record.end - record.ready)
     return seconds
@@ -147,7 +147,7 @@ def _carried(session: Session) -> list[tuple[int, int]]:
     since = time_ns() - perf_counter_ns()
     trace = session.pipeline.trace()
     found = []
-    for record in (record for engine in session.pipeline.engines for record in trace.records[engine.rank]):
+    for record in (record for records in trace.records.values() for record in records):
         if record.action.kind is Kind.OUT:
             found.append((since + record.end, -record.bytes))
         elif record.action.kind is Kind.IN:

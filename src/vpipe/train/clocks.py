@@ -12,7 +12,6 @@ from time import perf_counter_ns
 
 from vpipe.observe.clock import Offset, identity, offset
 from vpipe.runtime.pipeline import Pipeline
-from vpipe.train.gathering import gather_numbers, gather_text
 
 AGAIN = 20.0
 """Seconds between two alignments, about: at 10 µs a second clocks have then moved by 0.2 ms."""
@@ -24,7 +23,7 @@ class Clocks:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._asks = len(set(gather_text(pipeline, identity()))) > 1
+        self._asks = len(set(pipeline.gather(identity()))) > 1
         self._next = 0
         self._pause = 1
         self._last = (0, perf_counter_ns())
@@ -41,12 +40,12 @@ class Clocks:
             self._pause = max(1, int((iteration - before) * AGAIN * 1e9 / (now - then)))
         self._last = iteration, now
         found = offset(self._ask, ROUNDS)
-        self.offset = Offset(0, 0) if self._pipeline.engines[0].rank == 0 else found
-        self.error = max(int(error) for (error,) in gather_numbers(self._pipeline, [self.offset.error]))
+        self.offset = Offset(0, 0) if self._pipeline.is_leader else found
+        self.error = max(int(error) for (error,) in self._pipeline.gather_numbers([self.offset.error]))
 
     def _ask(self) -> int:
         """Rank 0's time at a moment inside this call; floats carry whole nanoseconds for 104 days after a boot."""
-        self._pipeline.engines[0].transport.barrier()
-        time, pause = gather_numbers(self._pipeline, [perf_counter_ns(), self._pause])[0]
+        self._pipeline.transport.barrier()
+        time, pause = self._pipeline.gather_numbers([perf_counter_ns(), self._pause])[0]
         self._next = self._last[0] + int(pause)
         return int(time)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,20 +9,12 @@ import torch
 
 from vpipe import __version__
 from vpipe.rundir.claim import command
-from vpipe.runtime.pipeline import Pipeline
 from vpipe.schedule.text import to_csv
-from vpipe.train.gathering import gather_text
 from vpipe.train.session import Session
 
 
-def hosts(pipeline: Pipeline) -> list[str]:
-    """Per rank, the machine that it runs on. Every rank asks this."""
-    found = gather_text(pipeline, socket.gethostname())
-    return found if len(found) > 1 else found * pipeline.placement.num_ranks
-
-
 def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
-    """Schedule, program, partition and stages, as ``observe`` reads them. Every rank calls this."""
+    """Schedule, program, partition and stages, as ``observe`` reads them."""
     pipeline, config, skeleton = session.pipeline, session.config, session.skeleton
     program = pipeline.programs.training(num_microbatches=num_microbatches)
     return {
@@ -51,7 +42,8 @@ def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
             }
             for stage, (begin, end) in enumerate(pipeline.flow.bounds)
         ],
-        "hosts": hosts(pipeline),
+        "hosts": [seat.host for seat in pipeline.layout.seats],
+        "layout": pipeline.layout.as_document(),
         "command": command(),
         "trace": config.observe.trace,
     }

@@ -21,7 +21,6 @@ from vpipe.runtime.updates.update import LossScale
 from vpipe.train import checkpoint, layer_file
 from vpipe.train.checkpoint import Checkpoint, DamagedCheckpoint, Standing
 from vpipe.train.feed import Position
-from vpipe.train.gathering import alone, first_text, gather_numbers
 from vpipe.train.saving import Layers, Place, Save, Saver
 from vpipe.train.session import Session
 
@@ -47,8 +46,8 @@ class Keeper:
         self._kept: int | None = None
         self._parent: Path | None = None
         self._lock: Lock | None = None
-        self._is_leader = pipeline.engines[0].rank == 0
-        processes = (0, 1) if alone(pipeline) else (pipeline.engines[0].rank, pipeline.placement.num_ranks)
+        self._is_leader = pipeline.is_leader
+        processes = (0, 1) if pipeline.in_process else (pipeline.rank, pipeline.layout.num_ranks)
         self._saver = Saver(Place(self.directory, *processes, section.keep), blocking=section.blocking)
         self._pending = False
 
@@ -101,7 +100,7 @@ class Keeper:
         if not self._pending:
             return
         self._pending = False
-        troubles = gather_numbers(self._session.pipeline, [float(self._saver.trouble())])
+        troubles = self._session.pipeline.gather_numbers([float(self._saver.trouble())])
         if any(numbers[0] for numbers in troubles):
             self._saver.call_off()
         self._saver.wait()
@@ -114,15 +113,15 @@ class Keeper:
     def _standing(self, iteration: int, position: Position) -> Standing:
         session, pipeline = self._session, self._session.pipeline
         epoch, batch = position
-        updater = pipeline.engines[0].updater
+        stats = pipeline.stats
         return Standing(
             iteration,
             epoch,
             batch * session.feed.step,
             pipeline.num_units,
-            max(updater.num_updates.values()),
-            updater.scaler.value,
-            updater.scaler.good_steps,
+            stats.num_updates,
+            stats.loss_scale,
+            stats.good_steps,
             session.config.training.seed,
             session.config.training.optimizer,
             session.skeleton.fingerprint,
@@ -130,13 +129,10 @@ class Keeper:
 
     def _layers(self) -> Layers:
         """The layers of which this process holds the first replica."""
-        pipeline = self._session.pipeline
         return {
-            layer: layer_file.tensors_of(module, engine.updater.optimizers.get(index))
-            for engine in pipeline.engines
-            for index, stage in engine.stages.items()
-            if pipeline.placement.ranks_of[index][0] == engine.rank
-            for layer, module in stage.owned.items()
+            held.layer: layer_file.tensors_of(held.module, held.optimizer)
+            for held in self._session.pipeline.held_layers()
+            if held.is_first
         }
 
     def resume(self, where: Path) -> Position:
@@ -149,7 +145,7 @@ class Keeper:
                 tensors = {layer: found.read(layer) for layer in self._session.pipeline.modules()}
             except DamagedCheckpoint as error:
                 problem = str(error)
-            problem = first_text(self._session.pipeline, problem)  # one rank's damage is everybody's
+            problem = self._session.pipeline.gather_first(problem)  # one rank's damage is everybody's
             if problem or found is None:
                 self._say(f"warning: {problem}; trying the checkpoint before it")
                 continue
@@ -192,17 +188,10 @@ class Keeper:
                 f"warning: the checkpoint has seed {standing.seed}, the config {training.seed}; "
                 "the order of the data and dropout change from here on"
             )
-        for engine in pipeline.engines:
-            for index, stage in engine.stages.items():
-                for layer, module in stage.owned.items():
-                    load_layer(tensors[layer], module, engine.updater.optimizers.get(index) if same else None)
-            updater = engine.updater
-            updater.num_updates = dict.fromkeys(updater.num_updates, standing.num_updates)
-            if updater.scaler.dynamic:
-                updater.scaler = LossScale(
-                    standing.loss_scale, True, updater.scaler.growth_interval, standing.good_steps
-                )
-        pipeline.num_units, pipeline.num_updates = standing.num_units, standing.num_updates
+        for held in pipeline.held_layers():
+            load_layer(tensors[held.layer], held.module, held.optimizer if same else None)
+        scale = LossScale(standing.loss_scale, good_steps=standing.good_steps)
+        pipeline.resume(standing.num_units, standing.num_updates, scale)
 
     def _position(self, standing: Standing) -> Position:
         """The batch that follows; with another batch size or other replicas, the one that begins at or before it."""

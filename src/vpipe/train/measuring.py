@@ -43,14 +43,14 @@ def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
     unit = first_unit(checked, data).batches[0]
     transport = "auto" if checked.parallel.transport == "inprocess" else checked.parallel.transport
     pipeline = empty_pipeline(num_ranks, transport, checked.parallel.timeout)
-    leads = pipeline.engines[0].rank == 0
+    leads = pipeline.is_leader
 
     def tell(done: int, total: int, name: str) -> None:
         if leads:
             _write(where / PROGRESS, {"done": done, "total": total, "name": name})
 
     tell(0, len(model.layers), "messages and actions")
-    link = measure_link(pipeline.engines[0].transport, repeat)
+    link = measure_link(pipeline.transport, repeat)
     overhead = measure_overhead(pipeline, repeat)
     swap = measure_swap(3)
     training = checked.training
@@ -66,7 +66,7 @@ def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
             swap_bandwidth=swap,
             action_overhead=overhead,
             model=identity(checked, model),
-            device=_device(num_ranks, pipeline.engines[0].transport),
+            device=_device(num_ranks, pipeline.transport),
         )
         _write(where / RESULT, found.to_json())
     pipeline.close()

@@ -53,10 +53,9 @@ def pipelined(config: dict[str, Any], directory: str, steps: int) -> int:
     session = open_session(PipelineConfig.from_dict(config))
     seen: dict[str, Tensor] = {}
     step = 0
-    for engine in session.pipeline.engines:
-        for index, stage in engine.stages.items():
-            names = {id(p): name for name, p in stage.weights.parameters.items()}
-            _watch(engine.updater.optimizers[index], names, lambda name, g: seen.__setitem__(f"{step}/grad/{name}", g))
+    names = {id(parameter): name for name, parameter in session.pipeline.parameters().items()}
+    for made in session.pipeline.optimizers.values():
+        _watch(made, names, lambda name, g: seen.__setitem__(f"{step}/grad/{name}", g))
     session.pipeline.set_learning_rate(_rate(session, steps))
     for step in range(steps):
         positions = _positions(session, step)
@@ -68,7 +67,7 @@ def pipelined(config: dict[str, Any], directory: str, steps: int) -> int:
         seen |= {
             f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in session.pipeline.state_dict().items()
         }
-    rank = session.pipeline.engines[0].rank
+    rank = session.pipeline.rank
     save_file({name: tensor.contiguous() for name, tensor in seen.items()}, Path(directory) / f"rank{rank}.safetensors")
     return 0
 

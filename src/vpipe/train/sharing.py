@@ -41,6 +41,9 @@ def share_device(pipeline: Pipeline, config: PipelineConfig) -> Backend | None:
     backend = priority_backend(
         parallel.priority, use_orion=parallel.use_orion_scheduler, num_microbatches=config.training.num_microbatches
     )
-    for engine in pipeline.engines:
+
+    def guard(engine: Engine) -> None:
         engine._guard = Turns(engine, backend, engine._guard if parallel.use_orion_scheduler else None)
+
+    pipeline.each_engine(guard)
     return backend

@@ -10,7 +10,6 @@ from typing import Any
 
 from vpipe.rundir.endings import BY_SIGNAL
 from vpipe.runtime.pipeline import Pipeline
-from vpipe.train.gathering import gather_numbers
 
 
 class Stopping:
@@ -41,5 +40,5 @@ class Stopping:
 
     def agreed(self) -> signal.Signals | None:
         """The signal that any rank has heard. Every rank calls this."""
-        heard = max(int(numbers[0]) for numbers in gather_numbers(self._pipeline, [self.heard]))
+        heard = max(int(numbers[0]) for numbers in self._pipeline.gather_numbers([self.heard]))
         return signal.Signals(heard) if heard else None

@@ -13,7 +13,6 @@ from time import time
 from typing import Any
 
 import psutil
-from torch import Tensor
 
 from vpipe.observe.console import Console
 from vpipe.observe.dashboard import PageProcess
@@ -23,14 +22,12 @@ from vpipe.rundir.endings import Ending
 from vpipe.rundir.journal import Journal
 from vpipe.rundir.layout import METRICS
 from vpipe.rundir.state import Beat, Heart
-from vpipe.runtime.engine import Engine, Record
+from vpipe.runtime.engine import Record
 from vpipe.runtime.memory.live import LiveBytes
-from vpipe.runtime.updates.weights import count_bytes
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, version_table
 from vpipe.train.clocks import Clocks
-from vpipe.train.gathering import alone, gather_numbers
 from vpipe.train.session import Session
 
 KINDS = tuple(Kind)
@@ -43,7 +40,7 @@ class Teller:
     def __init__(self, session: Session, directory: Path, run: str, console: Console | None) -> None:
         self._session = session
         self._observe = session.config.observe
-        self.is_leader = session.pipeline.engines[0].rank == 0
+        self.is_leader = session.pipeline.is_leader
         self._console = console
         self._journal = Journal(directory, run, self.say) if self.is_leader else None
         self._heart = Heart(directory, _beat(directory, run)).start() if self.is_leader else None
@@ -52,8 +49,8 @@ class Teller:
         wanted = [make for name, make in LOGGERS.items() if self.is_leader and getattr(self._observe, name)]
         self._loggers = [make(directory, session.config.model_dump(mode="json")) for make in wanted]
         self._page: PageProcess | None = None
-        engines = session.pipeline.engines if self._observe.trace else []
-        self._recorders = [Recorder(directory, engine.rank) for engine in engines]
+        ranks = session.pipeline.ranks if self._observe.trace else []
+        self._recorders = [Recorder(directory, rank) for rank in ranks]
         self._clocks = Clocks(session.pipeline) if self._recorders else None
         self._recorded: Program | None = None
         self._live: LiveBytes | None = None
@@ -96,8 +93,7 @@ class Teller:
     def counted(self) -> AbstractContextManager[Any]:
         """Around a training step: the second one is counted, when optimizers have their states and others warm up."""
         self._num_steps += 1
-        alone = [type(engine) for engine in self._session.pipeline.engines] == [Engine]
-        if self._num_steps != COUNTED_STEP or not self._recorders or not alone:
+        if self._num_steps != COUNTED_STEP or not self._recorders or self._session.pipeline.has_workers:
             return nullcontext()
         self._live = LiveBytes()
         return self._live
@@ -135,28 +131,20 @@ class Teller:
             self._recorded, versions = trace.planned, version_table(trace.planned)
             for recorder in self._recorders:
                 recorder.versions = versions
-        for recorder, engine in zip(self._recorders, pipeline.engines, strict=True):
-            recorder.record(pipeline.step - 1, iteration, trace.records[engine.rank], self._memory(engine))
+        for recorder, rank in zip(self._recorders, pipeline.ranks, strict=True):
+            recorder.record(pipeline.step - 1, iteration, trace.records[rank], self._memory(rank))
 
-    def _memory(self, engine: Engine) -> dict[str, int]:
+    def _memory(self, rank: int) -> dict[str, int]:
         """Bytes by what they are for, as far as they are known, and the number of weight versions."""
-        stages = engine.stages.values()
-        weights = [p for stage in stages for p in stage.weights.parameters.values()]
-        states = [state for made in engine.updater.optimizers.values() for state in made.state.values()]
-        found = {
-            "rss": psutil.Process().memory_info().rss,
-            "weights": count_bytes(weights),
-            "versions": max(getattr(stage.weights, "most_versions", 1) for stage in stages),
-            "optimizer": count_bytes([each for state in states for each in state.values() if isinstance(each, Tensor)]),
-        }
+        found = {"rss": psutil.Process().memory_info().rss, **self._session.pipeline.weights_of(rank)}
         return found if self._live is None else found | {"in_step": self._live.peak}
 
     def _details(self, iteration: int) -> None:
         """One line per rank: what its time went to."""
         pipeline = self._session.pipeline
         records = pipeline.trace().records
-        mine = [_spent(records[engine.rank]) for engine in pipeline.engines]
-        everyone = mine if alone(pipeline) else gather_numbers(pipeline, mine[0])
+        mine = [_spent(records[rank]) for rank in pipeline.ranks]
+        everyone = mine if pipeline.in_process else pipeline.gather_numbers(mine[0])
         for rank, numbers in enumerate(everyone):
             waited, *spent = (1000 * number for number in numbers)
             parts = [f"{kind.value} {each:.1f} ms" for kind, each in zip(KINDS, spent, strict=True) if each]

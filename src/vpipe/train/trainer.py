@@ -66,9 +66,7 @@ class Trainer:
             session.model.flops_per_token if self.teller.is_leader else 0.0,
             training.precision,
             config.observe.warmup_iterations,
-            device_name(
-                p for engine in pipeline.engines for s in engine.stages.values() for p in s.weights.parameters.values()
-            ),
+            device_name(pipeline.parameters().values()),
         )
         self._last_loss: float | None = None
         self.ended: Ending = ending.finished(0)
@@ -137,7 +135,7 @@ class Trainer:
         units = self._read(positions) if session.reads_data else None
         name = f"profiler_{short_name(session.config.parallel.scheduler)}"
         watched = self._profiles(self.iteration)
-        around = profiled(pipeline.engines, self.directory / name) if watched else self.teller.counted()
+        around = profiled(pipeline, self.directory / name) if watched else self.teller.counted()
         with around:
             loss = pipeline.train_step(
                 units.inputs() if units else None,
@@ -208,20 +206,19 @@ class Trainer:
         return iteration == self.session.config.training.profile_iteration
 
     def _line(self, epoch: int, loss: float, tokens: int, seconds: float, count: int) -> dict[str, Any]:
-        updater = self.session.pipeline.engines[0].updater
-        update = max(updater.num_updates.values())
+        stats = self.session.pipeline.stats
         return {
             "iteration": self.iteration,
             "epoch": epoch,
-            "update": update,
+            "update": stats.num_updates,
             "loss": loss,
-            "learning_rate": self.rate(max(0, update - 1)),
+            "learning_rate": self.rate(max(0, stats.num_updates - 1)),
             "tokens": tokens,
             "seconds": seconds / count,
             "tokens_per_second": tokens / seconds,
-            "gradient_norm": updater.last_norm,
-            "loss_scale": updater.scaler.value,
-            "skipped": updater.num_skipped,
+            "gradient_norm": stats.gradient_norm,
+            "loss_scale": stats.loss_scale,
+            "skipped": stats.num_skipped,
         }
 
     def _evaluate_and_save(self) -> None:

@@ -22,7 +22,6 @@ from vpipe.runtime import assembly
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.ranks import membership
 from vpipe.train import ending
-from vpipe.train.gathering import first_text, gather_text
 from vpipe.train.session import open_session
 from vpipe.train.trainer import Trainer
 
@@ -68,7 +67,7 @@ def train(
             trainer.resume(Path(resume))
         trainer.run()
         if trainer.ended.code:
-            gather_text(session.pipeline, "")  # a launcher ends the others with the first that ends so: all are ready
+            session.pipeline.gather("")  # a launcher ends the others with the first that ends so: all are ready
         return trainer.ended.code
 
 
@@ -110,6 +109,6 @@ def _take(pipeline: Pipeline, output_dir: Path | None, rank: int, take: Callable
         mine = Claim(output_dir, told)
     elif rank == 0:
         mine = take()
-    where = first_text(pipeline, str(mine.directory) if mine else "")
-    run = first_text(pipeline, mine.run if mine else "")
+    where = pipeline.gather_first(str(mine.directory) if mine else "")
+    run = pipeline.gather_first(mine.run if mine else "")
     return mine or Claim(Path(where), run)

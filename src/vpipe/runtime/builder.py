@@ -1,0 +1,215 @@
+"""Engines from (layout, programs, parts), as often as the layout changes.
+
+A pipeline keeps its ``Builder``: what it was told once (layers, loss, ties, options) and the transports that join its
+ranks. Everything that depends on who holds what is made here, from a layout, and can be made anew from another.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from vpipe.layer import Layer, TiedWeight, as_layers
+from vpipe.runtime import assembly
+from vpipe.runtime.assembly import Wires
+from vpipe.runtime.device import is_host, place
+from vpipe.runtime.engine import Engine
+from vpipe.runtime.flow import Flow, resolve
+from vpipe.runtime.memory.heap import keep_freed_memory, return_freed_memory
+from vpipe.runtime.memory.treatment import stages_with, treated_layers
+from vpipe.runtime.options import Options
+from vpipe.runtime.priorities.order import Policy
+from vpipe.runtime.programs import Programs, ScheduleSpec
+from vpipe.runtime.ranks import membership
+from vpipe.runtime.stage import Loss, Stage, StageOptions
+from vpipe.runtime.threaded import ThreadedEngine, choose_executor
+from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.transport.device import DeviceTransport
+from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.updates.ties import check_owners, refuse_sharing, tie_layers
+from vpipe.runtime.updates.update import LossScale, UpdateOptions, Updater, checked_scale
+from vpipe.schedule import catalog
+from vpipe.schedule.layout import Layout
+
+DEFAULT_MICROBATCHES = 4
+Modules = Mapping[tuple[int, int], nn.Module]
+"""(rank, layer) → a module that exists already; the loss is under the number after the last layer."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the user gave, whatever the layout."""
+
+    layers: Sequence[Layer]
+    loss: Loss
+    tied: Sequence[TiedWeight]
+    loss_scale: LossScale
+    policy: Policy | None
+    """Who goes first among the worker threads of a rank; ``None`` without worker threads."""
+
+
+class Builder:
+    """Makes programs and engines of this process's ranks for a layout."""
+
+    def __init__(self, parts: Parts, options: Options, spec: ScheduleSpec, wires: Wires) -> None:
+        self.parts, self.options, self.spec, self.wires = parts, options, spec, wires
+        alone = len(wires.devices) == 1 or assembly.thread_safe(parts.layers)
+        self._lock = None if alone else threading.Lock()
+        self._finishing: list[Callable[[Engine], None]] = []
+        self._transport: DistributedTransport | DeviceTransport | None = None
+
+    def finish(self, change: Callable[[Engine], None]) -> None:
+        """Every engine that is made from now on goes through ``change`` at last."""
+        self._finishing.append(change)
+
+    def layout(self, partition: Sequence[int] | None) -> Layout:
+        """The first one: stages where the schedule puts them, layers as wanted or even."""
+        counts = self.spec.partition(len(self.parts.layers), partition)
+        return Layout.of(counts, self.spec.placement, self.wires.seats)
+
+    def programs(self, layout: Layout) -> Programs:
+        """What the ranks of a layout run."""
+        memory = self.options.memory
+        recomputed, swapped = treated_layers(memory.recompute, memory.swap, layout.bounds)
+        return Programs(
+            self.spec,
+            resolve(self.parts.layers, layout),
+            stages_with(recomputed, layout.bounds),
+            stages_with(swapped, layout.bounds),
+        )
+
+    def engines(self, programs: Programs, modules: Modules | None = None) -> list[Engine]:
+        """The engines of this process's ranks. ``modules`` are used where they are given; others are built."""
+        wires = self.wires
+        if wires.host is not None:
+            transports: Sequence[Transport] = [self._between(wires.host, programs)]
+        else:
+            transports = wires.transports
+        engines = [
+            self._engine(programs, transport, device, modules or {})
+            for transport, device in zip(transports, wires.devices, strict=True)
+        ]
+        if wires.host is None:
+            stages = {index: stage for engine in reversed(engines) for index, stage in engine.stages.items()}
+            refuse_sharing({layer: module for index in sorted(stages) for layer, module in stages[index].owned.items()})
+        return engines
+
+    def _between(self, host: DistributedTransport, programs: Programs) -> DistributedTransport | DeviceTransport:
+        """The transport of the rank that this process is, ready for the groups and neighbours of these programs."""
+        device = self.wires.devices[0]
+        if self._transport is None:
+            self._transport = host
+            if not is_host(device):
+                pairs = assembly.neighbours(programs.author)
+                self._transport = DeviceTransport(host, device, pairs, self.options.ranks.device_messages)
+        self._transport.prepare_groups(assembly.groups(self.parts.tied, programs.flow.layout))
+        return self._transport
+
+    def _engine(self, programs: Programs, transport: Transport, device: torch.device, modules: Modules) -> Engine:
+        """The engine of one rank, with the layers of its stages and nobody else's."""
+        parts, update, flow = self.parts, self.options.update, programs.flow
+        placement, rank = flow.layout.placement, transport.rank
+        memory = self.options.memory
+        recomputed, swapped = treated_layers(memory.recompute, memory.swap, flow.bounds)
+        (return_freed_memory if swapped else keep_freed_memory)()
+        stages = {}
+        for index in placement.stages_of[rank]:
+            stage_options = StageOptions(
+                versioned=not programs.synchronous,
+                splits=index in programs.splits,
+                stashes=index in programs.stashes,
+                fused=update.fused_weight_grad,
+                recompute=recomputed,
+                swap=swapped,
+                autocast=update.autocast,
+            )
+            replica = placement.ranks_of[index].index(rank)
+            mine, loss = self._modules(flow, index, rank, replica, device, modules)
+            stages[index] = Stage(index, flow, mine, loss, stage_options)
+        built = {layer: module for stage in stages.values() for layer, module in stage.owned.items()}
+        check_owners(built, parts.tied)
+        refuse_sharing(built)
+        optimizers = {i: self._optimizer(stage) for i, stage in stages.items()} if update.optimizer else {}
+        options = UpdateOptions(programs.synchronous, update.clip_norm, update.skip_nonfinite, update.exact_reduction)
+        alone = self._lock is None and transport.num_ranks == 1
+        scale = parts.loss_scale if alone else copy.copy(parts.loss_scale)
+        updater = Updater(transport, placement, stages, optimizers, parts.tied, options, scale)
+        make = partial(ThreadedEngine, policy=parts.policy) if parts.policy is not None else Engine
+        engine = make(stages, flow, transport, updater, self.options.seed, update.autocast, self._lock, device)
+        for change in self._finishing:
+            change(engine)
+        if member := membership.current():
+            member.watch(engine)
+        return engine
+
+    def _modules(
+        self, flow: Flow, index: int, rank: int, replica: int, device: torch.device, modules: Modules
+    ) -> tuple[dict[int, nn.Module], Loss]:
+        """The layers of a stage and its loss: those that are there, the user's own, or what a factory builds."""
+        mine = {}
+        for layer in range(*flow.bounds[index]):
+            found = modules.get((rank, layer))
+            mine[layer] = place(self._build(self.parts.layers[layer], replica) if found is None else found, device)
+        loss = self.parts.loss
+        if isinstance(loss, nn.Module) and index == flow.num_stages - 1:
+            known = modules.get((rank, len(flow.layers)))
+            own = copy.deepcopy(loss) if replica and self.wires.host is None else loss
+            loss = place(own if known is None else known, device)
+        return mine, loss
+
+    def _build(self, layer: Layer, replica: int) -> nn.Module:
+        """In one process, every replica of a stage but the first needs modules of its own."""
+        module = layer.build()
+        return copy.deepcopy(module) if replica and self.wires.host is None and module is layer.module else module
+
+    def _optimizer(self, stage: Stage) -> Optimizer:
+        """The user's optimizer over all parameters, frozen ones too: what is unfrozen later is trained from then on."""
+        make = self.options.update.optimizer
+        assert make is not None
+        parameters = list({id(p): p for p in stage.weights.parameters.values()}.values())
+        try:
+            return make(parameters or [_nothing()])
+        except ValueError:
+            if any(p.requires_grad for p in parameters):
+                raise
+            return make([_nothing()])  # the user's own function leaves frozen parameters out
+
+
+def _nothing() -> nn.Parameter:
+    """What the optimizer of a stage without parameters holds: a learning-rate schedule needs one like the others."""
+    return nn.Parameter(torch.zeros(1, 1), requires_grad=False)
+
+
+def prepared(
+    layers: Sequence[Layer | nn.Module | Callable[[], nn.Module]],
+    loss: Callable[[Any, Any], Tensor],
+    tied: Sequence[TiedWeight],
+    options: Options,
+) -> Builder:
+    """Join the other ranks, and gather what engines are made of."""
+    chosen, ranks = options.schedule, options.ranks
+    entry = catalog.find(chosen.name)
+    num_microbatches = chosen.num_microbatches
+    if num_microbatches is None:
+        num_microbatches = entry.num_microbatches or DEFAULT_MICROBATCHES
+    policy = choose_executor(chosen.executor, entry.runs_threads(chosen.name), chosen.priority)
+    wires = assembly.connect(ranks, threads=policy is not None, blocking=chosen.blocking or entry.blocking)
+    spec = ScheduleSpec(
+        chosen.name,
+        wires.num_ranks,
+        num_microbatches,
+        chosen.stages_per_rank,
+        ranks.replicas,
+        chosen.schedule_options or {},
+    )
+    scale = checked_scale(options.update.loss_scale, spec.synchronous)
+    plain, ties = tie_layers(tied, as_layers(layers), loss, spec)
+    return Builder(Parts(plain, loss, ties, scale, policy), options, spec, wires)

@@ -1,0 +1,139 @@
+"""What this process holds of a model: its layers with their weights, optimizers and gradients, and what they weigh.
+
+Of a layer that several ranks of this process hold (replicas), the first stands for all, unless all are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from vpipe.runtime.attitude import follow
+from vpipe.runtime.engine import Engine
+from vpipe.runtime.updates.update import LossScale
+from vpipe.runtime.updates.weights import count_bytes
+
+
+class HeldLayer(NamedTuple):
+    """A layer on one rank; a loss with parameters counts as the layer after the last."""
+
+    layer: int
+    rank: int
+    is_first: bool
+    """Whether this rank is the first of those that hold it."""
+    module: nn.Module
+    optimizer: Optimizer | None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Where training stands; the same on every rank."""
+
+    num_updates: int
+    num_skipped: int
+    """Updates left out because a gradient was not finite."""
+    gradient_norm: float | None
+    loss_scale: float
+    good_steps: int
+
+
+class Holdings:
+    """The side of a pipeline that is about layers and weights; ``engines`` are the ranks of this process."""
+
+    engines: list[Engine]
+
+    def held_layers(self) -> Iterator[HeldLayer]:
+        """All layers of this process's ranks, replicas too, each with its module and optimizer."""
+        for engine in self.engines:
+            for index, stage in engine.stages.items():
+                is_first = engine.flow.layout.placement.ranks_of[index][0] == engine.rank
+                for layer, module in stage.owned.items():
+                    yield HeldLayer(layer, engine.rank, is_first, module, engine.updater.optimizers.get(index))
+
+    def modules(self) -> dict[int, nn.Module]:
+        """Layer → module, of the layers that this process holds; a loss with parameters comes after the last."""
+        found: dict[int, nn.Module] = {}
+        for held in self.held_layers():
+            found.setdefault(held.layer, held.module)
+        return dict(sorted(found.items()))
+
+    @property
+    def optimizers(self) -> dict[int, Optimizer]:
+        """Stage → optimizer, of the stages that this process holds (replica 0 of each, where it holds several)."""
+        found: dict[int, Optimizer] = {}
+        for engine in self.engines:
+            for stage, optimizer in engine.updater.optimizers.items():
+                found.setdefault(stage, optimizer)
+        return dict(sorted(found.items()))
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """``"<layer>.<name>"`` → parameter, of the layers that this process holds."""
+        found: dict[str, nn.Parameter] = {}
+        for name, parameter in self._all_parameters():
+            found.setdefault(name, parameter)
+        return found
+
+    def _all_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for engine in self.engines:
+            for stage in engine.stages.values():
+                yield from stage.weights.parameters.items()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """``"<layer>.<name>"`` → parameter or buffer, of the layers that this process holds."""
+        return {
+            f"{layer}.{name}": tensor
+            for layer, module in self.modules().items()
+            for name, tensor in module.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load what this process holds; what belongs to other stages is passed over."""
+        for held in self.held_layers():
+            prefix = f"{held.layer}."
+            held.module.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+
+    def gradients(self) -> dict[str, Tensor]:
+        """``"<layer>.<name>"`` → accumulated gradient, of the layers that this process holds."""
+        return {name: p.grad for name, p in self._all_parameters() if p.grad is not None}
+
+    def zero_grad(self) -> None:
+        for _, parameter in self._all_parameters():
+            parameter.grad = None
+
+    def set_learning_rate(self, rate_of_update: Callable[[int], float]) -> None:
+        """Let update ``n`` use ``rate_of_update(n)``, on every stage."""
+        for engine in self.engines:
+            engine.updater.learning_rate = rate_of_update
+
+    def _lead_replicas(self) -> None:
+        """Replicas of this process train as the first does, which is the one that the user sees."""
+        for layer, first in self.modules().items():
+            copies = [held.module for held in self.held_layers() if held.layer == layer and held.module is not first]
+            follow(first, copies)
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """What losses are multiplied by now; the same on every rank."""
+        return self.engines[0].updater.scaler
+
+    @property
+    def stats(self) -> Stats:
+        """Updates, norm and loss scale; asking waits for the device."""
+        updater, scale = self.engines[0].updater, self.loss_scale
+        most = max(updater.num_updates.values())
+        return Stats(most, updater.num_skipped, updater.last_norm, scale.value, scale.good_steps)
+
+    def weights_of(self, rank: int) -> dict[str, int]:
+        """Bytes of the weights and optimizer states of a rank of this process, and the most versions of a stage."""
+        engine = next(engine for engine in self.engines if engine.rank == rank)
+        stages = engine.stages.values()
+        states = [state for made in engine.updater.optimizers.values() for state in made.state.values()]
+        return {
+            "weights": count_bytes([p for stage in stages for p in stage.weights.parameters.values()]),
+            "versions": max(getattr(stage.weights, "most_versions", 1) for stage in stages),
+            "optimizer": count_bytes([t for state in states for t in state.values() if isinstance(t, Tensor)]),
+        }

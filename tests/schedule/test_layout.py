@@ -1,0 +1,90 @@
+"""A layout is one value: comparable, printable, in JSON and back; the difference of two is data."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from vpipe.errors import UserError
+from vpipe.schedule.layout import Drop, Layout, Seat, Transfer, difference
+from vpipe.schedule.placement import loop, replicated, two_ways, vee
+
+
+def test_it_prints_as_a_small_table() -> None:
+    layout = Layout.of([3, 2], replicated([2, 1]), [Seat("a", "cuda:0"), Seat("b", "cuda:0"), Seat("a", "cuda:1")])
+    assert str(layout).splitlines() == [
+        "stage  layers  ranks  where",
+        "0      0-2     0, 1   a b cuda:0",
+        "1      3-4     2      a cuda:1",
+    ]
+    assert str(Layout.chain([1])).splitlines()[1] == "0      0       0      cpu"
+
+
+def test_who_holds_what() -> None:
+    layout = Layout.of([1, 2, 1, 1], vee(2))
+    assert layout.bounds == ((0, 1), (1, 3), (3, 4), (4, 5))
+    assert layout.stages == (0, 1, 1, 2, 3)
+    assert [layout.layers_of(rank) for rank in range(2)] == [(0, 4), (1, 2, 3)]
+    assert [layout.ranks_of(layer) for layer in range(6)] == [(0,), (1,), (1,), (1,), (0,), (0,)]
+
+
+@pytest.mark.parametrize("placement", [loop(3), loop(2, 2), vee(2), replicated([2, 1]), two_ways(4)])
+def test_it_survives_json(placement: object) -> None:
+    layout = Layout.of([2] * placement.num_stages, placement)  # type: ignore[attr-defined, arg-type]
+    again = Layout.from_document(json.loads(json.dumps(layout.as_document())))
+    assert again == layout
+    assert hash(again) == hash(layout)
+
+
+@pytest.mark.parametrize("document", [None, [], {}, {"partition": [1], "holders": [[{"rank": 0, "role": "half"}]]}])
+def test_what_is_no_layout_is_refused(document: object) -> None:
+    with pytest.raises(UserError, match="no layout"):
+        Layout.from_document(document)
+
+
+def test_impossible_layouts_are_refused_in_words() -> None:
+    with pytest.raises(UserError, match=r"\[2, 0\] has an empty stage"):
+        Layout.chain([2, 0])
+    with pytest.raises(UserError, match="has 3 stages, but ranks are given for 2"):
+        Layout.of([1, 1, 1], loop(2))
+    with pytest.raises(UserError, match="covers 5 layers, but the layout has 4"):
+        Layout.chain([2, 2]).with_counts([2, 3])
+    with pytest.raises(UserError, match="no order of the ranks"):
+        Layout.chain([2, 2]).with_ranks([0, 0])
+
+
+def test_the_difference_of_two_layouts() -> None:
+    old = Layout.of([2, 2], replicated([2, 1]))
+    found = difference(old, old.with_counts([1, 3]))
+    assert found.transfers == (Transfer(1, (0, 1), (2,)),)
+    assert found.drops == (Drop(1, (0, 1)),)
+    assert str(found) == "layer 1: ranks 0, 1 → rank 2\nlayer 1: dropped by ranks 0, 1"
+    assert not difference(old, old)
+    with pytest.raises(UserError, match="another model"):
+        difference(old, Layout.chain([1, 1]))
+
+
+def test_carrying_out_a_difference_leads_to_the_new_layout() -> None:
+    """Brute force: what every rank holds, after each transfer and drop is done by hand."""
+    chance = random.Random(4)
+    for _ in range(200):
+        stages = chance.randint(1, 4)
+        placement = replicated([chance.randint(1, 2) for _ in range(stages)])
+        cuts = sorted(chance.sample(range(1, 9), stages - 1))
+        counts = [b - a for a, b in zip([0, *cuts], [*cuts, 9], strict=True)]
+        ranks = chance.sample(range(placement.num_ranks), placement.num_ranks)
+        old = Layout.of([9 - stages + 1, *[1] * (stages - 1)], placement)
+        new = old.with_counts(counts).with_ranks(ranks)
+        held = {rank: set(old.layers_of(rank)) for rank in range(old.num_ranks)}
+        found = difference(old, new)
+        for transfer in found.transfers:
+            assert all(transfer.layer in held[rank] for rank in transfer.sources)
+            for rank in transfer.targets:
+                assert transfer.layer not in held[rank]
+                held[rank].add(transfer.layer)
+        for drop in found.drops:
+            for rank in drop.ranks:
+                held[rank].remove(drop.layer)
+        assert held == {rank: set(new.layers_of(rank)) for rank in range(new.num_ranks)}
