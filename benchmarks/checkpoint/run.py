@@ -31,8 +31,8 @@ from common import finish, options, summary
 
 from vpipe.rundir.lineage import Line
 from vpipe.rundir.manifest import Standing
-from vpipe.train import layer_file
-from vpipe.train.saving import Place, Save, Saver
+from vpipe.train.checkpoints import layer_file
+from vpipe.train.checkpoints.writer import Place, Save, Saver
 
 Begin = Callable[[int], Callable[[], bool]]
 """Begins a save of a number; what it returns says whether the save has ended."""

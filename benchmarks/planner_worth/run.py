@@ -49,7 +49,7 @@ def rank(task: dict[str, Any]) -> None:
     from vpipe.models.emulated import SleepLayer
     from vpipe.plan.costs import Profile
     from vpipe.plan.profile import Measuring, measure_layers
-    from vpipe.train.measuring import first_unit
+    from vpipe.train.measure.profile import first_unit
     from vpipe.train.session import load_data, load_model
 
     torch.set_num_threads(1)

@@ -39,7 +39,7 @@ def rank(task: dict[str, Any]) -> None:
     from vpipe.runtime.flow import even_partition
     from vpipe.runtime.microbatches import Microbatches
     from vpipe.schedule import catalog
-    from vpipe.train.measuring import first_unit
+    from vpipe.train.measure.profile import first_unit
     from vpipe.train.session import load_data, load_model
 
     torch.set_num_threads(1)

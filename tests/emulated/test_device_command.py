@@ -20,10 +20,10 @@ def code_of(*args: str) -> int:
 
 @pytest.mark.slow
 def test_the_doctor_proves_devices(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.train.device_proof.MOST_RANKS", 2)
-    monkeypatch.setattr("vpipe.train.device_proof.NUM_STEPS", 1)
+    monkeypatch.setattr("vpipe.train.proof.device.MOST_RANKS", 2)
+    monkeypatch.setattr("vpipe.train.proof.device.NUM_STEPS", 1)
     some = [catalog.get(name) for name in ("1f1b", "zb-v", "gpipe", "pipedream")]
-    monkeypatch.setattr("vpipe.train.device_proof.catalog.entries", lambda: some)
+    monkeypatch.setattr("vpipe.train.proof.device.catalog.entries", lambda: some)
     assert code_of("doctor", "--devices", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["equal"]
@@ -34,11 +34,11 @@ def test_the_doctor_sees_a_forgotten_wait(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, emulated: Any
 ) -> None:
     """Without the receiver's wait the proof must not say equal."""
-    from vpipe.train import device_proof
+    from vpipe.train.proof import device
 
     monkeypatch.setattr("vpipe.runtime.transport.ondevice.taken", lambda carried, target: carried.value)
-    monkeypatch.setattr(device_proof.catalog, "entries", lambda: [device_proof.catalog.get("1f1b")])
-    monkeypatch.setattr(device_proof, "NUM_STEPS", 1)
+    monkeypatch.setattr(device.catalog, "entries", lambda: [device.catalog.get("1f1b")])
+    monkeypatch.setattr(device, "NUM_STEPS", 1)
     emulated.settings(lazy=1)
     assert code_of("doctor", "--devices") == 1
     assert "DIFFERS" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import torch
 from vpipe.errors import UserError
 from vpipe.models.emulated import SleepLayer
 from vpipe.runtime.priorities.backend import priority_backend
+from vpipe.runtime.priorities.ideal import makespan
 from vpipe.runtime.priorities.order import (
     POLICIES,
     Closed,
@@ -22,7 +23,6 @@ from vpipe.runtime.priorities.order import (
     none,
     policy,
 )
-from vpipe.runtime.priorities.sharing import makespan
 from vpipe.schedule.action import Action, Kind, parse
 
 READY = "0F3 0W0 0B2 0F0 0I1 0W1"

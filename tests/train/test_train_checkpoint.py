@@ -15,7 +15,7 @@ from train_runs import Run, close, equal, run, tiny
 
 from vpipe.errors import UserError
 from vpipe.rundir.manifest import Manifest
-from vpipe.train import checkpoint, saving
+from vpipe.train.checkpoints import checkpoint, writer
 
 ADAM = {"training.optimizer": "adamw", "training.weight_decay": 0.1, "model.extra": {"dropout": 0.2}}
 CASES: dict[str, dict[str, Any]] = {
@@ -36,15 +36,15 @@ CASES: dict[str, dict[str, Any]] = {
 def stopped(config: dict[str, Any], directory: Path, at: int) -> None:
     """Train, and end without ceremony after iteration ``at``: as if killed behind a checkpoint."""
     broken = Run(config, directory)
-    save = broken.trainer.keeper.save
+    save = broken.trainer.checkpoints.save
 
     def save_and_die(iteration: int, position: tuple[int, int]) -> None:
         save(iteration, position)
         if iteration >= at:
-            broken.trainer.keeper.settle()
+            broken.trainer.checkpoints.settle()
             raise KeyboardInterrupt
 
-    broken.trainer.keeper.save = save_and_die  # type: ignore[method-assign]
+    broken.trainer.checkpoints.save = save_and_die  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         broken.train()
 
@@ -205,7 +205,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     whole = run(tiny(), tmp_path / "whole")
     broken = Run(tiny({"checkpoint.interval": 4, "checkpoint.blocking": blocking}), tmp_path / "run")
     holder, name = function.split(".")
-    place = getattr(saving, holder)
+    place = getattr(writer, holder)
     original = getattr(place, name)
 
     def full(*args: Any, **options: Any) -> Any:

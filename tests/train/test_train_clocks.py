@@ -23,7 +23,7 @@ from vpipe.observe.rundir import open_run
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.inprocess import Hub
 from vpipe.schedule.action import Kind
-from vpipe.train import clocks
+from vpipe.train.reporting import clocks
 
 AHEAD = 86_400
 ELSEWHERE = ("unshare", "--time", "--monotonic", str(AHEAD), "--fork", "--kill-child")

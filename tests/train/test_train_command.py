@@ -18,7 +18,7 @@ import yaml
 from train_runs import tiny
 
 from vpipe.cli.main import main
-from vpipe.train.checkpoint import Checkpoint, checkpoints
+from vpipe.train.checkpoints.checkpoint import Checkpoint, checkpoints
 
 Vpipe = Callable[..., "subprocess.CompletedProcess[str]"]
 ROOT = Path(__file__).parents[2]

@@ -21,9 +21,9 @@ import torch
 
 from vpipe.rundir.lineage import Line
 from vpipe.rundir.manifest import DamagedCheckpoint, Manifest, Standing, find, on_line
-from vpipe.train import layer_file
-from vpipe.train.checkpoint import Checkpoint
-from vpipe.train.saving import Place, Save, Saver
+from vpipe.train.checkpoints import layer_file
+from vpipe.train.checkpoints.checkpoint import Checkpoint
+from vpipe.train.checkpoints.writer import Place, Save, Saver
 
 RUN = Line("a" * 12)
 CALLS = "openat,write,fsync,rename,renameat,renameat2,unlink,unlinkat,rmdir,mkdir,mkdirat"

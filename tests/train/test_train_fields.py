@@ -31,7 +31,8 @@ from vpipe.launch.slurm import script
 from vpipe.rundir import claim
 from vpipe.runtime.priorities.order import Turnstile
 from vpipe.runtime.transport.inprocess import InProcessTransport
-from vpipe.train import layer_file, session, worker
+from vpipe.train import session, worker
+from vpipe.train.checkpoints import layer_file
 
 
 def leaves(model: type[BaseModel], path: str = "") -> list[str]:
@@ -113,7 +114,7 @@ def summary(bench: Bench, config: dict[str, Any]) -> Any:
 
 def checkpoints(bench: Bench, config: dict[str, Any]) -> Any:
     found = bench.run(config)
-    where = found.trainer.keeper.directory
+    where = found.trainer.checkpoints.directory
     names = sorted(path.name for path in where.glob("iteration-*"))
     return names, where.relative_to(bench.tmp_path / found.directory.name) if names and where.name != "kept" else where
 

@@ -21,7 +21,7 @@ from vpipe.observe.rundir import open_run
 from vpipe.rundir import claim, lineage, manifest
 from vpipe.rundir.lineage import Ancestor, Line
 from vpipe.rundir.manifest import FileFacts, Manifest, Standing, checkpoints, find, on_line
-from vpipe.train.saving import Place, Save, Saver
+from vpipe.train.checkpoints.writer import Place, Save, Saver
 
 
 def upto(iterations: int, changes: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def test_a_branch_does_not_see_what_was_discarded(tmp_path: Path) -> None:
 def test_a_branch_that_was_killed_before_it_saved_is_still_the_line(tmp_path: Path) -> None:
     run(upto(8), tmp_path)
     branch = Run(upto(9), tmp_path, tmp_path / "checkpoints" / "iteration-000003")
-    branch.trainer.keeper.enter()
+    branch.trainer.checkpoints.enter()
     assert numbers(tmp_path) == [3, 2, 1]
 
 
@@ -233,7 +233,7 @@ def test_a_separate_checkpoint_directory_has_a_line_too(tmp_path: Path) -> None:
     run(upto(4, where), tmp_path / "a")
     assert numbers(tmp_path / "kept") == [4, 3, 2, 1] == numbers(tmp_path / "a")
     begun = Run(tiny({"checkpoint.interval": 1} | where), tmp_path / "b")
-    begun.trainer.keeper.enter()
+    begun.trainer.checkpoints.enter()
     with pytest.raises(UserError, match="holds no checkpoint"):
         find(tmp_path / "kept")
-    begun.trainer.keeper.close()
+    begun.trainer.checkpoints.close()

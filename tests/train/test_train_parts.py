@@ -19,11 +19,11 @@ from vpipe.config.sections import TrainingConfig
 from vpipe.data import catalog
 from vpipe.data.dataset import Batch, DataSet
 from vpipe.schedule.layout import Layout
-from vpipe.train import metrics
 from vpipe.train.feed import Feed
 from vpipe.train.learning_rate import learning_rate
-from vpipe.train.metrics import Metrics
 from vpipe.train.optimizers import Lamb, optimizer
+from vpipe.train.reporting import metrics
+from vpipe.train.reporting.metrics import Metrics
 
 TOTAL = 100
 

@@ -13,7 +13,7 @@ from train_runs import tiny
 
 from vpipe.errors import UserError
 from vpipe.runtime import randomness
-from vpipe.train import plain
+from vpipe.train.proof import plain
 
 GPT: dict[str, Any] = tiny(MODELS["gpt"])
 

@@ -28,12 +28,12 @@ def compare(plan: Plan, config: configs.PipelineConfig, quiet: bool = True) -> d
         arguments = {"config": _obedient(config, plan, path), "directory": directory, "num_steps": STEPS}
         with following(Path(directory), "checking", quiet):
             code = local.run(
-                "vpipe.train.checking:steps",
+                "vpipe.train.measure.plan_check:steps",
                 plan.total_ranks,
                 arguments=arguments,
                 environment={"KINETO_LOG_LEVEL": "99"},  # the profiler that counts bytes would talk
                 threads=config.launch.threads,
-                preload=(*local.PRELOAD, "vpipe.train.checking"),
+                preload=(*local.PRELOAD, "vpipe.train.measure.plan_check"),
             )
         if code:
             return code

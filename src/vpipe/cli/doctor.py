@@ -41,7 +41,7 @@ def command(as_json: bool, devices: bool) -> int:
 
 def _prove(as_json: bool) -> int:
     """A line for each schedule as it is done."""
-    from vpipe.train.device_proof import prove
+    from vpipe.train.proof.device import prove
 
     found = []
     for proof in prove():

@@ -19,7 +19,7 @@ def command(run: Path, out: Path) -> None:
     \b
       vpipe export runs/2026-11-16T10-00-00 --out weights
     """
-    from vpipe.train.export import WEIGHTS, export
+    from vpipe.train.checkpoints.export import WEIGHTS, export
 
     done = export(run, out)
     for note in done.notes:

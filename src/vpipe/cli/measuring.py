@@ -28,11 +28,11 @@ def measure(config: configs.PipelineConfig, repeat: int, quiet: bool = False) ->
     with tempfile.TemporaryDirectory(prefix="vpipe-profile-") as directory:
         with following(Path(directory), "measuring", quiet):
             code = local.run(
-                "vpipe.train.measuring:profile",
+                "vpipe.train.measure.profile:profile",
                 num_ranks,
                 arguments={"config": config.to_dict(), "directory": directory, "repeat": repeat},
                 threads=threads,
-                preload=(*local.PRELOAD, "vpipe.train.measuring"),
+                preload=(*local.PRELOAD, "vpipe.train.measure.profile"),
             )
         if code:
             return code

@@ -64,7 +64,7 @@ def command(
             return code
         import torch
 
-        from vpipe.train import parity
+        from vpipe.train.proof import parity
         from vpipe.train.session import open_session
 
         torch.set_num_threads(1)
@@ -108,9 +108,11 @@ def _pipelined(config: configs.PipelineConfig, directory: str, steps: int) -> in
     if config.parallel.transport == "inprocess" or config.num_ranks == 1:
         import torch
 
-        from vpipe.train import parity
+        from vpipe.train.proof import parity
 
         torch.set_num_threads(1)
         return parity.pipelined(**arguments)
-    preload = (*local.PRELOAD, "vpipe.train.parity")
-    return local.run("vpipe.train.parity:pipelined", config.num_ranks, arguments=arguments, threads=1, preload=preload)
+    preload = (*local.PRELOAD, "vpipe.train.proof.parity")
+    return local.run(
+        "vpipe.train.proof.parity:pipelined", config.num_ranks, arguments=arguments, threads=1, preload=preload
+    )

@@ -193,7 +193,7 @@ def _profile(wanted: Wanted, config: configs.PipelineConfig | None, quiet: bool)
     if wanted.repeat is not None:
         raise UserError(f"--repeat is for measuring, and {wanted.profile} has been measured; leave one of them out")
     found = load_profile(wanted.profile)
-    from vpipe.train.measuring import identity_of
+    from vpipe.train.measure.profile import identity_of
 
     model = identity_of(config)
     if found.model != model:

@@ -16,15 +16,14 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from time import perf_counter_ns
-from types import TracebackType
 from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.runtime.engine import Call, Engine, Record
 from vpipe.runtime.modes import Modes
-from vpipe.runtime.priorities.order import Backend, Policy, Turnstile, none, policy
+from vpipe.runtime.priorities.order import Policy, Turnstile, none, policy
+from vpipe.runtime.priorities.turns import Turns
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import INPUT_GRADIENT, LANE, SEND_OF, WEIGHT_GRADIENT, Lane, peers
@@ -74,28 +73,6 @@ def choose_executor(executor: str, wants_threads: bool, priority: str) -> Policy
             f"priority='none'"
         )
     return None
-
-
-class Turns:
-    """The guard of a threaded engine: a thread computes when it is the turn of its action."""
-
-    def __init__(self, engine: ThreadedEngine, backend: Backend, inner: AbstractContextManager[Any]) -> None:
-        self._engine, self._backend, self._inner = engine, backend, inner
-        self._mine = threading.local()
-
-    def __enter__(self) -> None:
-        action = self._engine.current
-        assert action is not None, "an engine computes only actions of its program"
-        with ExitStack() as stack:
-            stack.enter_context(self._backend.turn(action))
-            stack.enter_context(self._inner)
-            self._mine.held = stack.pop_all()
-        self._engine._ready = perf_counter_ns()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._mine.held.close()
 
 
 class Failed(Exception):

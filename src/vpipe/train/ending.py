@@ -1,19 +1,57 @@
-"""What the end of a rank means for its run: an exception, or what the watchdog found, as an ending of the table."""
+"""How a run comes to its end: requests to stop, which all ranks follow together; and what the end of a rank means for
+its run, an exception or what the watchdog found, as an ending of the table."""
 
 from __future__ import annotations
 
 import signal
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.rundir import endings
 from vpipe.rundir.endings import BY_SIGNAL, MISTAKE, Ending, Kind
 from vpipe.rundir.state import Beat
+from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.ranks.failure import Cause, PeerLost
 
 MOST_DETAILS = 8_000
 """Characters of a traceback that are kept: its end says what it was."""
+
+
+class StopRequests:
+    """Whether somebody has asked this run to stop: USR1 (a cluster's warning), TERM, Ctrl-C and HUP end it after the
+    update, on all ranks together, with a checkpoint. A second Ctrl-C ends it at once."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self.heard = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Catch the signals while the body runs; where this is not the main thread, they are somebody else's."""
+        try:
+            before = {number: signal.signal(number, self._hear) for number in BY_SIGNAL}
+        except ValueError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT and self.heard == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.heard = number
+
+    def agreed(self) -> signal.Signals | None:
+        """The signal that any rank has heard. Every rank calls this."""
+        heard = max(int(numbers[0]) for numbers in self._pipeline.gather_numbers([self.heard]))
+        return signal.Signals(heard) if heard else None
 
 
 def asked(number: signal.Signals, iteration: int) -> Ending:

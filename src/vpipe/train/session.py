@@ -22,15 +22,15 @@ from vpipe.runtime import assembly
 from vpipe.runtime.device import device_type
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priorities.order import Backend
+from vpipe.runtime.priorities.turns import take_turns
 from vpipe.runtime.programs import Programs
 from vpipe.schedule import catalog as schedule_catalog
 from vpipe.schedule.entry import BATCHES, Chain
-from vpipe.train.cutting import cut
 from vpipe.train.feed import Feed
 from vpipe.train.limits import refuse
 from vpipe.train.optimizers import optimizer
+from vpipe.train.partition import cut
 from vpipe.train.precision import autocast, loss_scale
-from vpipe.train.sharing import share_device
 from vpipe.train.skeleton import Skeleton
 
 
@@ -186,7 +186,13 @@ def open_session(config: PipelineConfig) -> Session:
         timeout=parallel.timeout,
         schedule_options=schedule_options(config),
     )
-    return Session(config, data, model, skeleton, pipeline, feed, share_device(pipeline, config))
+    device = take_turns(
+        pipeline.each_engine,
+        parallel.priority,
+        use_orion=parallel.use_orion_scheduler,
+        num_microbatches=training.num_microbatches,
+    )
+    return Session(config, data, model, skeleton, pipeline, feed, device)
 
 
 def _check_vocabulary(config: PipelineConfig, model: Model, data: DataSet) -> None:

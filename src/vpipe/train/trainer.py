@@ -21,16 +21,15 @@ from vpipe.rundir.state import Beat
 from vpipe.schedule.entry import Chain
 from vpipe.schedule.own import short_name
 from vpipe.train import ending
+from vpipe.train.checkpoints.manager import CheckpointManager
 from vpipe.train.evaluation import Evaluation
-from vpipe.train.facts import run_facts
 from vpipe.train.feed import Position, Units, accumulated
-from vpipe.train.keeping import Keeper
 from vpipe.train.learning_rate import learning_rate
-from vpipe.train.metrics import Metrics, device_name
-from vpipe.train.profiling import profiled
+from vpipe.train.reporting.metrics import Metrics, device_name
+from vpipe.train.reporting.profiling import profiled
+from vpipe.train.reporting.run_facts import run_facts
+from vpipe.train.reporting.run_log import RunLog
 from vpipe.train.session import Session
-from vpipe.train.stopping import Stopping
-from vpipe.train.telling import Teller
 
 MAX_CHAINED_UNITS = 256
 """Units that an asynchronous schedule runs between two drains at most."""
@@ -56,14 +55,14 @@ class Trainer:
         self.rate = learning_rate(training, self.num_updates)
         pipeline.set_learning_rate(self.rate)
         self.run_id = run or lineage.new_id()
-        self.teller = Teller(session, directory, self.run_id, console)
-        self.keeper = Keeper(session, directory, self.run_id, self.teller.say, self.teller.beat)
+        self.log = RunLog(session, directory, self.run_id, console)
+        self.checkpoints = CheckpointManager(session, directory, self.run_id, self.log.say, self.log.beat)
         self.evaluation = Evaluation(session) if training.evaluation_interval >= 0 else None
-        self.stopping = Stopping(pipeline)
+        self.stop_requests = ending.StopRequests(pipeline)
         self.metrics = Metrics(
             config.num_ranks,
-            session.model.num_parameters if self.teller.is_leader else 0,
-            session.model.flops_per_token if self.teller.is_leader else 0.0,
+            session.model.num_parameters if self.log.is_leader else 0,
+            session.model.flops_per_token if self.log.is_leader else 0.0,
             training.precision,
             config.observe.warmup_iterations,
             device_name(pipeline.parameters().values()),
@@ -80,41 +79,41 @@ class Trainer:
 
     def resume(self, where: Path) -> None:
         """Go on from the newest whole checkpoint of ``where``."""
-        self.position = self.keeper.resume(where)
+        self.position = self.checkpoints.resume(where)
         self.iteration = self.position[0] * self.session.feed.num_batches + self.position[1]
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or until somebody asks to stop; the summary. ``ended`` says how."""
         training = self.session.config.training
         try:
-            self.keeper.enter()
-            self.teller.start(self._facts())
-            self.teller.resumed(self.iteration)
+            self.checkpoints.enter()
+            self.log.start(self._facts())
+            self.log.resumed(self.iteration)
             if training.warmup > self.num_updates:
-                self.teller.say(
+                self.log.say(
                     f"warning: training.warmup is {training.warmup:g} updates, but the run makes {self.num_updates}: "
                     "the learning rate does not reach its peak"
                 )
             if self.evaluation is not None and not self.evaluation.num_batches:
-                self.teller.say(f"warning: there is no evaluation: {self.evaluation.why_not}")
-            with self.stopping.listening():
+                self.log.say(f"warning: there is no evaluation: {self.evaluation.why_not}")
+            with self.stop_requests.listening():
                 self._since_update = perf_counter()
                 while self.iteration < self.num_iterations and not self._stops():
                     self._train()
                     self._evaluate_and_save()
                     if training.exit_after_profile and self._profiles(self.iteration - 1):
                         break
-            self.keeper.settle()
+            self.checkpoints.settle()
             if self._asked is not None:
                 self.ended = ending.asked(self._asked, self.iteration)
             else:
                 self.ended = ending.finished(self.iteration)
             summary = self._summary()
-            self.teller.finish(summary, self.ended)
+            self.log.finish(summary, self.ended)
             return summary
         finally:
-            self.teller.close()
-            self.keeper.close()
+            self.log.close()
+            self.checkpoints.close()
             self.session.close()
 
     def _facts(self) -> dict[str, Any]:
@@ -128,14 +127,14 @@ class Trainer:
     def _train(self) -> None:
         """One iteration; an asynchronous schedule chains several, so that it drains rarely."""
         session, pipeline = self.session, self.session.pipeline
-        self.teller.align_clocks(self.iteration)
+        self.log.align_clocks(self.iteration)
         positions = self._chain()
         count = len(positions)
         begin = perf_counter()
         units = self._read(positions) if session.reads_data else None
         name = f"profiler_{short_name(session.config.parallel.scheduler)}"
         watched = self._profiles(self.iteration)
-        around = profiled(pipeline, self.directory / name) if watched else self.teller.counted()
+        around = profiled(pipeline, self.directory / name) if watched else self.log.counted()
         with around:
             loss = pipeline.train_step(
                 units.inputs() if units else None,
@@ -152,11 +151,11 @@ class Trainer:
         tokens, samples = (units.num_tokens, units.num_samples) if units else (0, 0)
         for _ in range(count):
             self.metrics.add(seconds / count, tokens / count, samples / count, counts=not watched)
-        self.teller.iteration(self._line(positions[-1][0], loss, tokens, seconds, count))
+        self.log.iteration(self._line(positions[-1][0], loss, tokens, seconds, count))
         if self._ends_update(self.iteration):
             self._updates.append(perf_counter() - self._since_update)
-        self.keeper.poll()
-        self.teller.beat(self._beats)
+        self.checkpoints.poll()
+        self.log.beat(self._beats)
 
     def _beats(self, beat: Beat) -> None:
         beat.phase, beat.iteration, beat.iterations = "training", self.iteration, self.num_iterations
@@ -230,10 +229,10 @@ class Trainer:
         ):
             begin = perf_counter()
             loss = self.evaluation.run()
-            self.teller.evaluation({"iteration": self.iteration, "loss": loss, "seconds": perf_counter() - begin})
+            self.log.evaluation({"iteration": self.iteration, "loss": loss, "seconds": perf_counter() - begin})
         self._owes_checkpoint = self._owes_checkpoint or self._due(config.checkpoint.interval)
         if self._owes_checkpoint and self._ends_update(self.iteration):  # half of an update cannot be resumed
-            self.keeper.save(self.iteration, self.position)
+            self.checkpoints.save(self.iteration, self.position)
             self._owes_checkpoint = False
 
     def evaluate(self) -> float | None:
@@ -242,7 +241,7 @@ class Trainer:
             return None
         begin = perf_counter()
         loss = self.evaluation.run()
-        self.teller.evaluation({"iteration": self.iteration, "loss": loss, "seconds": perf_counter() - begin})
+        self.log.evaluation({"iteration": self.iteration, "loss": loss, "seconds": perf_counter() - begin})
         return loss
 
     def _due(self, interval: int) -> bool:
@@ -257,12 +256,12 @@ class Trainer:
         if not self._ends_update(self.iteration):
             return False
         self._since_update = perf_counter()
-        self._asked = self.stopping.agreed()
+        self._asked = self.stop_requests.agreed()
         if self._asked is None:
             return False
-        self.teller.say(f"asked to stop ({self._asked.name}) after iteration {self.iteration}")
+        self.log.say(f"asked to stop ({self._asked.name}) after iteration {self.iteration}")
         if self.iteration:
-            self.keeper.save(self.iteration, self.position)
+            self.checkpoints.save(self.iteration, self.position)
         return True
 
     def _summary(self) -> dict[str, Any]:

@@ -18,14 +18,14 @@ from vpipe.rundir.lineage import Entry, Line
 from vpipe.rundir.lock import Lock
 from vpipe.rundir.state import Beat
 from vpipe.runtime.updates.update import LossScale
-from vpipe.train import checkpoint, layer_file
-from vpipe.train.checkpoint import Checkpoint, DamagedCheckpoint, Standing
+from vpipe.train.checkpoints import checkpoint, layer_file
+from vpipe.train.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint, Standing
+from vpipe.train.checkpoints.writer import Layers, Place, Save, Saver
 from vpipe.train.feed import Position
-from vpipe.train.saving import Layers, Place, Save, Saver
 from vpipe.train.session import Session
 
 
-class Keeper:
+class CheckpointManager:
     """The checkpoints of one run. ``say`` tells the user a sentence, ``beat`` changes the heartbeat."""
 
     def __init__(

@@ -33,7 +33,6 @@ from vpipe.train.session import Session, open_session
 WARM_UP = 2
 OFTEN_ENOUGH = 3
 """Batches more, from which the time of one follows."""
-NOT_OF_A_UNIT = OF_A_STAGE
 
 
 @dataclass
@@ -115,7 +114,7 @@ def _train(session: Session, num_batches: int, seen: Seen) -> float:
     seconds = perf_counter() - begin
     for records in session.pipeline.trace().records.values():
         for record in records:
-            if record.action.kind not in NOT_OF_A_UNIT:
+            if record.action.kind not in OF_A_STAGE:
                 seen.actions[record.action.stage, record.action.kind].append(record.end - record.ready)
     return seconds
 

@@ -1,5 +1,5 @@
 """Reading checkpoints: files are keyed by layer, not by rank, so a checkpoint of four stages is read by one, two or
-three, by another schedule, by other replicas. Nothing is ever unpickled. ``saving`` writes them."""
+three, by another schedule, by other replicas. Nothing is ever unpickled. ``writer`` writes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from vpipe.rundir.manifest import MANIFEST, DamagedCheckpoint, FileFacts, Manifest, Standing, checkpoints, find
-from vpipe.train import layer_file
+from vpipe.train.checkpoints import layer_file
 
 __all__ = ["Checkpoint", "DamagedCheckpoint", "Standing", "checkpoints", "find"]
 

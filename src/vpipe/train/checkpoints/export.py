@@ -12,8 +12,8 @@ from torch import Tensor
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
-from vpipe.train import checkpoint
-from vpipe.train.checkpoint import Checkpoint, DamagedCheckpoint
+from vpipe.train.checkpoints import checkpoint
+from vpipe.train.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
 from vpipe.train.session import load_model
 from vpipe.train.skeleton import Skeleton
 

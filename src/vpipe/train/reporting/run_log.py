@@ -1,6 +1,6 @@
 """What a run shows and writes down while it goes: lines, metrics.jsonl, loggers, events, the live page.
 
-Every rank has a ``Teller``; what only one should do, the leader's does: the process that holds rank 0.
+Every rank has a ``RunLog``; what only one should do, the leader's does: the process that holds rank 0.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from vpipe.runtime.memory.live import LiveBytes
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, version_table
-from vpipe.train.clocks import Clocks
+from vpipe.train.reporting.clocks import Clocks
 from vpipe.train.session import Session
 
 KINDS = tuple(Kind)
 COUNTED_STEP = 2
 
 
-class Teller:
+class RunLog:
     """Tells what happens in a run."""
 
     def __init__(self, session: Session, directory: Path, run: str, console: Console | None) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from vpipe.rundir import writing
 from vpipe.rundir.lineage import Line
 from vpipe.rundir.manifest import MANIFEST, FileFacts, Manifest, Standing, free_name, on_line
-from vpipe.train import layer_file
+from vpipe.train.checkpoints import layer_file
 
 Layers = Mapping[int, Mapping[str, Tensor]]
 """Layer → what is kept of it."""

@@ -27,8 +27,8 @@ from vpipe.schedule.program import Program
 from vpipe.train.feed import Position, Units
 from vpipe.train.learning_rate import learning_rate
 from vpipe.train.optimizers import optimizer
-from vpipe.train.plain import Plain, PlainUnit, additions
 from vpipe.train.precision import autocast
+from vpipe.train.proof.plain import Plain, PlainUnit, additions
 from vpipe.train.session import Session, open_session
 
 LOSS = "loss"

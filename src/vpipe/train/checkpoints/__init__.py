@@ -1,0 +1,1 @@
+"""Checkpoints: one file per layer, written beside training, read by any number of stages, exported from."""
