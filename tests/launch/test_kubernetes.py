@@ -10,7 +10,7 @@ import yaml
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
-from vpipe.launch.elsewhere import submit
+from vpipe.launch.engines import submit
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_small_cpu.yaml")
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from vpipe.errors import UserError
-from vpipe.launch.elsewhere import submit
+from vpipe.launch.engines import submit
 from vpipe.launch.ray_cluster import RayJob, orders
 
 CONFIG = """

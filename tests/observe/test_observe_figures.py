@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from observe_runs import MakeRun
 
+from vpipe.observe.diagnosis import verdict
 from vpipe.observe.measured import Measured, from_simulation
 from vpipe.observe.memory import memory_table
 from vpipe.observe.rundir import Facts, RunDirectory, open_run
 from vpipe.observe.timelines import timelines
 from vpipe.observe.trend import trend
-from vpipe.observe.verdict import verdict
 from vpipe.schedule.catalog import build
 from vpipe.schedule.costs import Costs, StageCosts, uniform
 from vpipe.schedule.lower import lower

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from vpipe.cli import completing
+from vpipe.cli import completion
 from vpipe.cli.timing import TIMES
 from vpipe.errors import UserError
 from vpipe.schedule.catalog import get
@@ -126,7 +126,7 @@ def program_options(command: Function) -> Function:
 
     decorated: Any = with_program
     decorators = [
-        click.argument("target", metavar="SCHEDULE|FILE.csv", shell_complete=completing.schedules),
+        click.argument("target", metavar="SCHEDULE|FILE.csv", shell_complete=completion.schedules),
         click.option("-p", "--ranks", type=COUNT, help="Number of ranks."),
         click.option(
             "-m", "--microbatches", type=COUNT, help="Number of microbatches (units, for asynchronous schedules)."

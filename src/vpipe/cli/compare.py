@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from vpipe import config as configs
-from vpipe.cli import completing
+from vpipe.cli import completion
 from vpipe.cli.choice import COUNT, WholeNumbers
 from vpipe.cli.names import KNOWN
 from vpipe.cli.plugin import plugin_option, with_plugins
@@ -17,7 +17,7 @@ from vpipe.cli.plugin import plugin_option, with_plugins
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--schedulers",
-    shell_complete=completing.several_schedules,
+    shell_complete=completion.several_schedules,
     required=True,
     help="Names with commas between: gpipe,1f1b,zb-h1.",
 )
@@ -29,7 +29,7 @@ from vpipe.cli.plugin import plugin_option, with_plugins
 @click.option(
     "--set",
     "overrides",
-    shell_complete=completing.settings,
+    shell_complete=completion.settings,
     multiple=True,
     metavar="SECTION.KEY=VALUE",
     help="Set a field for all runs.",

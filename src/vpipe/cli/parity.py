@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from vpipe import config as configs
-from vpipe.cli import completing
+from vpipe.cli import completion
 from vpipe.cli.names import KNOWN
 from vpipe.cli.plugin import plugin_option, with_plugins
 
@@ -18,12 +18,12 @@ from vpipe.cli.plugin import plugin_option, with_plugins
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Iterations to compare.")
-@click.option("--scheduler", shell_complete=completing.schedules, help="The schedule, instead of the config's.")
+@click.option("--scheduler", shell_complete=completion.schedules, help="The schedule, instead of the config's.")
 @plugin_option
 @click.option(
     "--set",
     "overrides",
-    shell_complete=completing.settings,
+    shell_complete=completion.settings,
     multiple=True,
     metavar="SECTION.KEY=VALUE",
     help="Set a field of the config; may be repeated.",

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from vpipe import config as configs
-from vpipe.cli import completing
+from vpipe.cli import completion
 from vpipe.cli.bar import bar
 from vpipe.cli.choice import COUNT
-from vpipe.cli.measuring import ROUNDS
+from vpipe.cli.profiling import ROUNDS
 from vpipe.cli.ranks import AUTO, Replicas, read_links
 from vpipe.cli.timing import Numbers
 from vpipe.errors import UserError
@@ -66,7 +66,7 @@ class Wanted:
 @click.option("--speeds", type=Numbers(), help="Relative speed of each rank, such as 1,1,0.5,1. [all alike]")
 @click.option(
     "--scheduler",
-    shell_complete=completing.schedules,
+    shell_complete=completion.schedules,
     default="auto",
     show_default=True,
     help="A schedule, or auto: try all synchronous ones.",
@@ -79,7 +79,7 @@ class Wanted:
 @click.option(
     "--set",
     "overrides",
-    shell_complete=completing.settings,
+    shell_complete=completion.settings,
     multiple=True,
     metavar="SECTION.KEY=VALUE",
     help="Set a field of the config.",
@@ -115,7 +115,7 @@ def command(
       vpipe plan profile.json -p 4 -m 8 --against ddp,fsdp,single
       vpipe plan graph.txt -p 8 -m 16 --speeds 1,1,1,1,0.5,0.5,1,1
     """
-    from vpipe.cli.measuring import refuse_lost
+    from vpipe.cli.profiling import refuse_lost
 
     wanted = Wanted(**given)
     if against is not None:
@@ -148,7 +148,7 @@ def command(
     notes = _write_old(found, profile, wanted, old_form) if old_form is not None else []
     checked: dict[str, Any] | None = None
     if check and config is not None:
-        from vpipe.cli.checking import compare
+        from vpipe.cli.plan_check import compare
 
         result = compare(found, config, quiet=as_json)
         if isinstance(result, int):
@@ -163,7 +163,7 @@ def command(
     for note in notes:
         click.echo(f"{old_form}: {note}")
     if checked is not None:
-        from vpipe.cli.checking import table
+        from vpipe.cli.plan_check import table
 
         click.echo("\n" + table(checked))
     click.echo(f"\nrun it: {_command(found, wanted, config, output)}")
@@ -187,7 +187,7 @@ def _profile(wanted: Wanted, config: configs.PipelineConfig | None, quiet: bool)
     if config is None:
         return load_graph(wanted.target).to_profile() if wanted.target.suffix == ".txt" else load_profile(wanted.target)
     if wanted.profile is None:
-        from vpipe.cli.measuring import measure
+        from vpipe.cli.profiling import measure
 
         return measure(config, wanted.repeat or ROUNDS, quiet)
     if wanted.repeat is not None:

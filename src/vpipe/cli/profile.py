@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from vpipe import config as configs
-from vpipe.cli import completing
-from vpipe.cli.measuring import ROUNDS
+from vpipe.cli import completion
 from vpipe.cli.names import KNOWN
 from vpipe.cli.plugin import plugin_option, with_plugins
+from vpipe.cli.profiling import ROUNDS
 
 
 @click.command("profile")
@@ -25,7 +25,7 @@ from vpipe.cli.plugin import plugin_option, with_plugins
 @click.option(
     "--set",
     "overrides",
-    shell_complete=completing.settings,
+    shell_complete=completion.settings,
     multiple=True,
     metavar="SECTION.KEY=VALUE",
     help="Set a field of the config; may be repeated.",
@@ -50,7 +50,7 @@ def command(
       vpipe profile configs/default.yaml -o profile.json
       vpipe plan profile.json -p 4 -m 8 --memory 512MiB
     """
-    from vpipe.cli.measuring import measure, refuse_lost
+    from vpipe.cli.profiling import measure, refuse_lost
     from vpipe.plan.costs import write_text
     from vpipe.plan.graph_text import export_graph
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from vpipe.cli import completing
+from vpipe.cli import completion
 from vpipe.cli.plugin import plugin_option, with_plugins
 from vpipe.errors import UserError
 
@@ -41,12 +41,12 @@ from vpipe.errors import UserError
 @click.option(
     "--set",
     "overrides",
-    shell_complete=completing.settings,
+    shell_complete=completion.settings,
     multiple=True,
     metavar="KEY=VALUE",
     help="Override a key of the config.",
 )
-@click.option("--scheduler", shell_complete=completing.schedules, help="Override parallel.scheduler.")
+@click.option("--scheduler", shell_complete=completion.schedules, help="Override parallel.scheduler.")
 @click.option("--python", default=None, help="Python program of the ranks; this one if not given.")
 @click.option("--address", help="Ray: the cluster's address; by default the one this machine belongs to.")
 @click.option("--gpus-per-task", type=click.IntRange(0), help="Ray, Kubernetes: GPUs of each rank.")
@@ -82,10 +82,10 @@ def command(
     """
     overrides = with_plugins(overrides, plugins)
     if to != "slurm":
-        from vpipe.launch import elsewhere
+        from vpipe.launch import engines
 
         asked = {"sweep": sweep or None, "follow": follow or None, "cancel_on_interrupt": cancel_on_interrupt or None}
-        return elsewhere.submit(to, str(config), overrides, scheduler, dry_run, options | asked, click.echo)
+        return engines.submit(to, str(config), overrides, scheduler, dry_run, options | asked, click.echo)
     for name in ("address", "gpus_per_task", "spread", "image", "volume"):
         if options.pop(name, None) is not None:
             raise UserError(f"--{name.replace('_', '-')} says nothing to SLURM; give --to ray or --to kubernetes")

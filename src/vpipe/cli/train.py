@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from vpipe import config as configs
-from vpipe.cli import completing
+from vpipe.cli import completion
 from vpipe.cli.names import KNOWN
 from vpipe.cli.plugin import plugin_option, with_plugins
 from vpipe.cli.summary import summary_alone
@@ -33,13 +33,13 @@ from vpipe.rundir.state import Beat
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--scheduler",
-    shell_complete=completing.schedules,
+    shell_complete=completion.schedules,
     help="The schedule, instead of the config's (see 'vpipe schedules').",
 )
 @click.option(
     "--set",
     "overrides",
-    shell_complete=completing.settings,
+    shell_complete=completion.settings,
     multiple=True,
     metavar="SECTION.KEY=VALUE",
     help="Set a field of the config; may be repeated.",
@@ -107,7 +107,7 @@ def run(
     as_json: bool = False,
 ) -> int:
     """Train a checked config here and now."""
-    from vpipe.launch import environment, papers
+    from vpipe.launch import environment, vpipe_files
     from vpipe.rundir import claim
     from vpipe.train import limits
 
@@ -137,7 +137,7 @@ def run(
         if code is not None:
             return code
         in_processes = config.parallel.transport != "inprocess" and config.num_ranks > 1
-        papers.keep(taken.directory, config, claim.command(), source, in_processes)
+        vpipe_files.keep(taken.directory, config, claim.command(), source, in_processes)
         return _here(config, taken, arguments | {"directory": str(taken.directory), "run": taken.run})
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vpipe.errors import UserError, nearest
-from vpipe.launch import words
+from vpipe.launch import valid
 from vpipe.launch.environment import carried
 
 PYTHON = "python3"
@@ -37,12 +37,12 @@ class Container:
         if self.kind not in _PREFIXES:
             hint = nearest(self.kind, _PREFIXES)
             raise UserError(
-                f"launch.container.kind is {words.shown(self.kind)}{hint}; it is one of {', '.join(_PREFIXES)}"
+                f"launch.container.kind is {valid.shown(self.kind)}{hint}; it is one of {', '.join(_PREFIXES)}"
             )
         if self.kind != "none":
-            words.image(self.image)
+            valid.image(self.image)
         for each in self.binds:
-            words.bind(each)
+            valid.bind(each)
 
     @classmethod
     def from_config(cls, config: Any, gpus: bool = False) -> Container:
@@ -52,13 +52,13 @@ class Container:
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """(outside, inside) of every bind."""
-        return [words.bind(each) for each in self.binds]
+        return [valid.bind(each) for each in self.binds]
 
 
 def wrap(container: Container, command: Sequence[str], directory: str, variables: Iterable[str] = ()) -> list[str]:
     """``command`` inside the container, in ``directory``, with the named environment variables."""
-    names = sorted(words.variable(name, "the environment variable") for name in variables)
-    return [*_PREFIXES[container.kind](container, words.path(directory, "the working directory"), names), *command]
+    names = sorted(valid.variable(name, "the environment variable") for name in variables)
+    return [*_PREFIXES[container.kind](container, valid.path(directory, "the working directory"), names), *command]
 
 
 def command_inside(

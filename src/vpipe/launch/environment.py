@@ -20,7 +20,7 @@ from pathlib import Path
 
 from vpipe import network
 from vpipe.errors import UserError
-from vpipe.launch import words
+from vpipe.launch import valid
 from vpipe.launch.mpi import from_mpi
 
 SECRET = "VPIPE_SECRET"
@@ -99,11 +99,11 @@ def master_address(environ: Mapping[str, str], ask: Ask) -> str:
         return "127.0.0.1"
     listed = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
     names = ask(["scontrol", "show", "hostnames", listed]).split()
-    first = words.host(names[0], "the first host of SLURM_JOB_NODELIST") if names else ""
+    first = valid.host(names[0], "the first host of SLURM_JOB_NODELIST") if names else ""
     found = re.search(r"\bNodeAddr=(\S+)", ask(["scontrol", "--oneliner", "show", "node", first])) if first else None
     if found is None:
-        raise UserError(f"SLURM does not tell the address of the first node of {words.shown(listed)}; set MASTER_ADDR")
-    return words.address(found[1], f"NodeAddr of {first}")
+        raise UserError(f"SLURM does not tell the address of the first node of {valid.shown(listed)}; set MASTER_ADDR")
+    return valid.address(found[1], f"NodeAddr of {first}")
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -112,7 +112,7 @@ def tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise UserError(f"SLURM_TASKS_PER_NODE is {words.shown(text)}, which is not of the form 2(x3),1")
+            raise UserError(f"SLURM_TASKS_PER_NODE is {valid.shown(text)}, which is not of the form 2(x3),1")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -138,10 +138,10 @@ def orion_preload(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     if not Path(library).is_file():
         raise UserError(
-            f"ORION_LIBRARY is {words.shown(library)}, where there is no file; give the path of liborion.so"
+            f"ORION_LIBRARY is {valid.shown(library)}, where there is no file; give the path of liborion.so"
         )
     if any(letter in library for letter in " :"):
-        raise UserError(f"ORION_LIBRARY is {words.shown(library)}; LD_PRELOAD takes no path with a space or a colon")
+        raise UserError(f"ORION_LIBRARY is {valid.shown(library)}; LD_PRELOAD takes no path with a space or a colon")
     others = environ.get("LD_PRELOAD", "")
     return {"LD_PRELOAD": f"{Path(library).resolve()}{':' if others else ''}{others}"}
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vpipe.errors import UserError
-from vpipe.launch import words
+from vpipe.launch import valid
 from vpipe.network import is_loopback
 
 LOCAL = frozenset({"localhost", "127.0.0.1"})
@@ -40,9 +40,9 @@ def nodes(machines: Sequence[str]) -> list[Node]:
     found: dict[str, list[tuple[int, int]]] = {}
     for rank, machine in enumerate(machines):
         host, colon, gpu = machine.partition(":")
-        words.host(host, f"launch.machines[{rank}]")
+        valid.host(host, f"launch.machines[{rank}]")
         if colon and not (gpu.isascii() and gpu.isdigit() and len(gpu) <= 5):
-            raise UserError(f"launch.machines[{rank}] is {words.shown(machine)} but must be host:gpu, such as node1:0")
+            raise UserError(f"launch.machines[{rank}] is {valid.shown(machine)} but must be host:gpu, such as node1:0")
         found.setdefault(host, []).append((rank, int(gpu or 0)))
     return [
         Node(index, host, tuple(rank for rank, _ in places), tuple(gpu for _, gpu in places))

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from vpipe.errors import UserError
-from vpipe.launch import words
+from vpipe.launch import valid
 
 GROUP = "ranks"
 FOLDER = "/vpipe"
@@ -44,10 +44,10 @@ class Manifest:
     """A PersistentVolumeClaim for data, runs and checkpoints, mounted as the working directory."""
 
     def __post_init__(self) -> None:
-        words.image(self.image)
+        valid.image(self.image)
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", self.name):
             raise UserError(
-                f"--name {words.shown(self.name)} is no name for Kubernetes; take up to 40 small letters, digits and "
+                f"--name {valid.shown(self.name)} is no name for Kubernetes; take up to 40 small letters, digits and "
                 "dashes that begin and end with a letter or digit"
             )
 
@@ -96,7 +96,7 @@ def _pod(asked: Manifest) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [{"name": "config", "configMap": {"name": asked.name}}]
     mounts: list[dict[str, Any]] = [{"name": "config", "mountPath": f"{FOLDER}/config", "readOnly": True}]
     if asked.volume is not None:
-        volumes.append({"name": "work", "persistentVolumeClaim": {"claimName": words.option(asked.volume, "--volume")}})
+        volumes.append({"name": "work", "persistentVolumeClaim": {"claimName": valid.option(asked.volume, "--volume")}})
         mounts.append({"name": "work", "mountPath": f"{FOLDER}/work"})
     container: dict[str, Any] = {
         "name": "rank",

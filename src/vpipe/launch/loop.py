@@ -24,9 +24,9 @@ from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.launch.environment import SECRET
+from vpipe.launch.first_cause import IN_ORDER, Report, Verdict
 from vpipe.launch.output import Output
 from vpipe.launch.process import is_stopped, kill_group
-from vpipe.launch.verdict import IN_ORDER, Report, Verdict
 from vpipe.rundir.endings import BY_SIGNAL, Ending, Kind
 
 FAILURE_GRACE = 3.0

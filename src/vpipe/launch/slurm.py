@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from vpipe.errors import UserError
-from vpipe.launch import words
+from vpipe.launch import valid
 from vpipe.launch.container import NONE, Container, wrap
 
 GRACE = 60
@@ -67,20 +67,20 @@ class Job:
         for name in ("num_nodes", "tasks_per_node"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name.replace('_', ' ')} is {getattr(self, name)} but must be at least 1")
-        words.path(self.config, "the config")
-        words.path(self.python, "the Python program")
-        words.path(self.run_directory, "observe.directory")
+        valid.path(self.config, "the config")
+        valid.path(self.python, "the Python program")
+        valid.path(self.run_directory, "observe.directory")
         if self.checkpoint_directory is not None:
-            words.path(self.checkpoint_directory, "checkpoint.directory")
+            valid.path(self.checkpoint_directory, "checkpoint.directory")
         for name in ("name", "partition", "account", "qos", "gres", "memory", "interface"):
             if getattr(self, name) is not None:
-                words.option(getattr(self, name), f"--{name}")
+                valid.option(getattr(self, name), f"--{name}")
         if self.time is not None:
-            words.duration(self.time, "--time")
+            valid.duration(self.time, "--time")
         if self.array is not None:
-            words.array(self.array, "--array")
+            valid.array(self.array, "--array")
         for argument in (*self.arguments, *(word for point in self.points for word in point)):
-            words.argument(argument, "an argument of the job")
+            valid.argument(argument, "an argument of the job")
 
     @property
     def num_ranks(self) -> int:
@@ -99,7 +99,7 @@ def sweep(axes: Sequence[str]) -> tuple[Point, ...]:
         key, equals, values = axis.partition("=")
         if not equals or "." not in key or not all(value.strip() for value in values.split(",")):
             raise UserError(
-                f"--sweep {words.shown(axis)} is not section.key=a,b such as training.learning_rate=1e-3,1e-4"
+                f"--sweep {valid.shown(axis)} is not section.key=a,b such as training.learning_rate=1e-3,1e-4"
             )
         choices.append([f"{key.strip()}={value.strip()}" for value in values.split(",")])
     return tuple(product(*choices)) if choices else ()

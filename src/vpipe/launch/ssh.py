@@ -24,7 +24,7 @@ from pathlib import Path
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
-from vpipe.launch import words
+from vpipe.launch import valid
 from vpipe.launch.container import NONE, PYTHON, Container, wrap
 from vpipe.launch.environment import SECRET, carried, interface_variables
 from vpipe.launch.hosts import Node, all_local, machinefile, meeting_point, nodes
@@ -59,12 +59,12 @@ class Launch:
     """More variables for every rank; they go through the connection."""
 
     def __post_init__(self) -> None:
-        words.path(self.directory, "the working directory")
-        words.path(self.python, "the Python program")
+        valid.path(self.directory, "the working directory")
+        valid.path(self.python, "the Python program")
         for word in self.command:
-            words.argument(word, "an argument of the ranks")
+            valid.argument(word, "an argument of the ranks")
         if self.interface is not None:
-            words.option(self.interface, "launch.interface")
+            valid.option(self.interface, "launch.interface")
 
 
 def from_config(
@@ -98,8 +98,8 @@ def command(node: Node, launch: Launch) -> list[str]:
     line = f"cd {shlex.quote(launch.directory)} && exec {shlex.join(remote)}"
     options = [word for name, value in OPTIONS.items() for word in ("-o", f"{name}={value}")]
     config = os.environ.get("VPIPE_SSH_CONFIG")
-    file = ["-F", words.path(config, "VPIPE_SSH_CONFIG")] if config else []
-    return ["ssh", *file, *options, "-T", "--", words.host(node.host), line]
+    file = ["-F", valid.path(config, "VPIPE_SSH_CONFIG")] if config else []
+    return ["ssh", *file, *options, "-T", "--", valid.host(node.host), line]
 
 
 def order(node: Node, launch: Launch, meeting: str, port: int, hello: Hello) -> Order:

@@ -34,8 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vpipe.observe.measured import Measured, computes
+from vpipe.observe.meetings import Meetings, meetings
 from vpipe.observe.replay import idle_times
-from vpipe.observe.waits import Meetings, meetings
 from vpipe.schedule.action import Action, Kind
 
 CAUSES = ("warmup_drain", "imbalance", "communication", "data", "overhead")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from vpipe.observe.measured import Measured, computes
-from vpipe.observe.waits import meetings
+from vpipe.observe.meetings import meetings
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.program import Program

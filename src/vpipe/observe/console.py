@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vpipe.observe.words import count, duration, memory
+from vpipe.observe.readable import count, duration, memory
 from vpipe.terminal import obeys
 
 Metrics = Mapping[str, Any]

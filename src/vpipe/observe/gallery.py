@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError
+from vpipe.observe.run_state import begun, story
 from vpipe.observe.rundir import open_run
-from vpipe.observe.story import begun, story
 
 MOST = 200
 """Runs that are listed: the newest."""

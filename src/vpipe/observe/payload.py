@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.observe.bubbles import CAUSES, NAMES
+from vpipe.observe.diagnosis import verdict
 from vpipe.observe.measured import Measured, join
 from vpipe.observe.memory import memory_table
+from vpipe.observe.run_state import story
 from vpipe.observe.rundir import MAX_BYTES, Facts, RunDirectory
-from vpipe.observe.story import story
 from vpipe.observe.timelines import timelines
 from vpipe.observe.trend import trend
-from vpipe.observe.verdict import verdict
 from vpipe.schedule import draw, svg
 
 MAX_POINTS = 1500

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vpipe.observe.measured import Measured, computes
-from vpipe.observe.waits import Meetings
+from vpipe.observe.meetings import Meetings
 from vpipe.schedule.action import Action
 
 Duration = Callable[[int, int], int]

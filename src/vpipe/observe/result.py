@@ -10,9 +10,9 @@ from typing import Any
 from vpipe.errors import UserError
 from vpipe.observe.memory import tensor_bytes
 from vpipe.observe.payload import recorded, thinned
+from vpipe.observe.readable import duration
 from vpipe.observe.rundir import RunDirectory, open_run
 from vpipe.observe.timelines import timelines
-from vpipe.observe.words import duration
 
 KEYS = (
     "time_per_iteration_seconds",

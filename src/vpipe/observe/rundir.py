@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vpipe.errors import UserError
-from vpipe.observe.story import begun, ended, story
+from vpipe.observe.run_state import begun, ended, story
 from vpipe.rundir.layout import METRICS
 from vpipe.schedule.action import Action, parse
 from vpipe.schedule.placement import Placement

@@ -21,8 +21,8 @@ from vpipe.errors import UserError
 from vpipe.observe.bubbles import CAUSES, Bubbles, attribute
 from vpipe.observe.calibrate import calibrate
 from vpipe.observe.measured import Measured, from_simulation
+from vpipe.observe.meetings import meetings
 from vpipe.observe.rundir import Event
-from vpipe.observe.waits import meetings
 from vpipe.schedule.program import Program
 from vpipe.schedule.simulate import Simulation, simulate
 from vpipe.schedule.verify import verify

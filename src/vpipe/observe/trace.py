@@ -22,7 +22,7 @@ from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.observe.measured import Measured, computes
-from vpipe.observe.waits import meetings
+from vpipe.observe.meetings import meetings
 from vpipe.schedule.action import Action, parse
 from vpipe.schedule.draw import NAMES
 

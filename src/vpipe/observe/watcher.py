@@ -11,11 +11,11 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
+from vpipe.observe.diagnosis import verdict
 from vpipe.observe.measured import Measured, join
 from vpipe.observe.payload import payload, unstarted
+from vpipe.observe.run_state import begun
 from vpipe.observe.rundir import NotStarted, RunDirectory, open_run
-from vpipe.observe.story import begun
-from vpipe.observe.verdict import verdict
 from vpipe.rundir import state as states
 
 LIVE_STEPS = 10

@@ -23,8 +23,8 @@ from vpipe.runtime.assembly import Wires
 from vpipe.runtime.device import is_host, place
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow, resolve
+from vpipe.runtime.memory.choices import stages_with, treated_layers
 from vpipe.runtime.memory.heap import keep_freed_memory, return_freed_memory
-from vpipe.runtime.memory.treatment import stages_with, treated_layers
 from vpipe.runtime.options import Options
 from vpipe.runtime.priorities.order import Policy
 from vpipe.runtime.programs import Programs, ScheduleSpec

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vpipe.runtime.attitude import follow
 from vpipe.runtime.engine import Engine
+from vpipe.runtime.train_mode import follow
 from vpipe.runtime.updates.update import LossScale
 from vpipe.runtime.updates.weights import count_bytes
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vpipe.errors import UserError, nearest
-from vpipe.runtime.memory.treatment import Chosen
+from vpipe.runtime.memory.choices import Chosen
 from vpipe.runtime.updates.update import LossScale
 from vpipe.schedule.program import Program
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime import assembly
-from vpipe.runtime.attitude import evaluating
 from vpipe.runtime.builder import prepared
 from vpipe.runtime.engine import Compiled, Engine, Job, Result
 from vpipe.runtime.flow import Flow, bind_inputs
@@ -28,6 +27,7 @@ from vpipe.runtime.options import Memory, Options, PlainKeywords, Ranks, Schedul
 from vpipe.runtime.randomness import undisturbed
 from vpipe.runtime.steps import check_counts, mean_loss, torn, units_of, without_gradient
 from vpipe.runtime.trace import Trace
+from vpipe.runtime.train_mode import evaluating
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.inprocess import PeerFailed
 from vpipe.runtime.updates.update import LossScale

@@ -17,7 +17,7 @@ from vpipe.interfaces import ModelInterface, stage_sizes
 from vpipe.plan.layout import layout_from_json
 from vpipe.plan.memory import Choice
 from vpipe.registry import MODEL_REGISTRY
-from vpipe.runtime.memory.treatment import Chosen
+from vpipe.runtime.memory.choices import Chosen
 from vpipe.schedule import catalog
 from vpipe.train.balance import balanced
 from vpipe.train.skeleton import Skeleton
