@@ -32,7 +32,7 @@ from common import finish, options, summary
 from vpipe.rundir.lineage import Line
 from vpipe.rundir.manifest import Standing
 from vpipe.train.checkpoints import layer_file
-from vpipe.train.checkpoints.writer import Place, Save, Saver
+from vpipe.train.checkpoints.writer import CheckpointPlace, Save, Saver
 
 Begin = Callable[[int], Callable[[], bool]]
 """Begins a save of a number; what it returns says whether the save has ended."""
@@ -65,7 +65,7 @@ class Stage:
 
 
 def ours(stage: Stage, folder: Path, blocking: bool) -> Begin:
-    saver = Saver(Place(folder, 0, 1, 1), blocking=blocking)
+    saver = Saver(CheckpointPlace(folder, 0, 1, 1), blocking=blocking)
     line = Line("a" * 12)
 
     def begin(number: int) -> Callable[[], bool]:

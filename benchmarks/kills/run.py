@@ -31,8 +31,8 @@ import yaml
 import vpipe.train.worker
 from vpipe.cli.main import main as vpipe
 from vpipe.rundir import endings
-from vpipe.rundir.endings import Kind
-from vpipe.rundir.manifest import Manifest, find
+from vpipe.rundir.endings import EndingKind
+from vpipe.rundir.manifest import CheckpointManifest, find
 
 CASES = [
     {"transport": transport, "data_parallel_size": replicas, "scheduler": scheduler}
@@ -127,7 +127,7 @@ def ended(pids: list[int], seconds: float) -> bool:
 
 def _finished(directory: Path) -> bool:
     found = endings.read(directory)
-    return found is not None and found.kind is Kind.FINISHED
+    return found is not None and found.kind is EndingKind.FINISHED
 
 
 def _until_it_trains(directory: Path, pids: list[int]) -> None:
@@ -148,7 +148,7 @@ def kill(pids: list[int], how_many: int, dice: random.Random) -> None:
 
 
 def result(directory: Path) -> dict[str, Any]:
-    newest = Manifest.read(find(directory)[0])
+    newest = CheckpointManifest.read(find(directory)[0])
     assert newest.standing.iteration == ITERATIONS, newest.standing
     return {name: (facts.bytes, facts.sha256) for name, facts in newest.files.items()}
 

@@ -17,7 +17,7 @@ from ssh_server import missing as missing_sshd
 from vpipe.config import ContainerConfig
 from vpipe.errors import UserError
 from vpipe.launch.container import MARK, NONE, Container, command_inside, wrap
-from vpipe.launch.ssh import Launch, run
+from vpipe.launch.ssh import SshLaunch, run
 
 PYTHON = ["python3", "-m", "vpipe"]
 
@@ -162,7 +162,7 @@ def test_ranks_on_two_hosts_meet_inside_containers(
     script = tmp_path / "meet.py"
     script.write_text(MEET)
     container = Container(kind, str(image), (*brought(), str(tmp_path)))
-    launch = Launch(("node-a:0", "node-b:0"), (str(script),), str(ROOT), tmp_path, container=container)
+    launch = SshLaunch(("node-a:0", "node-b:0"), (str(script),), str(ROOT), tmp_path, container=container)
     code = run(launch, lines.append)
     assert code == 0, lines
     assert {"node-a: [0] vpipe-test-image 0", "node-b: [1] vpipe-test-image 1"} <= set(lines), lines

@@ -17,7 +17,7 @@ import pytest
 from container_image import brought, build
 from slurm_cluster import Cluster, missing
 
-from vpipe.launch.slurm import Job, script
+from vpipe.launch.slurm import SlurmJob, script
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "gpt_small_cpu.yaml")
@@ -214,7 +214,7 @@ def test_the_script_and_adopt_find_the_same_address(cluster: Cluster) -> None:
     code = f"{ADOPT}; print(os.environ['MASTER_ADDR'], os.environ['RANK'])"
     command = ["srun", "--nodes=2", "--ntasks=2", sys.executable, "-c", code]
     assert sorted(cluster.call(*command).splitlines()) == ["127.0.0.1 0", "127.0.0.1 1"]
-    address = next(line for line in script(Job("c", 2, 1)).splitlines() if line.startswith("MASTER_ADDR="))
+    address = next(line for line in script(SlurmJob("c", 2, 1)).splitlines() if line.startswith("MASTER_ADDR="))
     assert cluster.call("bash", "-c", f"first=n2; {address}; echo $MASTER_ADDR") == "127.0.0.2\n"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from vpipe.errors import UserError
 from vpipe.launch.job import plan_job
-from vpipe.launch.slurm import LIVES, Job, limit_warning, script, seconds
+from vpipe.launch.slurm import LIVES, SlurmJob, limit_warning, script, seconds
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_small_cpu.yaml")
 
@@ -34,7 +34,7 @@ def life(folder: Path, saves: str = "") -> str:
     os.mkfifo(ready)
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "READY": str(ready), "SAVES": saves}
     process = subprocess.Popen(
-        ["bash", "-c", script(Job("c.yaml", 1, 1, run_directory=str(folder / "runs")))],
+        ["bash", "-c", script(SlurmJob("c.yaml", 1, 1, run_directory=str(folder / "runs")))],
         env=environment | {"FOLDER": str(folder / "runs" / "slurm-7")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -68,11 +68,11 @@ def test_slurms_times(time: str, expected: int) -> None:
 
 
 def test_a_limit_shorter_than_the_start_is_warned_of() -> None:
-    said = limit_warning(Job("c.yaml", 1, 1, time="00:01:30"))
+    said = limit_warning(SlurmJob("c.yaml", 1, 1, time="00:01:30"))
     assert said is not None
     assert "leaves 30 s" in said
-    assert limit_warning(Job("c.yaml", 1, 1, time="00:03:00")) is None
-    assert limit_warning(Job("c.yaml", 1, 1, time="1", requeue=False)) is None
+    assert limit_warning(SlurmJob("c.yaml", 1, 1, time="00:03:00")) is None
+    assert limit_warning(SlurmJob("c.yaml", 1, 1, time="1", requeue=False)) is None
     assert any("leaves 0 s" in each for each in plan_job(CONFIG, (), (), None, {"time": "1"})[1])
 
 

@@ -13,8 +13,8 @@ from vpipe.errors import UserError
 from vpipe.launch.container import Container
 from vpipe.launch.environment import adopt, carried, from_slurm, orion_preload, rank, tasks_per_node
 from vpipe.launch.job import plan_job
-from vpipe.launch.queue import Follower, Task, tasks
-from vpipe.launch.slurm import Job, script, sweep
+from vpipe.launch.queue import Follower, QueuedJob, tasks
+from vpipe.launch.slurm import SlurmJob, script, sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ def options(text: str) -> dict[str, str]:
 
 
 def test_every_option_is_asked_for() -> None:
-    job = Job(
+    job = SlurmJob(
         "c.yaml", 2, 4, "n", "py", partition="p", account="a", qos="q", gres="gpu:4", cpus_per_task=3, memory="8G"
     )
     asked = options(script(job))
@@ -37,7 +37,7 @@ def test_every_option_is_asked_for() -> None:
 
 
 def test_without_requeue_nothing_is_trapped() -> None:
-    text = script(Job("c.yaml", 1, 1, requeue=False))
+    text = script(SlurmJob("c.yaml", 1, 1, requeue=False))
     assert "no-requeue" in options(text)
     assert "USR1" not in text
     assert "scontrol requeue" not in text
@@ -49,13 +49,13 @@ def test_without_requeue_nothing_is_trapped() -> None:
 @pytest.mark.parametrize("points", [(), (("a.b=1",), ("a.b='2'",))])
 def test_bash_can_read_every_script(requeue: bool, nodes: int, kind: str, points: tuple[tuple[str, ...], ...]) -> None:
     container = Container(kind, "image", ("/data",)) if kind != "none" else Container()
-    text = script(Job("my config.yaml", nodes, 2, container=container, points=points, requeue=requeue))
+    text = script(SlurmJob("my config.yaml", nodes, 2, container=container, points=points, requeue=requeue))
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=10)
 
 
 def test_a_script_without_an_address_ends_at_once() -> None:
     """Never a silent localhost: a wrong address is a hang of half an hour."""
-    text = script(Job("c.yaml", 2, 1)).replace("scontrol", "true")
+    text = script(SlurmJob("c.yaml", 2, 1)).replace("scontrol", "true")
     environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-2]"}
     done = subprocess.run(
         ["bash"], input=text, text=True, env=environment, capture_output=True, timeout=10, check=False
@@ -71,9 +71,9 @@ def test_sweeps_are_products() -> None:
         ("a.x=2", "a.y=u"),
         ("a.x=2", "a.y=v"),
     )
-    assert options(script(Job("c", 1, 1, points=sweep(["a.x=1,2,3"]))))["array"] == "0-2"
-    assert options(script(Job("c", 1, 1, points=sweep(["a.x=1,2,3"]), array="0-2%1")))["array"] == "0-2%1"
-    assert 'training.seed="$SLURM_ARRAY_TASK_ID"' in script(Job("c", 1, 1, array="1-5"))
+    assert options(script(SlurmJob("c", 1, 1, points=sweep(["a.x=1,2,3"]))))["array"] == "0-2"
+    assert options(script(SlurmJob("c", 1, 1, points=sweep(["a.x=1,2,3"]), array="0-2%1")))["array"] == "0-2%1"
+    assert 'training.seed="$SLURM_ARRAY_TASK_ID"' in script(SlurmJob("c", 1, 1, array="1-5"))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_an_arrays_waiting_record_is_not_a_failure(tmp_path: Path) -> None:
 
 def test_a_signal_is_an_exit_code() -> None:
     line = RECORD.format(id=3, array="", state="CANCELLED", reason="None", code="0:15", out="/x")
-    assert tasks(3, lambda words: line) == [Task("3", "CANCELLED", "None", "/x", 143)]
+    assert tasks(3, lambda words: line) == [QueuedJob("3", "CANCELLED", "None", "/x", 143)]
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_only_an_interrupted_run_is_queued_again(announced: bool, exit_code: int
     for name, text in {"srun": wait, "scontrol": "echo again $*", "sleep": "exec /bin/sleep 0.1"}.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
-    (tmp_path / "job.sh").write_text(script(Job("c.yaml", 1, 1)))
+    (tmp_path / "job.sh").write_text(script(SlurmJob("c.yaml", 1, 1)))
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "CODE": str(exit_code)}
     job = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     if announced:

@@ -20,7 +20,7 @@ from vpipe.config import PipelineConfig, load
 from vpipe.errors import UserError
 from vpipe.launch.hosts import Node, nodes
 from vpipe.launch.remote import Hello
-from vpipe.launch.ssh import Launch, command, from_config, order, run
+from vpipe.launch.ssh import SshLaunch, command, from_config, order, run
 
 pytestmark = pytest.mark.timeout(120)
 needs_sshd = pytest.mark.skipif(bool(missing()), reason=missing() or "sshd is here")
@@ -229,7 +229,7 @@ def test_hosts_in_network_namespaces_find_the_interface_that_leads_to_each_other
 def test_the_command_is_words_and_the_far_side_gets_quoted_ones() -> None:
     node = Node(0, "node-a", (0,), (0,))
     folder = "/data/it's a $(dir)"
-    words = command(node, Launch(("node-a:0",), ("-m", "vpipe"), folder, Path("run"), python="/opt/my python"))
+    words = command(node, SshLaunch(("node-a:0",), ("-m", "vpipe"), folder, Path("run"), python="/opt/my python"))
     assert words[0] == "ssh"
     assert words[-3:-1] == ["--", "node-a"]
     assert words[-1] == "cd '/data/it'\"'\"'s a $(dir)' && exec '/opt/my python' -m vpipe.launch.remote"
@@ -238,14 +238,14 @@ def test_the_command_is_words_and_the_far_side_gets_quoted_ones() -> None:
 @pytest.mark.parametrize("host", ["-oProxyCommand=id", "a b", "a;id", "a\nb", "", "$(id)", "a'", "host\n"])
 def test_a_host_is_a_name(host: str) -> None:
     with pytest.raises(UserError, match="must be a host name"):
-        command(Node(0, host, (0,), (0,)), Launch((), (), "/", Path("run")))
+        command(Node(0, host, (0,), (0,)), SshLaunch((), (), "/", Path("run")))
 
 
 def test_an_order_speaks_torchs_words_and_respects_the_users_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     node = Node(1, "b", (1, 3), (0, 1))
     sent = order(
-        node, Launch(("a", "b", "a", "b"), ("x.py",), "/w", Path("r"), "py"), "10.0.0.1", 77, Hello("b", 1, "e0")
+        node, SshLaunch(("a", "b", "a", "b"), ("x.py",), "/w", Path("r"), "py"), "10.0.0.1", 77, Hello("b", 1, "e0")
     )
     assert sent.command == ("py", "x.py")
     assert sent.ranks == {"1": {"RANK": "1", "LOCAL_RANK": "0"}, "3": {"RANK": "3", "LOCAL_RANK": "1"}}

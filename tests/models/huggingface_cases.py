@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from vpipe.models.huggingface.architectures import architecture, own_example
-from vpipe.models.huggingface.tasks import Task
+from vpipe.models.huggingface.tasks import ModelTask
 
 DECODER = {
     "vocab_size": 41, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -145,7 +145,7 @@ def original(name: str, **more: Any) -> nn.Module:
 
 
 def random_batch(
-    task: Task, model: Any, rows: int = 4, length: int = 9
+    task: ModelTask, model: Any, rows: int = 4, length: int = 9
 ) -> tuple[dict[str, Tensor], Any, dict[str, Any]]:
     """(inputs, targets, the arguments of the library's forward that mean the same)."""
     generator = torch.Generator().manual_seed(11)

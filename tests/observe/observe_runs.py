@@ -140,5 +140,5 @@ def write_run(
     if finished:
         summary = {"total_time_seconds": 3.0, "total_iterations": 10 * steps, "throughput_tokens_per_second": 81000.0,
                    "mfu": "n/a", "final_loss": lines[-1]["loss"]}  # fmt: skip
-        endings.conclude(path, beat.run, Ending.of(endings.Kind.FINISHED, "all iterations are trained"), summary)
+        endings.conclude(path, beat.run, Ending.of(endings.EndingKind.FINISHED, "all iterations are trained"), summary)
     return path

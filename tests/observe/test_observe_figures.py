@@ -15,7 +15,7 @@ from observe_runs import MakeRun
 from vpipe.observe.diagnosis import verdict
 from vpipe.observe.measured import Measured, from_simulation
 from vpipe.observe.memory import memory_table
-from vpipe.observe.rundir import Facts, RunDirectory, open_run
+from vpipe.observe.rundir import RunDirectory, RunFacts, open_run
 from vpipe.observe.timelines import timelines
 from vpipe.observe.trend import trend
 from vpipe.schedule.catalog import build
@@ -52,7 +52,7 @@ def run_of(program: Any, layers: Sequence[int], tmp_path: Path, schedule: str) -
     names = iter(range(sum(layers)))
     stages = [{"layers": [f"block {next(names)}" for _ in range(count)], "weight_bytes": 8} for count in layers]
     raw = {"program": to_csv(program), "schedule": schedule, "num_microbatches": 8, "stages": stages}
-    return RunDirectory(tmp_path, Facts(raw, "run.json"))
+    return RunDirectory(tmp_path, RunFacts(raw, "run.json"))
 
 
 def test_the_verdict_names_the_slow_rank_and_a_cut_that_is_as_quick_as_it_says(tmp_path: Path) -> None:

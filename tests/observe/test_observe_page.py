@@ -14,7 +14,7 @@ from vpipe.observe import comparison
 from vpipe.observe.dashboard import Dashboard
 from vpipe.observe.report import write_report
 from vpipe.rundir import endings
-from vpipe.rundir.endings import Ending, Kind
+from vpipe.rundir.endings import Ending, EndingKind
 from vpipe.rundir.state import Beat
 from vpipe.schedule.simulate import simulate
 from vpipe.schedule.svg import svg
@@ -94,7 +94,7 @@ def test_a_failed_run_shows_its_first_cause_and_its_last_lines(browser: Any, tmp
         opened.page.goto(server.url)
         shows(opened.page, "#state", "starting")
         (path / "logs" / "rank1.log").write_text("reading data\n<b>not bold</b>\n")
-        cause = Ending.of(Kind.FAILED, "stage 1, 1F0: shapes do not match", rank=1, details="ValueError: 3 and 4")
+        cause = Ending.of(EndingKind.FAILED, "stage 1, 1F0: shapes do not match", rank=1, details="ValueError: 3 and 4")
         endings.conclude(path, RUN, cause)
         shows(opened.page, "#state", "failed")
         shows(opened.page, "#story", "The run failed on rank 1")

@@ -16,7 +16,7 @@ from vpipe.observe.rundir import open_run
 from vpipe.observe.watcher import Watcher
 from vpipe.process import Process
 from vpipe.rundir import endings
-from vpipe.rundir.endings import Ending, Kind
+from vpipe.rundir.endings import Ending, EndingKind
 from vpipe.rundir.state import Beat
 
 RUN = "0123456789ab"
@@ -45,13 +45,13 @@ def test_a_killed_run_is_not_running_for_ever(make_run: MakeRun) -> None:
     assert open_run(path).ended
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_every_ending_is_called_by_its_name(make_run: MakeRun, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(EndingKind))
+def test_every_ending_is_called_by_its_name(make_run: MakeRun, kind: EndingKind) -> None:
     path = make_run("1f1b", 2, 4, finished=False)
     endings.conclude(path, RUN, Ending.of(kind, "why it ended", rank=1, details="Traceback\nValueError: first"))
     found = payload(open_run(path), [])["state"]
     assert (found["kind"], found["sentence"], found["ended"]) == (kind, "why it ended", True)
-    assert found["bad"] == (kind in (Kind.FAILED, Kind.KILLED, Kind.LOST))
+    assert found["bad"] == (kind in (EndingKind.FAILED, EndingKind.KILLED, EndingKind.LOST))
     assert "ValueError: first" in found["details"]
 
 
@@ -66,7 +66,7 @@ def failed_early(path: Path) -> Path:
     path.mkdir()
     (path / "config.yaml").write_text("model:\n  name: gpt\n")
     Beat(RUN).write(path)
-    cause = Ending.of(Kind.FAILED, "model.vocab_size is 64, but the data set has 1024 token ids", 2, rank=1)
+    cause = Ending.of(EndingKind.FAILED, "model.vocab_size is 64, but the data set has 1024 token ids", 2, rank=1)
     endings.conclude(path, RUN, cause)
     (path / "logs").mkdir()
     (path / "logs" / "rank1.log").write_text("loading\nvpipe: model.vocab_size is 64\n")

@@ -12,7 +12,7 @@ from vpipe.errors import UserError
 from vpipe.plan.bounds import Options
 from vpipe.plan.costs import Profile
 from vpipe.plan.graph_orders import plan_graph
-from vpipe.plan.graph_text import Graph, Node, export_graph, load_graph, parse_graph
+from vpipe.plan.graph_text import Graph, GraphNode, export_graph, load_graph, parse_graph
 from vpipe.plan.planner import plan
 from vpipe.plan.predict import Machine, Pipe, stage_facts
 from vpipe.plan.shortfall import shortfall
@@ -137,7 +137,7 @@ def two_branches() -> str:
     return "\n".join([*lines, *(f"\t{a} -- {b}" for a, b in edges)]) + "\n"
 
 
-def every_order(graph: Graph) -> list[list[Node]]:
+def every_order(graph: Graph) -> list[list[GraphNode]]:
     """All topological orders, by trying all permutations."""
     writers = {each.id: {a for a, b in graph.edges if b == each.id} for each in graph.nodes}
     return [

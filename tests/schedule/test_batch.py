@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from vpipe.schedule.batch import Batch
+from vpipe.schedule.batch import ProgramGraph
 from vpipe.schedule.catalog import entries
 from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.entry import Entry
@@ -44,7 +44,7 @@ def test_every_schedule_takes_what_the_simulator_says(entry: Entry) -> None:
         stages = range(program.num_stages)
         again, swapped = ([s for s in stages if rng.random() < 0.5] for _ in range(2))
         program = lower(program, recompute_stages=again, swap_stages=swapped)
-        batch = Batch(program, blocking=entry.blocking)
+        batch = ProgramGraph(program, blocking=entry.blocking)
         given = [random_costs(rng, len(stages)) for _ in range(3)]
         for costs in given:
             price, hop, lag = price_tables(costs)
@@ -57,7 +57,7 @@ def test_every_schedule_takes_what_the_simulator_says(entry: Entry) -> None:
 def test_columns_do_not_mix_and_a_path_of_one_bounds_the_others() -> None:
     rng = random.Random(1)
     entry = next(entry for entry in entries() if entry.name == "zb-h1")
-    batch = Batch(lower(entry.build(4, 8)))
+    batch = ProgramGraph(lower(entry.build(4, 8)))
     tables = [price_tables(random_costs(rng, 4)) for _ in range(20)]
     lag = tables[0][2]
     parts = [batch.table(price[:, :, None], hop[:, :, None], lag) for price, hop, _ in tables]

@@ -21,8 +21,8 @@ from vpipe.config import load
 from vpipe.errors import UserError
 from vpipe.launch.container import Container, wrap
 from vpipe.launch.hosts import Node, nodes
-from vpipe.launch.slurm import Job, script, sweep
-from vpipe.launch.ssh import Launch, command
+from vpipe.launch.slurm import SlurmJob, script, sweep
+from vpipe.launch.ssh import SshLaunch, command
 
 RECORDER = """#!/bin/sh
 printf '%s\\0' "$0" "$@" END >> {log}
@@ -35,15 +35,15 @@ esac
 WORDS = ("name", "partition", "account", "qos", "gres", "memory", "time", "array", "interface")
 """Fields of a job that are single checked words."""
 
-TEXTS: dict[str, Callable[[str], Job]] = {
-    "config": lambda payload: Job(payload, 2, 1),
-    "python": lambda payload: Job("c.yaml", 2, 1, python=payload),
-    "run_directory": lambda payload: Job("c.yaml", 2, 1, run_directory=payload),
-    "checkpoint_directory": lambda payload: Job("c.yaml", 2, 1, checkpoint_directory=payload),
-    "arguments": lambda payload: Job("c.yaml", 2, 1, arguments=("--set", payload)),
-    "points": lambda payload: Job("c.yaml", 2, 1, points=((payload,), ("a.b=1",))),
-    "image": lambda payload: Job("c.yaml", 1, 2, container=Container("apptainer", payload)),
-    "bind": lambda payload: Job("c.yaml", 1, 2, container=Container("docker", "image", (f"{payload}:/inside",))),
+TEXTS: dict[str, Callable[[str], SlurmJob]] = {
+    "config": lambda payload: SlurmJob(payload, 2, 1),
+    "python": lambda payload: SlurmJob("c.yaml", 2, 1, python=payload),
+    "run_directory": lambda payload: SlurmJob("c.yaml", 2, 1, run_directory=payload),
+    "checkpoint_directory": lambda payload: SlurmJob("c.yaml", 2, 1, checkpoint_directory=payload),
+    "arguments": lambda payload: SlurmJob("c.yaml", 2, 1, arguments=("--set", payload)),
+    "points": lambda payload: SlurmJob("c.yaml", 2, 1, points=((payload,), ("a.b=1",))),
+    "image": lambda payload: SlurmJob("c.yaml", 1, 2, container=Container("apptainer", payload)),
+    "bind": lambda payload: SlurmJob("c.yaml", 1, 2, container=Container("docker", "image", (f"{payload}:/inside",))),
 }
 """Fields of a job that may hold any line of text."""
 
@@ -104,18 +104,24 @@ def test_there_are_enough_payloads() -> None:
 
 
 def test_every_string_of_a_job_is_attacked() -> None:
-    texts = {field.name for field in fields(Job)} - {"num_nodes", "tasks_per_node", "cpus_per_task", "requeue", "port"}
+    texts = {field.name for field in fields(SlurmJob)} - {
+        "num_nodes",
+        "tasks_per_node",
+        "cpus_per_task",
+        "requeue",
+        "port",
+    }
     assert texts - {"container"} <= {*WORDS, *TEXTS}
 
 
 @pytest.mark.parametrize("payload", PAYLOADS, ids=range(len(PAYLOADS)))
 @pytest.mark.parametrize("field", WORDS)
 def test_words_of_slurm_are_refused_or_plain(field: str, payload: str) -> None:
-    job = allowed(lambda word: Job("c.yaml", 2, 1, **{field: word}), payload)
+    job = allowed(lambda word: SlurmJob("c.yaml", 2, 1, **{field: word}), payload)
     if job is None:
         return
-    assert isinstance(job, Job)
-    plain = script(Job("c.yaml", 2, 1, **{field: "7"})).splitlines()
+    assert isinstance(job, SlurmJob)
+    plain = script(SlurmJob("c.yaml", 2, 1, **{field: "7"})).splitlines()
     lines = script(job).splitlines()
     assert len(lines) == len(plain), payload
     assert not payload.startswith("-")
@@ -129,7 +135,7 @@ def test_texts_of_a_script_stay_one_word(field: str, payload: str, sandbox: Path
     job = allowed(TEXTS[field], payload)
     if job is None:
         return
-    assert isinstance(job, Job)
+    assert isinstance(job, SlurmJob)
     calls = run(sandbox, "bash", text=script(job))
     assert not (sandbox / "canary").exists()
     (srun,) = [call for call in calls if Path(call[0]).name == "srun"]
@@ -147,8 +153,8 @@ def test_the_far_shell_sees_quoted_words(payload: str, sandbox: Path) -> None:
     """The working directory and the Python program, as sshd hands them to a shell."""
     payload = armed(payload, sandbox)
     for launch in (
-        lambda word: command(Node(0, "a", (0,), (0,)), Launch(("a",), (), word, Path("r"), "python")),
-        lambda word: command(Node(0, "a", (0,), (0,)), Launch(("a",), (), str(sandbox), Path("r"), word)),
+        lambda word: command(Node(0, "a", (0,), (0,)), SshLaunch(("a",), (), word, Path("r"), "python")),
+        lambda word: command(Node(0, "a", (0,), (0,)), SshLaunch(("a",), (), str(sandbox), Path("r"), word)),
     ):
         words = allowed(launch, payload)
         if words is not None:
@@ -201,7 +207,7 @@ def test_the_config_refuses_what_the_launcher_would_refuse(payload: str, tmp_pat
             config = load(path, environment={}).config
         except (UserError, UnicodeEncodeError):
             continue
-        Job("c.yaml", 2, 1, **{field: getattr(config.launch.slurm, field)})
+        SlurmJob("c.yaml", 2, 1, **{field: getattr(config.launch.slurm, field)})
 
 
 @pytest.mark.parametrize("axis", ["training.seed", "=1,2", "seed=1,2", "training.seed=1,,2", "training.seed="])
@@ -217,10 +223,10 @@ def test_secrets_are_in_no_script_and_no_command(monkeypatch: pytest.MonkeyPatch
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     made = [
-        script(Job("c.yaml", 2, 2, container=Container("docker", "image"))),
+        script(SlurmJob("c.yaml", 2, 2, container=Container("docker", "image"))),
         str(
             command(
-                Node(0, "a", (0,), (0,)), Launch(("a",), (), "/w", Path("r"), container=Container("docker", "image"))
+                Node(0, "a", (0,), (0,)), SshLaunch(("a",), (), "/w", Path("r"), container=Container("docker", "image"))
             )
         ),
         str(wrap(Container("docker", "image"), ["python3"], "/w", os.environ)),

@@ -14,7 +14,7 @@ import torch
 from train_runs import Run, close, equal, run, tiny
 
 from vpipe.errors import UserError
-from vpipe.rundir.manifest import Manifest
+from vpipe.rundir.manifest import CheckpointManifest
 from vpipe.train.checkpoints import checkpoint, writer
 
 ADAM = {"training.optimizer": "adamw", "training.weight_decay": 0.1, "model.extra": {"dropout": 0.2}}
@@ -209,7 +209,11 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     original = getattr(place, name)
 
     def full(*args: Any, **options: Any) -> Any:
-        at = args[0].standing.iteration if isinstance(args[0], Manifest) else 8 * ("iteration-000008" in str(args[0]))
+        at = (
+            args[0].standing.iteration
+            if isinstance(args[0], CheckpointManifest)
+            else 8 * ("iteration-000008" in str(args[0]))
+        )
         if at == 8:
             raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
         return original(*args, **options)

@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from vpipe.rundir.lineage import Line
-from vpipe.rundir.manifest import DamagedCheckpoint, Manifest, Standing, find, on_line
+from vpipe.rundir.manifest import CheckpointManifest, DamagedCheckpoint, Standing, find, on_line
 from vpipe.train.checkpoints import layer_file
 from vpipe.train.checkpoints.checkpoint import Checkpoint
-from vpipe.train.checkpoints.writer import Place, Save, Saver
+from vpipe.train.checkpoints.writer import CheckpointPlace, Save, Saver
 
 RUN = Line("a" * 12)
 CALLS = "openat,write,fsync,rename,renameat,renameat2,unlink,unlinkat,rmdir,mkdir,mkdirat"
@@ -39,7 +39,7 @@ def save(
 ) -> Save:
     """This process's part of a checkpoint of two layers a process; every number in it is the iteration."""
     standing = Standing(iteration, 0, 0, 0, iteration, 1.0, 0, 0, "adam", "m")
-    saver = Saver(Place(directory, process, num_processes, keep), blocking=True)
+    saver = Saver(CheckpointPlace(directory, process, num_processes, keep), blocking=True)
     made = Save(standing, line, {})
     first = 2 * process
     saver.begin(made, {layer: tensors(float(iteration)) for layer in (first, first + 1)})
@@ -124,7 +124,7 @@ def crashes(folder: Path, chosen: Callable[[int], list[int]]) -> tuple[int, int]
 def several(directory: Path) -> None:
     """Checkpoints 3 and 4 of two processes with two layers each."""
     for iteration in (3, 4):
-        late = Saver(Place(directory, 0, 2, 9))
+        late = Saver(CheckpointPlace(directory, 0, 2, 9))
         made = Save(Standing(iteration, 0, 0, 0, iteration, 1.0, 0, 0, "adam", "m"), RUN, {})
         late.begin(made, {layer: tensors(float(iteration)) for layer in (0, 1)})
         save(directory, iteration, process=1, num_processes=2)
@@ -195,7 +195,7 @@ def test_a_crash_at_a_system_call_of_a_save_is_resumable(tmp_path: Path) -> None
 def test_a_checkpoint_holds_what_was_there_at_its_step(tmp_path: Path) -> None:
     """Training goes on while it is written: the copy does not move with it."""
     live = tensors(5.0)
-    saver = Saver(Place(tmp_path, 0, 1, 2))
+    saver = Saver(CheckpointPlace(tmp_path, 0, 1, 2))
     made = Save(Standing(5, 0, 0, 0, 5, 1.0, 0, 0, "adam", "m"), RUN, {})
     saver.begin(made, {0: live, 1: tensors(5.0)})
     live["param/w"].fill_(99.0)
@@ -226,4 +226,4 @@ if __name__ == "__main__":
         calls, done = crashes(Path(scratch) / "k", picks)
         print(f"a save makes {calls} system calls; killed at {done} of them, always resumable")
         assert on_line(Path(scratch) / "c" / "whole", RUN)
-        assert Manifest
+        assert CheckpointManifest

@@ -20,8 +20,8 @@ from vpipe.errors import UserError
 from vpipe.observe.rundir import open_run
 from vpipe.rundir import claim, lineage, manifest
 from vpipe.rundir.lineage import Ancestor, Line
-from vpipe.rundir.manifest import FileFacts, Manifest, Standing, checkpoints, find, on_line
-from vpipe.train.checkpoints.writer import Place, Save, Saver
+from vpipe.rundir.manifest import CheckpointManifest, FileFacts, Standing, checkpoints, find, on_line
+from vpipe.train.checkpoints.writer import CheckpointPlace, Save, Saver
 
 
 def upto(iterations: int, changes: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -84,7 +84,7 @@ STANDING = Standing(1, 0, 0, 0, 0, 1.0, 0, 0, "adam", "m")
 def saved(directory: Path, iteration: int, line: Line, keep: int = 2) -> Path:
     """A checkpoint of one tensor, by the saver alone."""
     standing = Standing(**{**STANDING.__dict__, "iteration": iteration})
-    saver = Saver(Place(directory, 0, 1, keep), blocking=True)
+    saver = Saver(CheckpointPlace(directory, 0, 1, keep), blocking=True)
     save = Save(standing, line, {})
     saver.begin(save, {0: {"param/x": torch.ones(3)}})
     assert save.path is not None, save.problem
@@ -107,7 +107,7 @@ def test_the_same_iteration_twice_never_leaves_nothing(tmp_path: Path, monkeypat
 
     def watched(original: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
-            seen.append(len([Manifest.read(path) for path in on_line(tmp_path, line)]))
+            seen.append(len([CheckpointManifest.read(path) for path in on_line(tmp_path, line)]))
             return original(*args, **options)
 
         return call
@@ -130,11 +130,11 @@ def test_the_manifest_notices_a_flipped_bit_anywhere(tmp_path: Path) -> None:
         data[place] ^= 1 << place % 7
         file.write_bytes(data)
         with pytest.raises(manifest.DamagedCheckpoint):
-            Manifest.read(path)
+            CheckpointManifest.read(path)
     for length in range(0, len(whole), 5):
         file.write_bytes(whole[:length])
         with pytest.raises(manifest.DamagedCheckpoint):
-            Manifest.read(path)
+            CheckpointManifest.read(path)
 
 
 @pytest.mark.parametrize(
@@ -145,17 +145,17 @@ def test_a_sealed_manifest_of_wrong_types_is_refused(field: str, value: Any, tmp
     """Whoever wrote it: what is read is checked before it is believed."""
     path = saved(tmp_path, 7, Line("a" * 12))
     standing = Standing(**{**STANDING.__dict__, "iteration": 7, field: value})
-    made = Manifest(standing, Line("a" * 12), {"layer-0000.safetensors": FileFacts(1, "0" * 64)}, {})
+    made = CheckpointManifest(standing, Line("a" * 12), {"layer-0000.safetensors": FileFacts(1, "0" * 64)}, {})
     (path / manifest.MANIFEST).write_bytes(made.sealed())
     with pytest.raises(manifest.DamagedCheckpoint):
-        Manifest.read(path)
+        CheckpointManifest.read(path)
 
 
 def test_a_checkpoint_under_another_name_is_noticed(tmp_path: Path) -> None:
     path = saved(tmp_path, 7, Line("a" * 12))
     path.rename(tmp_path / "iteration-000009")
     with pytest.raises(manifest.DamagedCheckpoint, match="is of iteration 7"):
-        Manifest.read(tmp_path / "iteration-000009")
+        CheckpointManifest.read(tmp_path / "iteration-000009")
 
 
 def config(tmp_path: Path) -> Path:

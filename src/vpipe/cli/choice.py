@@ -41,7 +41,7 @@ class InvalidProgram(UserError):
 
 
 @dataclass(frozen=True)
-class Source:
+class ProgramSource:
     """Where a program comes from: its name, and the cells of its file."""
 
     name: str
@@ -121,7 +121,7 @@ def program_options(command: Function) -> Function:
         else:
             if versions is not None:
                 raise UserError(f"--versions is for CSV files; {target!r} is a schedule and knows its own")
-            program, source = _build(target, counts, options, times), Source(target)
+            program, source = _build(target, counts, options, times), ProgramSource(target)
         return command(program=program, source=source, **given)
 
     decorated: Any = with_program
@@ -186,7 +186,7 @@ def _build(name: str, counts: dict[str, int | None], options: dict[str, Any], ti
 
 def _read(
     target: str, counts: dict[str, int | None], versions: str | None, options: dict[str, Any]
-) -> tuple[Program, Source]:
+) -> tuple[Program, ProgramSource]:
     from vpipe.schedule.text import cells, decode, from_cells, read_text
 
     rule = Versions(versions or Versions.NEWEST)
@@ -202,4 +202,4 @@ def _read(
     for flag, (key, count) in zip(("-p", "-m", "-v"), counts.items(), strict=True):
         if count is not None and count != has[key]:
             raise UserError(f"{name} has {has[key]} {key.replace('_', ' ')}, but {flag} says {count}; leave {flag} out")
-    return program, Source(name, found)
+    return program, ProgramSource(name, found)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vpipe.cli.choice import Source, program_options
+from vpipe.cli.choice import ProgramSource, program_options
 from vpipe.cli.timing import cost_options
 from vpipe.errors import UserError, nearest
 from vpipe.schedule.program import Program
@@ -51,7 +51,7 @@ class Figure:
 )
 def command(
     program: Program,
-    source: Source,
+    source: ProgramSource,
     form: str | None,
     width: float | None,
     no_title: bool,
@@ -123,7 +123,7 @@ def _save(simulation: Simulation, path: Path, figure: Figure) -> None:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _simulated(program: Program, source: Source, times: dict[str, Any]) -> Simulation:
+def _simulated(program: Program, source: ProgramSource, times: dict[str, Any]) -> Simulation:
     from vpipe.schedule.costs import uniform
     from vpipe.schedule.simulate import simulate
 

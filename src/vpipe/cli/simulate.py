@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from vpipe.cli.choice import Source, program_options
+from vpipe.cli.choice import ProgramSource, program_options
 from vpipe.cli.timing import TIMES, cost_options
 from vpipe.schedule.program import Program
 
@@ -16,7 +16,7 @@ from vpipe.schedule.program import Program
 @program_options
 @cost_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object and nothing else.")
-def command(program: Program, source: Source, as_json: bool, **times: Any) -> None:
+def command(program: Program, source: ProgramSource, as_json: bool, **times: Any) -> None:
     """Time a schedule on the costs you give; times are of one rank's whole share of a microbatch.
 
     \b

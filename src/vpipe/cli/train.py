@@ -24,7 +24,7 @@ from vpipe.cli.summary import summary_alone
 from vpipe.errors import UserError
 from vpipe.rundir import endings, lineage, manifest
 from vpipe.rundir.claim import CLAIMED, Claim
-from vpipe.rundir.endings import Ending, Kind
+from vpipe.rundir.endings import Ending, EndingKind
 from vpipe.rundir.layout import CONFIG, LOGS
 from vpipe.rundir.state import Beat
 
@@ -178,7 +178,7 @@ def _conclude(taken: Claim, ending: Ending) -> str:
         ending = ending.at(beat.iteration, beat.saved, beat.checkpoint)
     with suppress(OSError):
         endings.conclude(taken.directory, taken.run, ending)
-    said = ending.code != endings.MISTAKE and (ending.checkpoint is not None or ending.kind is Kind.INTERRUPTED)
+    said = ending.code != endings.MISTAKE and (ending.checkpoint is not None or ending.kind is EndingKind.INTERRUPTED)
     return ending.remedy(taken.directory) if said else ""
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from vpipe.cli.choice import Source, program_options
+from vpipe.cli.choice import ProgramSource, program_options
 from vpipe.schedule.program import Program
 
 
@@ -16,7 +16,9 @@ from vpipe.schedule.program import Program
 @click.option("--transport", type=click.Choice(["rendezvous", "buffered"]), default="rendezvous", show_default=True)
 @click.option("--max-activations", type=click.FloatRange(min=0), help="Bound on a rank's activations, in microbatches.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object and nothing else.")
-def command(program: Program, source: Source, transport: str, max_activations: float | None, as_json: bool) -> int:
+def command(
+    program: Program, source: ProgramSource, transport: str, max_activations: float | None, as_json: bool
+) -> int:
     """Check a program: what is missing, double, misplaced, unmatched, or deadlocked. Exit 0 valid, 1 invalid.
 
     \b

@@ -52,7 +52,7 @@ def _to_kubernetes(config: PipelineConfig, path: str, given: Mapping[str, Any], 
             "vpipe does not talk to Kubernetes itself; "
             "pipe the manifest: vpipe submit … --to kubernetes --dry-run | kubectl apply -f -"
         )
-    asked = kubernetes.Manifest(
+    asked = kubernetes.KubernetesJob(
         name=given.get("name") or kubernetes.name_of(f"vpipe-{Path(path).stem}"),
         image=image,
         config=config.to_yaml(),

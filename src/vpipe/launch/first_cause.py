@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vpipe.launch.process import signal_name
-from vpipe.rundir.endings import CODES, MISTAKE, RESUME_ME, Ending, Kind
+from vpipe.rundir.endings import CODES, MISTAKE, RESUME_ME, Ending, EndingKind
 
 IN_ORDER = (RESUME_ME, 128 + signal.SIGINT, 128 + signal.SIGHUP)
 """Exit codes of a rank that was told to save and leave, and did."""
@@ -110,18 +110,18 @@ class Verdict:
         rank = self.cause()
         report = self.reports.get(rank) if rank is not None else None
         if rank is None or (report is not None and report.kind == "lost"):
-            return Ending.of(Kind.LOST, next(self.lines()), rank=rank)
+            return Ending.of(EndingKind.LOST, next(self.lines()), rank=rank)
         why = self._why(rank)
         if report is not None:
             code = MISTAKE if report.kind == "user" else None
-            return Ending.of(Kind.FAILED, why, code, rank=rank, details=report.traceback[-MOST_DETAILS:])
+            return Ending.of(EndingKind.FAILED, why, code, rank=rank, details=report.traceback[-MOST_DETAILS:])
         sentence = why if why.startswith("rank ") else f"rank {rank} failed: {why}"
         if self._seen_as(rank, "silent", "missing"):
-            return Ending.of(Kind.LOST, sentence, rank=rank)
+            return Ending.of(EndingKind.LOST, sentence, rank=rank)
         status = self.statuses.get(rank, 0)
         if status > 0:
-            return Ending.of(Kind.FAILED, sentence, status, rank=rank)
-        return Ending.of(Kind.KILLED, sentence, 128 - status if status else CODES[Kind.KILLED], rank=rank)
+            return Ending.of(EndingKind.FAILED, sentence, status, rank=rank)
+        return Ending.of(EndingKind.KILLED, sentence, 128 - status if status else CODES[EndingKind.KILLED], rank=rank)
 
     def _seen_as(self, rank: int, *kinds: str) -> bool:
         """Whether another rank has found this one so."""

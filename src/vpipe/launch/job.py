@@ -14,12 +14,12 @@ from typing import Any
 from vpipe.config import PipelineConfig, load
 from vpipe.errors import UserError
 from vpipe.launch.container import PYTHON, Container
-from vpipe.launch.slurm import Job, limit_warning, sweep
+from vpipe.launch.slurm import SlurmJob, limit_warning, sweep
 
 
 def plan_job(
     path: str, axes: Sequence[str], overrides: Sequence[str], scheduler: str | None, options: Mapping[str, Any]
-) -> tuple[Job, tuple[str, ...]]:
+) -> tuple[SlurmJob, tuple[str, ...]]:
     """The job, and what to tell the user about its config. ``options`` are those of ``vpipe submit``; None is not
     given."""
     loaded = load(path, overrides, scheduler)
@@ -37,7 +37,7 @@ def plan_job(
     launch = loaded.config.launch
     container = Container.from_config(launch.container, gpus="gpu" in (slurm["gres"] or ""))
     words = [word for override in overrides for word in ("--set", override)]
-    job = Job(
+    job = SlurmJob(
         config=path,
         num_nodes=num_nodes,
         tasks_per_node=tasks_per_node,

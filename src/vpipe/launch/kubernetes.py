@@ -25,7 +25,7 @@ PORT = 29500
 
 
 @dataclass(frozen=True)
-class Manifest:
+class KubernetesJob:
     """What is asked of Kubernetes."""
 
     name: str
@@ -57,13 +57,13 @@ def name_of(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "vpipe"
 
 
-def manifest(asked: Manifest) -> str:
+def manifest(asked: KubernetesJob) -> str:
     """The documents: the config, and the set of jobs."""
     documents = [_config_map(asked), _job_set(asked)]
     return yaml.safe_dump_all(documents, sort_keys=False, width=120)
 
 
-def _config_map(asked: Manifest) -> dict[str, Any]:
+def _config_map(asked: KubernetesJob) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -72,7 +72,7 @@ def _config_map(asked: Manifest) -> dict[str, Any]:
     }
 
 
-def _job_set(asked: Manifest) -> dict[str, Any]:
+def _job_set(asked: KubernetesJob) -> dict[str, Any]:
     job = {
         "parallelism": asked.num_ranks,
         "completions": asked.num_ranks,
@@ -92,7 +92,7 @@ def _job_set(asked: Manifest) -> dict[str, Any]:
     }
 
 
-def _pod(asked: Manifest) -> dict[str, Any]:
+def _pod(asked: KubernetesJob) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [{"name": "config", "configMap": {"name": asked.name}}]
     mounts: list[dict[str, Any]] = [{"name": "config", "mountPath": f"{FOLDER}/config", "readOnly": True}]
     if asked.volume is not None:
@@ -117,7 +117,7 @@ def _pod(asked: Manifest) -> dict[str, Any]:
     return {"restartPolicy": "Never", "containers": [container], "volumes": volumes}
 
 
-def _variables(asked: Manifest) -> list[dict[str, Any]]:
+def _variables(asked: KubernetesJob) -> list[dict[str, Any]]:
     """torch's words: the pod's number in its Job is the rank, and every pod is a machine of its own."""
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     fixed = {

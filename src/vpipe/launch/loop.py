@@ -27,7 +27,7 @@ from vpipe.launch.environment import SECRET
 from vpipe.launch.first_cause import IN_ORDER, Report, Verdict
 from vpipe.launch.output import Output
 from vpipe.launch.process import is_stopped, kill_group
-from vpipe.rundir.endings import BY_SIGNAL, Ending, Kind
+from vpipe.rundir.endings import BY_SIGNAL, Ending, EndingKind
 
 FAILURE_GRACE = 3.0
 """Seconds that the other ranks get after one has failed."""
@@ -260,7 +260,7 @@ class Launch:
             return self._verdict.exit_code()
         if self._broken:
             self._output.say(f"vpipe: {self._broken}")
-            self.ending = Ending.of(Kind.FAILED, self._broken)
+            self.ending = Ending.of(EndingKind.FAILED, self._broken)
             return self.ending.code
         return self._verdict.exit_code()
 
@@ -279,7 +279,7 @@ class Launch:
         else:
             why = f"{name} ended the ranks before their update was complete"
         asked = BY_SIGNAL[signal.Signals(self._stop_signal)]
-        kind = Kind.INTERRUPTED if asked is Kind.INTERRUPTED else Kind.KILLED
+        kind = EndingKind.INTERRUPTED if asked is EndingKind.INTERRUPTED else EndingKind.KILLED
         self.ending = Ending.of(kind, why, 128 + self._stop_signal)
         return self.ending.code
 

@@ -24,7 +24,7 @@ GOING_ON = frozenset(
 
 
 @dataclass(frozen=True)
-class Task:
+class QueuedJob:
     """A job, or one run of a job array, as SLURM describes it."""
 
     label: str
@@ -62,19 +62,19 @@ def cancel(job: int) -> None:
     run(["scancel", str(job)])
 
 
-def tasks(job: int, ask: Ask = run) -> list[Task]:
+def tasks(job: int, ask: Ask = run) -> list[QueuedJob]:
     """What SLURM says about a job now."""
     return [
         _task(line) for line in ask(["scontrol", "--oneliner", "show", "job", str(job)]).splitlines() if line.strip()
     ]
 
 
-def _task(line: str) -> Task:
+def _task(line: str) -> QueuedJob:
     array, index = _field(line, "ArrayJobId"), _field(line, "ArrayTaskId")
     label = f"{array}_{index}" if array else _field(line, "JobId")
     code, _, signum = (_field(line, "ExitCode") or "0:0").partition(":")
     status = int(code) or (128 + int(signum) if int(signum or 0) else 0)
-    return Task(label, _field(line, "JobState"), _field(line, "Reason"), _field(line, "StdOut"), status)
+    return QueuedJob(label, _field(line, "JobState"), _field(line, "Reason"), _field(line, "StdOut"), status)
 
 
 def _field(line: str, name: str) -> str:
@@ -90,9 +90,9 @@ class Follower:
         self, job: int, ask: Ask = run, pause: float = 1.0, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self._job, self._ask, self._pause, self._sleep = job, ask, pause, sleep
-        self._seen: dict[str, Task] = {}
+        self._seen: dict[str, QueuedJob] = {}
         self._read: dict[str, int] = {}
-        self._last: list[Task] = []
+        self._last: list[QueuedJob] = []
 
     def lines(self) -> Iterator[str]:
         """State changes and output, as they come."""
@@ -110,18 +110,18 @@ class Follower:
         failed = [task for task in self._last if task.state != "COMPLETED"]
         return next((task.exit_code for task in failed if task.exit_code), 1) if failed else 0
 
-    def _current(self) -> list[Task]:
+    def _current(self) -> list[QueuedJob]:
         try:
             return tasks(self._job, self._ask)
         except UserError:
             if not self._last:
                 raise
             return [  # SLURM forgets ended jobs after a while
-                task if task.ended else Task(task.label, "FORGOTTEN", "", task.output, task.exit_code)
+                task if task.ended else QueuedJob(task.label, "FORGOTTEN", "", task.output, task.exit_code)
                 for task in self._last
             ]
 
-    def _news(self, task: Task, several: bool) -> Iterator[str]:
+    def _news(self, task: QueuedJob, several: bool) -> Iterator[str]:
         before = self._seen.get(task.label)
         tag = f"[{task.label}] " if several else ""
         if task.ended:

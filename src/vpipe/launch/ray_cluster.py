@@ -22,7 +22,7 @@ from typing import Any
 from vpipe.errors import UserError
 from vpipe.launch.environment import carried, interface_variables
 from vpipe.launch.hosts import free_port
-from vpipe.launch.remote import Node, Order
+from vpipe.launch.remote import NodeRanks, Order
 
 Show = Callable[[str], None]
 
@@ -62,7 +62,7 @@ class Seat:
 
     def run(self, order: str) -> int:
         """Start the rank and wait for its end; the exit code."""
-        return Node(Order.parse(order), self).wait(self._stopped)
+        return NodeRanks(Order.parse(order), self).wait(self._stopped)
 
     def write(self, text: str) -> int:
         """What the rank says, line by line."""

@@ -74,7 +74,7 @@ def hello(environ: Mapping[str, str]) -> Hello:
     return Hello(address, free_port(address), interface_of(address))
 
 
-class Output(Protocol):
+class Lines(Protocol):
     """Where a node's lines go."""
 
     def write(self, text: str, /) -> object: ...
@@ -82,10 +82,10 @@ class Output(Protocol):
     def flush(self) -> None: ...
 
 
-class Node:
+class NodeRanks:
     """The ranks of this node."""
 
-    def __init__(self, order: Order, output: Output) -> None:
+    def __init__(self, order: Order, output: Lines) -> None:
         self._output = output
         self._lock = threading.Lock()
         self._processes: dict[str, subprocess.Popen[str]] = {}
@@ -173,7 +173,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     try:
-        node = Node(Order.parse(line), sys.stdout)
+        node = NodeRanks(Order.parse(line), sys.stdout)
     except OSError as error:
         sys.stdout.write(f"vpipe: cannot start the ranks: {error}\n")
         return 2

@@ -34,7 +34,7 @@ Point = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """What is asked of SLURM. Every word is checked when the job is made."""
 
     config: str
@@ -105,12 +105,12 @@ def sweep(axes: Sequence[str]) -> tuple[Point, ...]:
     return tuple(product(*choices)) if choices else ()
 
 
-def script(job: Job) -> str:
+def script(job: SlurmJob) -> str:
     """The job script."""
     return "\n".join(["#!/bin/bash", *_options(job), "", *_body(job), ""])
 
 
-def _options(job: Job) -> list[str]:
+def _options(job: SlurmJob) -> list[str]:
     """What sbatch reads. Each value is one checked word, so a line is one option."""
     log = "%A_%a" if job.indices else "%j"
     wanted: dict[str, str | int | None] = {
@@ -139,7 +139,7 @@ def _options(job: Job) -> list[str]:
     )
 
 
-def _body(job: Job) -> list[str]:
+def _body(job: SlurmJob) -> list[str]:
     return [
         *_address(job),
         *_variables(job),
@@ -151,7 +151,7 @@ def _body(job: Job) -> list[str]:
     ]
 
 
-def _address(job: Job) -> list[str]:
+def _address(job: SlurmJob) -> list[str]:
     """Where the ranks meet: SLURM's own address of the first node, because its name may not resolve."""
     if job.num_nodes == 1:
         return ["export MASTER_ADDR=127.0.0.1"]
@@ -166,7 +166,7 @@ def _address(job: Job) -> list[str]:
     ]
 
 
-def _variables(job: Job) -> list[str]:
+def _variables(job: SlurmJob) -> list[str]:
     lines = [
         "export VPIPE_SECRET=\"$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')\"  # for the ranks of this job alone"
     ]
@@ -176,7 +176,7 @@ def _variables(job: Job) -> list[str]:
     return lines
 
 
-def _which_run(job: Job) -> list[str]:
+def _which_run(job: SlurmJob) -> list[str]:
     """The run directory, which a queued-again job finds again, and the overrides of this run of a sweep."""
     parent = shlex.quote(job.run_directory)
     if not job.indices:
@@ -191,7 +191,7 @@ def _which_run(job: Job) -> list[str]:
     return [*lines, f'  *) echo "vpipe: the sweep has runs 0..{len(job.points) - 1}" >&2; exit 2 ;;', "esac"]
 
 
-def limit_warning(job: Job) -> str | None:
+def limit_warning(job: SlurmJob) -> str | None:
     """A time limit that leaves next to nothing for training, in a sentence."""
     if job.time is None or not job.requeue:
         return None
@@ -216,12 +216,12 @@ def seconds(time: str) -> int:
     return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)
 
 
-def _checkpoints(job: Job) -> str:
+def _checkpoints(job: SlurmJob) -> str:
     """Where the script looks for checkpoints."""
     return '"$run"/checkpoints' if job.checkpoint_directory is None else shlex.quote(job.checkpoint_directory)
 
 
-def _resume(job: Job) -> list[str]:
+def _resume(job: SlurmJob) -> list[str]:
     where = _checkpoints(job)
     return [
         f"saved() {{ compgen -G {where}/'iteration-*' | sort -V | tail -n 1; }}",
@@ -234,7 +234,7 @@ def _resume(job: Job) -> list[str]:
     ]
 
 
-def _launch(job: Job) -> list[str]:
+def _launch(job: SlurmJob) -> list[str]:
     python = "python3" if job.container.kind != "none" and job.python == "python" else job.python
     variables = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *_SLURM, *_SECRETS)
     inside = [python, "-m", "vpipe", "train", job.config, *job.arguments]

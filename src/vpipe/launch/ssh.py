@@ -41,7 +41,7 @@ Show = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Launch:
+class SshLaunch:
     """What to run where."""
 
     machines: tuple[str, ...]
@@ -69,7 +69,7 @@ class Launch:
 
 def from_config(
     config: PipelineConfig, arguments: Sequence[str], run_directory: Path, environment: Mapping[str, str] | None = None
-) -> Launch | None:
+) -> SshLaunch | None:
     """The launch of a config whose ``machines`` are not all this one; ``arguments`` are those of ``vpipe train``.
 
     Every rank runs the same command with the same run directory, and finds out who it is from its environment.
@@ -78,7 +78,7 @@ def from_config(
     if not section.machines or all_local(section.machines):
         return None
     container = Container.from_config(section.container, gpus=config.parallel.backend == "nccl")
-    return Launch(
+    return SshLaunch(
         machines=section.machines,
         command=("-m", "vpipe", "train", *arguments, "--output-dir", str(run_directory)),
         directory=str(Path.cwd()),
@@ -92,7 +92,7 @@ def from_config(
     )
 
 
-def command(node: Node, launch: Launch) -> list[str]:
+def command(node: Node, launch: SshLaunch) -> list[str]:
     """The ssh command of one node. The far side's shell reads one string, so every word of it is quoted."""
     remote = wrap(launch.container, [launch.python, "-m", "vpipe.launch.remote"], launch.directory, carried(os.environ))
     line = f"cd {shlex.quote(launch.directory)} && exec {shlex.join(remote)}"
@@ -102,7 +102,7 @@ def command(node: Node, launch: Launch) -> list[str]:
     return ["ssh", *file, *options, "-T", "--", valid.host(node.host), line]
 
 
-def order(node: Node, launch: Launch, meeting: str, port: int, hello: Hello) -> Order:
+def order(node: Node, launch: SshLaunch, meeting: str, port: int, hello: Hello) -> Order:
     """What a node is asked to run: the ranks' variables in torch's words."""
     common = (
         carried(os.environ)
@@ -124,7 +124,7 @@ def order(node: Node, launch: Launch, meeting: str, port: int, hello: Hello) -> 
     return Order((launch.python, *launch.command), launch.directory, common, ranks)
 
 
-def run(launch: Launch, show: Show) -> int:
+def run(launch: SshLaunch, show: Show) -> int:
     """Run all ranks to their end; the first bad exit code. ``show`` gets every line, tagged with its node."""
     launch = replace(launch, environment={SECRET: secrets.token_hex(32), **launch.environment})
     here = nodes(launch.machines)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vpipe.observe.rundir import Facts
+from vpipe.observe.rundir import RunFacts
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.layout import Layout
 from vpipe.plan.planner import Plan, plan
@@ -30,7 +30,7 @@ KINDS = ("forward", "input_grad", "weight_grad", "step")
 Array = npt.NDArray[np.float64]
 
 
-def profile_of(facts: Facts, costs: Costs) -> Profile | None:
+def profile_of(facts: RunFacts, costs: Costs) -> Profile | None:
     """The layers of a run with the costs of ``calibrate``; ``None`` where run.json does not name them, or where stages
     have replicas, which the planner does not place."""
     names = [[str(name) for name in stage.get("layers") or ()] for stage in facts.stages]
@@ -65,14 +65,14 @@ def _sort(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def present(profile: Profile, facts: Facts) -> Prediction:
+def present(profile: Profile, facts: RunFacts) -> Prediction:
     """The run as it is, by the planner's own prediction: what candidates are compared with."""
     counts = [len(stage.get("layers") or ()) for stage in facts.stages]
     pipe = Pipe.of(facts.schedule, facts.num_ranks, _units(facts), _stages_per_rank(facts))
     return predict(profile, Layout.of_counts(counts), pipe, Machine.of(facts.num_ranks, None))
 
 
-def candidate(profile: Profile, facts: Facts, **changes: Any) -> Plan:
+def candidate(profile: Profile, facts: RunFacts, **changes: Any) -> Plan:
     """The planner's best cut for this run with something changed: schedule, num_microbatches, stages_per_rank."""
     wanted: dict[str, Any] = {"schedule": facts.schedule, "num_microbatches": _units(facts)} | changes
     if "schedule" not in changes:
@@ -94,9 +94,9 @@ def stage_costs(profile: Profile, layout: Layout, costs: Costs, num_ranks: int) 
     return Costs(tuple(found), costs.latency, costs.overhead)
 
 
-def _units(facts: Facts) -> int:
+def _units(facts: RunFacts) -> int:
     return int(facts.raw.get("num_microbatches") or facts.program.num_microbatches)
 
 
-def _stages_per_rank(facts: Facts) -> int:
+def _stages_per_rank(facts: RunFacts) -> int:
     return facts.program.num_stages // facts.num_ranks

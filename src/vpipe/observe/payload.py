@@ -15,7 +15,7 @@ from vpipe.observe.diagnosis import verdict
 from vpipe.observe.measured import Measured, join
 from vpipe.observe.memory import memory_table
 from vpipe.observe.run_state import story
-from vpipe.observe.rundir import MAX_BYTES, Facts, RunDirectory
+from vpipe.observe.rundir import MAX_BYTES, RunDirectory, RunFacts
 from vpipe.observe.timelines import timelines
 from vpipe.observe.trend import trend
 from vpipe.schedule import draw, svg
@@ -70,7 +70,7 @@ def payload(
 
 def unstarted(path: Path) -> dict[str, Any]:
     """The page of a run that has not said what it runs: its state, why, and its config."""
-    bare = RunDirectory(path, Facts({}, str(path / "run.json")))
+    bare = RunDirectory(path, RunFacts({}, str(path / "run.json")))
     return {
         "format": 1,
         "title": path.resolve().name,

@@ -14,7 +14,7 @@ from typing import Any
 from vpipe.rundir import endings, layout
 from vpipe.rundir import state as states
 
-BAD = (endings.Kind.FAILED, endings.Kind.KILLED, endings.Kind.LOST)
+BAD = (endings.EndingKind.FAILED, endings.EndingKind.KILLED, endings.EndingKind.LOST)
 LINES = 14
 """Of a log that a page shows."""
 TAIL = 64 * 1024

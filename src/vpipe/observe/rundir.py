@@ -1,7 +1,7 @@
 """What a run directory holds: stated once, for the trainer that writes it and for everything that reads it.
 
     config.yaml             the resolved config
-    run.json                what runs: schedule, program, placement, stages, versions of the software (``Facts``)
+    run.json                what runs: schedule, program, placement, stages, versions of the software (``RunFacts``)
     metrics.jsonl           one line per training iteration or evaluation, appended while training
     events/rank<r>.jsonl    the last steps of a rank, action by action (``recorder``)
     events/rank<r>.steps.jsonl   one short line per step
@@ -69,7 +69,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """run.json."""
 
     raw: Mapping[str, Any]
@@ -120,7 +120,7 @@ class RunDirectory:
     """A run on disk. Readers read the files anew at each call, because the run may still be going."""
 
     path: Path
-    facts: Facts
+    facts: RunFacts
     notes: list[str] = field(default_factory=list)
     """What could not be read, in sentences."""
 
@@ -253,7 +253,7 @@ def open_run(path: str | Path) -> RunDirectory:
             raise ValueError("it holds no object")
     except (ValueError, RecursionError) as error:
         raise UserError(f"{facts} is broken or still being written: {error}") from None
-    return RunDirectory(path, Facts(raw, str(facts)))
+    return RunDirectory(path, RunFacts(raw, str(facts)))
 
 
 def _hint(path: Path) -> str:

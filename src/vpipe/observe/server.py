@@ -39,7 +39,7 @@ HOSTS = ("127.0.0.1", "localhost", "[::1]")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class Place:
+class Served:
     """The run directory that is served, or the directory of runs."""
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +65,7 @@ class Place:
 def app(path: str | Path, token: str, stopping: threading.Event | None = None) -> Starlette:
     """The server's routes; ``token`` must come with every request. Streams end when ``stopping`` is set."""
     ended = stopping or threading.Event()
-    place = Place(Path(path))
+    place = Served(Path(path))
 
     async def index(request: Request) -> Response:
         named = {"run", "a"} & set(request.query_params)
@@ -129,7 +129,7 @@ async def _answer(question: Callable[[], dict[str, Any]]) -> Response:
         return JSONResponse({"error": str(error)})
 
 
-async def _stream(watcher: Watcher, place: Place, ended: threading.Event) -> AsyncIterator[str]:
+async def _stream(watcher: Watcher, place: Served, ended: threading.Event) -> AsyncIterator[str]:
     place.streams += 1
     try:
         async for text in _messages(watcher, ended):

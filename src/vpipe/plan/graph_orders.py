@@ -20,7 +20,7 @@ import numpy as np
 
 from vpipe.plan.answer import Plan
 from vpipe.plan.costs import Profile
-from vpipe.plan.graph_text import Graph, Node
+from vpipe.plan.graph_text import Graph, GraphNode
 
 MOST_SETS = 4_000
 """Sets that are looked at; a graph with more keeps its own order."""
@@ -56,7 +56,7 @@ def _any_order(profile: Profile, found: Plan, fastest: float) -> float:
     return (work if found.asynchronous else max(work, way)) / fastest * (1 - 1e-9)
 
 
-def order_through(graph: Graph, num_stages: int) -> list[Node] | None:
+def order_through(graph: Graph, num_stages: int) -> list[GraphNode] | None:
     """A topological order with the cuts between which the slowest of ``num_stages`` stages is quickest."""
     nodes = graph.order()
     sets = _closed_sets(graph, nodes)
@@ -65,13 +65,13 @@ def order_through(graph: Graph, num_stages: int) -> list[Node] | None:
     chosen = _between(nodes, sets, num_stages)
     if chosen is None:
         return None
-    found: list[Node] = []
+    found: list[GraphNode] = []
     for members in chosen:
         found += [node for index, node in enumerate(nodes) if members >> index & 1 and node not in found]
     return found
 
 
-def _closed_sets(graph: Graph, nodes: tuple[Node, ...]) -> list[int] | None:
+def _closed_sets(graph: Graph, nodes: tuple[GraphNode, ...]) -> list[int] | None:
     """Every set that contains, with a node, all that it reads, small ones first; as bits over ``nodes``."""
     place = {node.id: index for index, node in enumerate(nodes)}
     needs = [0] * len(nodes)
@@ -91,7 +91,7 @@ def _closed_sets(graph: Graph, nodes: tuple[Node, ...]) -> list[int] | None:
     return seen
 
 
-def _between(nodes: tuple[Node, ...], sets: list[int], num_stages: int) -> list[int] | None:
+def _between(nodes: tuple[GraphNode, ...], sets: list[int], num_stages: int) -> list[int] | None:
     """The sets at which to cut, the last of all nodes included."""
     seconds = [0.0 if node.is_input else node.forward_ms + node.backward_ms for node in nodes]
     table = np.array([[members >> index & 1 for index in range(len(nodes))] for members in sets], dtype=np.float64)

@@ -25,7 +25,7 @@ _KEYS = ("forward_compute_time", "backward_compute_time", "activation_size", "pa
 
 
 @dataclass(frozen=True)
-class Node:
+class GraphNode:
     """One line of the text. ``activation_sizes`` has several entries where the node yields several tensors."""
 
     id: str
@@ -59,7 +59,7 @@ class Node:
 class Graph:
     """Nodes in the order of the text, and edges (writer, reader)."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
     edges: tuple[tuple[str, str], ...]
     source: str = "graph text"
 
@@ -67,7 +67,7 @@ class Graph:
         lines = [*map(str, self.nodes), *(f"\t{a} -- {b}" for a, b in self.edges)]
         return "\n".join(lines) + "\n"
 
-    def order(self) -> tuple[Node, ...]:
+    def order(self) -> tuple[GraphNode, ...]:
         """A topological order: of the nodes that are ready, the lowest-numbered first."""
         rank = {node.id: (_number(node.id), position) for position, node in enumerate(self.nodes)}
         of_id = {node.id: node for node in self.nodes}
@@ -78,7 +78,7 @@ class Graph:
             readers[writer].append(reader)
         ready = [(rank[node], node) for node, count in waits.items() if count == 0]
         heapq.heapify(ready)
-        found: list[Node] = []
+        found: list[GraphNode] = []
         while ready:
             _, node = heapq.heappop(ready)
             found.append(of_id[node])
@@ -93,7 +93,7 @@ class Graph:
         return tuple(found)
 
     def to_profile(
-        self, *, optimizer_copies: float = 1.0, model: str = "", order: Sequence[Node] | None = None
+        self, *, optimizer_copies: float = 1.0, model: str = "", order: Sequence[GraphNode] | None = None
     ) -> Profile:
         """The graph as a chain, in the given topological order or in ``order()``.
 
@@ -143,7 +143,7 @@ def load_graph(path: str | Path) -> Graph:
 
 def parse_graph(text: str, source: str = "graph text") -> Graph:
     """The graph that the text writes; every fault names the line."""
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     edges: list[tuple[str, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
@@ -172,7 +172,7 @@ def parse_graph(text: str, source: str = "graph text") -> Graph:
 def export_graph(profile: Profile, stage_of: Sequence[int] | None = None) -> Graph:
     """A profile as a chain of PipeDream's nodes, with stages if given. What the text has no word for is lost."""
     nodes = tuple(
-        Node(
+        GraphNode(
             id=f"node{index + 1}",
             description=layer.name,
             forward_ms=layer.forward * 1e3,
@@ -187,7 +187,7 @@ def export_graph(profile: Profile, stage_of: Sequence[int] | None = None) -> Gra
     return Graph(nodes, edges, profile.model or "profile")
 
 
-def _parse_node(parts: list[str], where: str) -> Node:
+def _parse_node(parts: list[str], where: str) -> GraphNode:
     if len(parts) not in (3, 4):
         raise UserError(f"{where}: a node has three or four parts between ` -- `, this line has {len(parts)}")
     values: dict[str, str] = {}
@@ -201,7 +201,7 @@ def _parse_node(parts: list[str], where: str) -> Node:
     if len(parts) == 4 and stage is None:
         raise UserError(f"{where}: the fourth part must be stage_id=<number>, not {parts[3]!r}")
     sizes = values["activation_size"].strip("[] ").split(";")
-    return Node(
+    return GraphNode(
         id=parts[0],
         description=parts[1],
         forward_ms=_number_of(values, "forward_compute_time", where),

@@ -24,7 +24,7 @@ from vpipe.plan.machine import Machine
 from vpipe.plan.memory import num_actions
 from vpipe.plan.pipe import Pipe, stage_facts
 from vpipe.schedule.action import Kind
-from vpipe.schedule.batch import Batch, Path
+from vpipe.schedule.batch import Path, ProgramGraph
 from vpipe.schedule.flat import CODE, KINDS
 from vpipe.schedule.lower import lower
 from vpipe.schedule.program import Program
@@ -85,7 +85,7 @@ class Judge:
         """Nodes passed: what the effort of a search is counted in."""
         self.exact = True
         """Whether every candidate was judged by its own structure."""
-        self._batches: dict[Structure, list[Batch]] = {}
+        self._batches: dict[Structure, list[ProgramGraph]] = {}
         self._programs: list[Program] | None = None
 
     @property
@@ -161,7 +161,7 @@ class Judge:
             spans.append(batch.makespans(batch.table(price, hop, self.lag), self.lag))
         return spans[0] if len(spans) == 1 else np.maximum(spans[1] - spans[0], self.busiest(price))
 
-    def _laid_out(self, structure: Structure) -> list[Batch]:
+    def _laid_out(self, structure: Structure) -> list[ProgramGraph]:
         """The graph of a structure; of an asynchronous schedule also that of one batch more."""
         if structure not in self._batches and structure != PLAIN:
             size = sum(batch.size for batch in self._laid_out(PLAIN))
@@ -174,7 +174,7 @@ class Judge:
                 count, pipe = self.pipe.num_batches, self.pipe
                 self._programs = [pipe.program, *([pipe.batches(count + 1)] if pipe.asynchronous else [])]
             self._batches[structure] = [
-                Batch(
+                ProgramGraph(
                     lower(program, recompute_stages=structure[0], swap_stages=structure[1]),
                     blocking=self.pipe.entry.blocking,
                 )

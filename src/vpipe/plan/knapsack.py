@@ -33,7 +33,7 @@ Path = tuple[Choice, ...]
 
 
 @dataclass(frozen=True)
-class Packing:
+class StagePacking:
     """The choices of a stage. ``bound`` equals ``time`` where the answer is proven."""
 
     time: float
@@ -104,18 +104,18 @@ class Knapsack:
             self._pricing = self._prices(smallest)
         return max(self._pricing[0], self.base)
 
-    def solve(self, label_limit: int = LABEL_LIMIT) -> Packing | None:
+    def solve(self, label_limit: int = LABEL_LIMIT) -> StagePacking | None:
         """The best packing, or ``None`` where not even the smallest one fits."""
         if self.bound() == float("inf"):
             return None
         if self._pricing is None:
-            return Packing(self.base, self.base, (Choice.KEEP,) * self.num_layers)
+            return StagePacking(self.base, self.base, (Choice.KEEP,) * self.num_layers)
         bound, price, weight, found = self._pricing
         found = sorted(found, key=lambda option: max(self.base + option.seconds, option.swap))
         best = min((repair(self, option.path) for option in found[:_NUM_REPAIRED]), key=lambda pair: pair[0])
         if bound >= best[0] * (1 - _RELATIVE):
-            return Packing(best[0], best[0], best[1])
-        return Packing(*extend(self, price, weight, bound, best, label_limit))
+            return StagePacking(best[0], best[0], best[1])
+        return StagePacking(*extend(self, price, weight, bound, best, label_limit))
 
     @property
     def price(self) -> float:

@@ -57,7 +57,7 @@ class Measuring:
 
 
 @dataclass(frozen=True)
-class Round:
+class Timings:
     """Seconds of one round."""
 
     forward: float
@@ -69,7 +69,7 @@ class Round:
 class Rounds:
     """What the rounds of one stage took."""
 
-    all: Sequence[Round]
+    all: Sequence[Timings]
 
     def median(self, part: str) -> float:
         return float(median(getattr(each, part) for each in self.all))
@@ -137,7 +137,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _measure(
-    flow: Flow, index: int, values: Values, targets: Any, measuring: Measuring, nothing: Round
+    flow: Flow, index: int, values: Values, targets: Any, measuring: Measuring, nothing: Timings
 ) -> tuple[LayerCost, dict[str, Any]]:
     """One layer's cost (what crosses the cut behind it is not known here), and what it writes."""
     module = _module(flow.layers[index])
@@ -201,7 +201,7 @@ def _rounds(stage: Stage, values: Values, targets: Any, measuring: Measuring) ->
         if splits:
             stage.weight_gradient(0)
         if number >= WARM_UP:
-            found.append(Round(middle - begin, end - back, perf_counter() - end if splits else 0.0))
+            found.append(Timings(middle - begin, end - back, perf_counter() - end if splits else 0.0))
     return Rounds(found)
 
 
@@ -229,7 +229,7 @@ def _update(stage: Stage, measuring: Measuring) -> tuple[int, float]:
     return count_bytes(tensors), median(times)
 
 
-def _time_of_nothing(measuring: Measuring) -> Round:
+def _time_of_nothing(measuring: Measuring) -> Timings:
     """What a stage takes whose layer does nothing: the runtime's share in every measurement."""
     flow = resolve([Layer(Nothing()), Layer(Nothing())], Layout.chain([1, 1]))
     values = {("x", -1): torch.ones(1).requires_grad_()}
@@ -237,7 +237,7 @@ def _time_of_nothing(measuring: Measuring) -> Round:
     whole, split = (
         _rounds(_stage(flow, 0, Nothing(), quick, splits=splits), values, None, quick) for splits in (False, True)
     )
-    return Round(whole.median("forward"), whole.median("backward"), split.median("weight"))
+    return Timings(whole.median("forward"), whole.median("backward"), split.median("weight"))
 
 
 class _SavedBytes:

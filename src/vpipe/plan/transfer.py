@@ -28,7 +28,7 @@ FEW, MANY = 16, 80
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """One direction between two ranks."""
 
     latency: float
@@ -37,10 +37,10 @@ class Link:
     """Bytes per second beyond that."""
 
 
-def measure_link(transport: Transport, repeat: int) -> Link:
+def measure_link(transport: Transport, repeat: int) -> LinkSpeed:
     """Ranks 0 and 1 send messages to and fro; the others wait."""
     small, large = (_one_way(transport, size, repeat) for size in (SMALL, LARGE))
-    return Link(small, (LARGE - SMALL) / max(large - small, 1e-9))
+    return LinkSpeed(small, (LARGE - SMALL) / max(large - small, 1e-9))
 
 
 def _one_way(transport: Transport, size: int, repeat: int) -> float:

@@ -161,5 +161,5 @@ def _runs_of(source: Path) -> set[str]:
     """The runs on the line of the newest whole checkpoint of ``source``."""
     for path in manifest.find(source):
         with suppress(manifest.DamagedCheckpoint):
-            return manifest.Manifest.read(path).line.runs
+            return manifest.CheckpointManifest.read(path).line.runs
     return set()

@@ -31,7 +31,7 @@ UNAVAILABLE = 69
 MISTAKE = 2
 
 
-class Kind(StrEnum):
+class EndingKind(StrEnum):
     """The endings of the table."""
 
     FINISHED = "finished"
@@ -43,19 +43,19 @@ class Kind(StrEnum):
 
 
 CODES = {
-    Kind.FINISHED: 0,
-    Kind.STOPPED: RESUME_ME,
-    Kind.INTERRUPTED: 128 + signal.SIGINT,
-    Kind.FAILED: 1,
-    Kind.KILLED: 128 + signal.SIGKILL,
-    Kind.LOST: UNAVAILABLE,
+    EndingKind.FINISHED: 0,
+    EndingKind.STOPPED: RESUME_ME,
+    EndingKind.INTERRUPTED: 128 + signal.SIGINT,
+    EndingKind.FAILED: 1,
+    EndingKind.KILLED: 128 + signal.SIGKILL,
+    EndingKind.LOST: UNAVAILABLE,
 }
 
 BY_SIGNAL = {
-    signal.SIGUSR1: Kind.STOPPED,
-    signal.SIGTERM: Kind.STOPPED,
-    signal.SIGINT: Kind.INTERRUPTED,
-    signal.SIGHUP: Kind.INTERRUPTED,
+    signal.SIGUSR1: EndingKind.STOPPED,
+    signal.SIGTERM: EndingKind.STOPPED,
+    signal.SIGINT: EndingKind.INTERRUPTED,
+    signal.SIGHUP: EndingKind.INTERRUPTED,
 }
 """What a request to end makes of a run."""
 
@@ -64,7 +64,7 @@ BY_SIGNAL = {
 class Ending:
     """How one run has ended, as summary.json has it under ``ending``."""
 
-    kind: Kind
+    kind: EndingKind
     code: int
     sentence: str
     """What to say about it, in one line."""
@@ -80,18 +80,18 @@ class Ending:
     time: float = 0.0
 
     @classmethod
-    def of(cls, kind: Kind, sentence: str, code: int | None = None, **more: Any) -> Ending:
+    def of(cls, kind: EndingKind, sentence: str, code: int | None = None, **more: Any) -> Ending:
         return cls(kind, CODES[kind] if code is None else code, sentence, time=time(), **more)
 
     @classmethod
     def parse(cls, found: Any) -> Ending | None:
         """What ``fields`` wrote; ``None`` for anything else."""
-        if not isinstance(found, dict) or found.get("kind") not in list(Kind):
+        if not isinstance(found, dict) or found.get("kind") not in list(EndingKind):
             return None
         code, rank, iteration, saved, where, at = (
             found.get(key) for key in ("code", "rank", "iteration", "saved", "checkpoint", "time")
         )
-        kind = Kind(found["kind"])
+        kind = EndingKind(found["kind"])
         return cls(
             kind,
             code if isinstance(code, int) else CODES[kind],
@@ -118,7 +118,7 @@ class Ending:
 
     def remedy(self, directory: Path) -> str:
         """What the user can do now; empty for a run that is done."""
-        if self.kind is Kind.FINISHED:
+        if self.kind is EndingKind.FINISHED:
             return ""
         if self.checkpoint is None:
             return "nothing was saved"

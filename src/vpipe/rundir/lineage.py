@@ -80,7 +80,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LineageEntry:
     """A run in lineage.json."""
 
     line: Line
@@ -92,7 +92,9 @@ class Entry:
     """The directory of its checkpoints, where that is not checkpoints/ beside this file."""
 
     @classmethod
-    def now(cls, line: Line, checkpoint: str | None, command: list[str], checkpoints: str | None = None) -> Entry:
+    def now(
+        cls, line: Line, checkpoint: str | None, command: list[str], checkpoints: str | None = None
+    ) -> LineageEntry:
         return cls(line, checkpoint, datetime.now(UTC).isoformat(timespec="milliseconds"), command, checkpoints)
 
     def to_json(self) -> dict[str, Any]:
@@ -107,14 +109,14 @@ class Entry:
         }
 
 
-def read(directory: Path) -> list[Entry]:
+def read(directory: Path) -> list[LineageEntry]:
     """The runs of a directory, the first one first; those that cannot be read are left out."""
     listed = (writing.read(directory / LINEAGE) or {}).get("runs")
     found = []
     for each in listed if isinstance(listed, list) else ():
         try:
             parent, where = each.get("parent") or {}, each.get("checkpoints")
-            entry = Entry(
+            entry = LineageEntry(
                 Line.parse(each["run"], each["ancestors"]),
                 parent.get("checkpoint"),
                 str(each["started"]),
@@ -127,13 +129,13 @@ def read(directory: Path) -> list[Entry]:
     return found
 
 
-def enter(directory: Path, entry: Entry) -> None:
+def enter(directory: Path, entry: LineageEntry) -> None:
     """From now on the directory is this run's; call where its lock is held."""
     runs = [each for each in read(directory) if each.line.run != entry.line.run]
     writing.replace(directory / LINEAGE, {"runs": [each.to_json() for each in (*runs, entry)]}, durable=True)
 
 
-def current(directory: Path) -> Entry | None:
+def current(directory: Path) -> LineageEntry | None:
     """The run whose directory this is."""
     entries = read(directory)
     return entries[-1] if entries else None

@@ -86,7 +86,7 @@ class FileFacts:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """What manifest.json says."""
 
     standing: Standing
@@ -108,7 +108,7 @@ class Manifest:
         return text + _SEAL[0] + hashlib.sha256(text).hexdigest().encode() + _SEAL[1]
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest:
+    def read(cls, directory: Path) -> CheckpointManifest:
         """The manifest of a checkpoint; ``DamagedCheckpoint`` where it is not what was written."""
         path = directory / MANIFEST
         try:
@@ -122,7 +122,7 @@ class Manifest:
         return found
 
     @classmethod
-    def _parse(cls, found: Any) -> Manifest:
+    def _parse(cls, found: Any) -> CheckpointManifest:
         if not isinstance(found, dict) or not isinstance(found.get("files"), dict) or not found["files"]:
             raise ValueError("it lists no files")
         odd = next((name for name in found["files"] if not _FILE.match(name)), None)
@@ -187,7 +187,7 @@ def on_line(directory: Path, line: Line, until: int | None = None) -> list[Path]
         if until is not None and name.iteration > until:
             continue
         try:
-            place = line.place(Manifest.read(path).line.run, name.iteration)
+            place = line.place(CheckpointManifest.read(path).line.run, name.iteration)
         except DamagedCheckpoint:
             place = -1
         if place is not None:
@@ -217,7 +217,7 @@ def _before(where: Path) -> list[Path]:
     """The checkpoints before one, of its line."""
     name = parse_name(where.name)
     try:
-        line = Manifest.read(where).line
+        line = CheckpointManifest.read(where).line
     except DamagedCheckpoint:
         known = lineage.current(where.parent) or lineage.current(where.parent.parent)
         if known is None or name is None:
@@ -227,10 +227,10 @@ def _before(where: Path) -> list[Path]:
     return [path for path in on_line(where.parent, line, until) if path != where]
 
 
-def _places(where: Path) -> list[tuple[Path, lineage.Entry | None]]:
+def _places(where: Path) -> list[tuple[Path, lineage.LineageEntry | None]]:
     """Where the checkpoints of a directory may lie, with the run whose line counts there."""
     own = lineage.current(where)
-    places: list[tuple[Path, lineage.Entry | None]] = [(where, own or lineage.current(where.parent))]
+    places: list[tuple[Path, lineage.LineageEntry | None]] = [(where, own or lineage.current(where.parent))]
     if own is not None and own.checkpoints is not None:
         places.append((Path(own.checkpoints), own))
     return [*places, (where / CHECKPOINTS, own)]
@@ -240,7 +240,7 @@ def _newest_line(kept: list[Path]) -> Line | None:
     """The line of the newest checkpoint that says whose it is; ``None`` where none does."""
     for path in reversed(kept):
         try:
-            return Manifest.read(path).line
+            return CheckpointManifest.read(path).line
         except DamagedCheckpoint:
             continue
     return None

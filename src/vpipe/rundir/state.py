@@ -21,7 +21,7 @@ from typing import Any
 
 from vpipe.process import Process
 from vpipe.rundir import endings, writing
-from vpipe.rundir.endings import Ending, Kind
+from vpipe.rundir.endings import Ending, EndingKind
 from vpipe.rundir.layout import STATE
 
 EVERY = 1.0
@@ -184,6 +184,8 @@ def of(directory: Path) -> State:
     if True in alive or (None in alive and beat.silence <= SILENT_AFTER):
         kind = "starting" if beat.phase == "starting" else "running"
         return State(kind, beat.phase if beat.silence <= SILENT_AFTER else f"{beat.phase}, but {silent}", beat)
-    kind_, where = (Kind.KILLED, "is gone without a word") if None not in alive else (Kind.LOST, "is out of reach")
+    kind_, where = (
+        (EndingKind.KILLED, "is gone without a word") if None not in alive else (EndingKind.LOST, "is out of reach")
+    )
     ending = Ending.of(kind_, f"{beat.writer} {where}; {silent}", iteration=beat.iteration)
     return State(kind_, ending.sentence, beat, ending.at(None, beat.saved, beat.checkpoint))

@@ -25,7 +25,7 @@ from vpipe.runtime.options import Ranks
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.randomness import use_generator_of
 from vpipe.runtime.ranks import membership
-from vpipe.runtime.ranks.meeting import Place
+from vpipe.runtime.ranks.meeting import LaunchedRank
 from vpipe.runtime.transport import choice, ondevice
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.distributed import DistributedTransport
@@ -46,7 +46,7 @@ def under_launcher() -> bool:
 
 def join(timeout: float, wanted: int | None = None) -> int:
     """Join the others; how many there are, which must be ``wanted``."""
-    world = membership.join(Place.read(os.environ) if "WORLD_SIZE" in os.environ else None, timeout)
+    world = membership.join(LaunchedRank.read(os.environ) if "WORLD_SIZE" in os.environ else None, timeout)
     if wanted is not None and wanted != world:
         raise UserError(
             f"the pipeline wants {wanted} ranks, but the launcher started {world}; start {wanted} processes"

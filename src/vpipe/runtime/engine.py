@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from vpipe.runtime.device import HOST, Number, current, is_host, number
-from vpipe.runtime.feed import Feed
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.memory.swap import Move, Swapper
 from vpipe.runtime.memory.swap_device import DeviceSwapper
+from vpipe.runtime.prefetch import Prefetch
 from vpipe.runtime.randomness import evaluation_seed
 from vpipe.runtime.region import Pending, Run
 from vpipe.runtime.stage import Stage, Unit
@@ -175,7 +175,7 @@ class Engine:
         row = [action for action in compiled.program.rows[self.rank] if action.kind is Kind.F]
         orders = [[action.microbatch for action in row if action.stage == stage] for stage in (0, last)]
         inputs, targets = (
-            Feed(get, order, self.device, self._feeding)
+            Prefetch(get, order, self.device, self._feeding)
             for get, order in zip((job.inputs, job.targets), orders, strict=True)
         )
         return replace(job, inputs=inputs, targets=targets)

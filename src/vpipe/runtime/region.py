@@ -53,7 +53,7 @@ class Treatment(Enum):
 
 
 @dataclass(slots=True)
-class Graph:
+class RegionGraph:
     """What a region's forward leaves behind for its backward."""
 
     taken: list[tuple[Value, int, Gradients]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Outcome:
     """What a region's forward yields."""
 
     given: dict[Value, Any]
-    graph: Graph | None
+    graph: RegionGraph | None
     loss: Tensor | None = None
     added: list[tuple[int, Tensor]] = field(default_factory=list)
     """(layer, value) of the losses that layers added."""
@@ -131,7 +131,7 @@ class Region:
         Without ``build_graph``, a training run still finds out which results need a gradient, but saves nothing for a
         backward. With ``luggage``, what is saved may be swapped out.
         """
-        graph = Graph() if build_graph else None
+        graph = RegionGraph() if build_graph else None
         outcome = Outcome({}, graph)
         around = self._around(run, build_graph, luggage)
         if around is None:
@@ -229,7 +229,7 @@ class Region:
         return result
 
     def _enter(
-        self, given: Any, value: Value, layer: int, graph: Graph | None, training: bool, luggage: Luggage | None
+        self, given: Any, value: Value, layer: int, graph: RegionGraph | None, training: bool, luggage: Luggage | None
     ) -> Any:
         """What a layer gets of a value from outside: where gradients are needed, by an edge of its own."""
         gradients: Gradients = []
@@ -295,7 +295,7 @@ class Region:
         """What errors call a layer."""
         return f"layer {layer} ({self.layers[layer].name or type(self.modules[layer]).__name__})"
 
-    def backward(self, graph: Graph, pending: Pending, weight: float, run: Backward = run_backward) -> None:
+    def backward(self, graph: RegionGraph, pending: Pending, weight: float, run: Backward = run_backward) -> None:
         """Take the gradients of what the region gave from ``pending``, add those of what it took."""
         roots: list[GradientEdge] = []
         gradients: list[Tensor] = []

@@ -29,7 +29,7 @@ from vpipe.runtime.edges import detached
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.memory.luggage import Luggage
 from vpipe.runtime.memory.swap import Parcel
-from vpipe.runtime.region import Graph, Pending, Region, Run, Treatment
+from vpipe.runtime.region import Pending, Region, RegionGraph, Run, Treatment
 from vpipe.runtime.split.deferred import WeightQueue
 from vpipe.runtime.split.promise import run_backward
 from vpipe.runtime.updates.weights import VersionedWeights, Weights
@@ -45,7 +45,7 @@ class Unit:
     run: Run
     targets: Any = None
     weight: float = 1.0
-    graphs: list[Graph | None] = field(default_factory=list)
+    graphs: list[RegionGraph | None] = field(default_factory=list)
     values: dict[Value, Any] = field(default_factory=dict)
     """Inputs of the regions that will be recomputed."""
     buffers: list[tuple[nn.Module, str, Tensor | None]] = field(default_factory=list)

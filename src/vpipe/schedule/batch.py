@@ -43,7 +43,7 @@ class Path:
         return found
 
 
-class Batch:
+class ProgramGraph:
     """The graph of a lowered program."""
 
     def __init__(self, program: Program, *, blocking: bool = False) -> None:

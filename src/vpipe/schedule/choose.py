@@ -22,7 +22,7 @@ FREE_STAGES_PER_RANK = (2, 4)
 
 
 @dataclass(frozen=True)
-class Choice:
+class RankedSchedule:
     """One schedule under the given costs. ``refused`` says why there are no figures."""
 
     name: str
@@ -47,7 +47,7 @@ def rank(
     stages_per_rank: int | None = None,
     memory: float | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Choice]:
+) -> list[RankedSchedule]:
     """Every schedule of the catalogue, the quickest that fit into ``memory`` microbatches first, refusals last."""
     wanted = [(entry, v) for entry in entries() for v in _stages_per_rank(entry, stages_per_rank)]
     found = []
@@ -75,7 +75,7 @@ def _stages_per_rank(entry: Entry, wanted: int | None) -> Iterator[int]:
         yield wanted
 
 
-def _choice(entry: Entry, p: int, m: int, v: int, times: dict[str, Any], memory: float | None) -> Choice:
+def _choice(entry: Entry, p: int, m: int, v: int, times: dict[str, Any], memory: float | None) -> RankedSchedule:
     asynchronous = entry.asynchronous
     name = f"{entry.name} v={v}" if entry.any_stages_per_rank else entry.name
 
@@ -89,9 +89,9 @@ def _choice(entry: Entry, p: int, m: int, v: int, times: dict[str, Any], memory:
     try:
         found, time, work = _steady(entry, p, m, run) if asynchronous else _batch(m, run)
     except UserError as error:
-        return Choice(name, v, asynchronous, refused=str(error))
+        return RankedSchedule(name, v, asynchronous, refused=str(error))
     peak = max(found.peak_activations)
-    return Choice(
+    return RankedSchedule(
         name,
         v,
         asynchronous,

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from vpipe.schedule.catalog import entries
-from vpipe.schedule.choose import Choice, rank
+from vpipe.schedule.choose import RankedSchedule, rank
 from vpipe.schedule.entry import Entry
 from vpipe.schedule.simulate import Simulation, simulate
 from vpipe.schedule.svg import svg
@@ -110,7 +110,7 @@ def _networks() -> str:
     return NETWORKS.format(p=RANKS, m=MANY) + _table(rows)
 
 
-def _places(choice: Choice, times: dict[float, dict[str, Choice]]) -> Sequence[str]:
+def _places(choice: RankedSchedule, times: dict[float, dict[str, RankedSchedule]]) -> Sequence[str]:
     cells = [choice.name + (" (steady state)" if choice.asynchronous else "")]
     for latency in LATENCIES:
         quicker = sum(other.time < times[latency][choice.name].time - 1e-9 for other in times[latency].values())

@@ -12,7 +12,7 @@ from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.rundir import endings
-from vpipe.rundir.endings import BY_SIGNAL, MISTAKE, Ending, Kind
+from vpipe.rundir.endings import BY_SIGNAL, MISTAKE, Ending, EndingKind
 from vpipe.rundir.state import Beat
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.ranks.failure import Cause, PeerLost
@@ -57,32 +57,39 @@ class StopRequests:
 def asked(number: signal.Signals, iteration: int) -> Ending:
     """The run ended because somebody asked for it."""
     kind = BY_SIGNAL[number]
-    word = "stopped on request" if kind is Kind.STOPPED else "interrupted"
-    code = None if kind is Kind.STOPPED else 128 + number
+    word = "stopped on request" if kind is EndingKind.STOPPED else "interrupted"
+    code = None if kind is EndingKind.STOPPED else 128 + number
     return Ending.of(kind, f"{word} ({number.name}) after iteration {iteration}", code, iteration=iteration)
 
 
 def finished(iteration: int) -> Ending:
-    return Ending.of(Kind.FINISHED, f"finished after iteration {iteration}", iteration=iteration)
+    return Ending.of(EndingKind.FINISHED, f"finished after iteration {iteration}", iteration=iteration)
 
 
 def of_error(error: BaseException) -> Ending:
     """The run ended by an exception of this rank."""
     if isinstance(error, UserError):
-        return Ending.of(Kind.FAILED, error.sentence, MISTAKE)
+        return Ending.of(EndingKind.FAILED, error.sentence, MISTAKE)
     if isinstance(error, KeyboardInterrupt):
-        return Ending.of(Kind.INTERRUPTED, "interrupted at once")
+        return Ending.of(EndingKind.INTERRUPTED, "interrupted at once")
     if isinstance(error, PeerLost):
-        return of_cause(Cause(**error.cause)) if error.cause else Ending.of(Kind.LOST, str(error), rank=error.peer)
+        return (
+            of_cause(Cause(**error.cause)) if error.cause else Ending.of(EndingKind.LOST, str(error), rank=error.peer)
+        )
     told = "".join(traceback.format_exception(error))[-MOST_DETAILS:]
-    return Ending.of(Kind.FAILED, "".join(traceback.format_exception_only(error)).splitlines()[0], details=told)
+    return Ending.of(EndingKind.FAILED, "".join(traceback.format_exception_only(error)).splitlines()[0], details=told)
 
 
 def of_cause(cause: Cause) -> Ending:
     """The run ended because of another rank."""
-    kind = {"gone": Kind.KILLED, "silent": Kind.LOST, "missing": Kind.LOST, "interrupt": Kind.INTERRUPTED}
+    kind = {
+        "gone": EndingKind.KILLED,
+        "silent": EndingKind.LOST,
+        "missing": EndingKind.LOST,
+        "interrupt": EndingKind.INTERRUPTED,
+    }
     code = MISTAKE if cause.kind == "user" else None
-    return Ending.of(kind.get(cause.kind, Kind.FAILED), str(cause), code, rank=cause.rank)
+    return Ending.of(kind.get(cause.kind, EndingKind.FAILED), str(cause), code, rank=cause.rank)
 
 
 def conclude(directory: Path, run: str, ending: Ending) -> None:

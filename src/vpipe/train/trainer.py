@@ -16,7 +16,7 @@ from typing import Any
 
 from vpipe.observe.console import Console
 from vpipe.rundir import lineage
-from vpipe.rundir.endings import Ending, Kind
+from vpipe.rundir.endings import Ending, EndingKind
 from vpipe.rundir.state import Beat
 from vpipe.schedule.entry import Chain
 from vpipe.schedule.own import short_name
@@ -268,6 +268,6 @@ class Trainer:
         return self.metrics.summary() | {
             "final_loss": self._last_loss,
             "iterations_done": self.iteration,
-            "stopped": self.ended.kind is not Kind.FINISHED,
+            "stopped": self.ended.kind is not EndingKind.FINISHED,
             "scheduler": self.session.config.parallel.scheduler,
         }

@@ -36,7 +36,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Source:
+class BuiltData:
     """What a builder found and how much it wrote."""
 
     name: str
@@ -77,7 +77,7 @@ def build(
     if source is not None:
         existing(source)
     request = Request(seed, limit, source, language, progress or (lambda done, total: None))
-    write = cast("Callable[[Path, Request], Source]", import_module(f"vpipe.data.builders.{name}").write)
+    write = cast("Callable[[Path, Request], BuiltData]", import_module(f"vpipe.data.builders.{name}").write)
     with new_folder(out) as folder:
         found = write(folder, request)
         manifest = Manifest(

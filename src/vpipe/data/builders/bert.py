@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.data.builders import Request, Source, digest, held_out_counts, shuffled
+from vpipe.data.builders import BuiltData, Request, digest, held_out_counts, shuffled
 from vpipe.data.builders.corpus import collect
 from vpipe.data.files import require
 from vpipe.data.tokenizer import FILE_NAME, encode
@@ -48,7 +48,7 @@ class Example:
     is_random: bool
 
 
-def write(folder: Path, request: Request) -> Source:
+def write(folder: Path, request: Request) -> BuiltData:
     """``vpipe_training_<n>.hdf5``, ``vpipe_validation_<n>.hdf5``, ``vocab.txt`` and ``tokenizer.json``."""
     require("h5py")
     corpus = collect(request.source, request.progress)
@@ -83,7 +83,7 @@ def write(folder: Path, request: Request) -> Source:
         raise UserError(
             f"{len(documents)} documents gave {counts['training']} training examples; name more text with --source"
         )
-    return Source(corpus.name, corpus.licence, digest(texts), counts)
+    return BuiltData(corpus.name, corpus.licence, digest(texts), counts)
 
 
 def train_word_pieces(texts: list[str], vocab_size: int) -> Any:

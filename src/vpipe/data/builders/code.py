@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.data import tokenizer
-from vpipe.data.builders import Request, Source, digest, shuffled
+from vpipe.data.builders import BuiltData, Request, digest, shuffled
 from vpipe.data.files import find_files, read_text
 from vpipe.errors import UserError
 
@@ -34,7 +34,7 @@ _SHARES = (("test", 0.1), ("valid", 0.1), ("train", 0.8))
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def write(folder: Path, request: Request) -> Source:
+def write(folder: Path, request: Request) -> BuiltData:
     """``python/final/jsonl/<split>/python_<split>_0.jsonl.gz`` and a byte-level BPE tokenizer of the training split."""
     root = request.source or Path(sysconfig.get_path("stdlib"))
     files = {file.relative_to(root).as_posix(): file for file in find_files(root, (".py",), _LEFT_OUT) if file != root}
@@ -63,7 +63,7 @@ def write(folder: Path, request: Request) -> Source:
     counts = {split: len(splits[split]) for split in ("train", "valid", "test")}
     texts = (function["original_string"] for functions in by_file for function in functions)
     own = request.source is None
-    return Source(
+    return BuiltData(
         name=f"standard library of Python {platform.python_version()}"
         if own
         else f"the Python files of the folder {root.name}",

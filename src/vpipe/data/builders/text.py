@@ -7,12 +7,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from vpipe.data import tokenizer
-from vpipe.data.builders import Request, Source, digest, held_out_counts, shuffled
+from vpipe.data.builders import BuiltData, Request, digest, held_out_counts, shuffled
 from vpipe.data.builders.corpus import collect
 from vpipe.errors import UserError
 
 
-def write(folder: Path, request: Request) -> Source:
+def write(folder: Path, request: Request) -> BuiltData:
     """Documents in a shuffled order, a blank line between them, and a byte-level BPE tokenizer of the training text."""
     corpus = collect(request.source, request.progress)
     documents = shuffled(corpus.documents, request.seed)[: request.limit]
@@ -31,4 +31,4 @@ def write(folder: Path, request: Request) -> Source:
         (folder / f"{split}.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     tokenizer.train("bpe", splits["train"]).save(str(folder / tokenizer.FILE_NAME), pretty=False)
     counts = {split: len(texts) for split, texts in splits.items()}
-    return Source(corpus.name, corpus.licence, digest(documents), {**counts, "characters": sum(map(len, documents))})
+    return BuiltData(corpus.name, corpus.licence, digest(documents), {**counts, "characters": sum(map(len, documents))})

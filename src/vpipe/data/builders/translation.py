@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from vpipe.data import tokenizer
-from vpipe.data.builders import Request, Source, digest, held_out_counts, shuffled
+from vpipe.data.builders import BuiltData, Request, digest, held_out_counts, shuffled
 from vpipe.data.fairseq import Dictionary, write_sentences
 from vpipe.data.files import find_files, unreadable
 from vpipe.errors import UserError
@@ -27,7 +27,7 @@ VOCAB_SIZE = 8192
 _LONGEST_RATIO = 4.0
 
 
-def write(folder: Path, request: Request) -> Source:
+def write(folder: Path, request: Request) -> BuiltData:
     """``{train,valid,test}.{en,<language>}``, ``tokenizer.json``, and ``binarised/``."""
     language = request.language or DEFAULT_LANGUAGE
     roots = [request.source] if request.source is not None else locale_folders()
@@ -59,7 +59,7 @@ def write(folder: Path, request: Request) -> Source:
     learnt = tokenizer.train("bpe", (text for side in sides["train"] for text in side), VOCAB_SIZE)
     learnt.save(str(folder / tokenizer.FILE_NAME), pretty=False)
     _binarise(folder / "binarised", language, sides, learnt)
-    return Source(
+    return BuiltData(
         name=f"gettext catalogues of {len(files)} installed programs, {SOURCE_LANGUAGE}-{language}",
         licence="each program's own, mostly free (GPL, LGPL)",
         sha256=digest(text for english in chosen for text in (english, pairs[english])),

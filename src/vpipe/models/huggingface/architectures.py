@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vpipe.errors import UserError, nearest
 from vpipe.models.huggingface.cutting import varied
-from vpipe.models.huggingface.tasks import Task
+from vpipe.models.huggingface.tasks import ModelTask
 
 MAPPINGS = (
     "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
@@ -61,26 +61,26 @@ def model_types() -> list[str]:
     return list(configuration_auto.__dict__["CONFIG_MAPPING_NAMES"])
 
 
-def task_of(model: nn.Module, config: Any, example: Mapping[str, Tensor] | None) -> Task:
+def task_of(model: nn.Module, config: Any, example: Mapping[str, Tensor] | None) -> ModelTask:
     """What the model is trained on, by its class and the arguments of its forward; an example decides for itself."""
     name = type(inner_model(model)).__name__
     parameters = inspect.signature(inner_model(model).forward).parameters
     with_cache = "use_cache" in parameters
     if example is not None:
-        return Task("own", names=tuple(example), with_cache=with_cache, constants=constants(parameters))
+        return ModelTask("own", names=tuple(example), with_cache=with_cache, constants=constants(parameters))
     text = config.get_text_config()
     speaks = "input_ids" in parameters and bool(getattr(text, "vocab_size", 0))
     padding = getattr(text, "pad_token_id", None)
     if speaks and "next_sentence_label" in parameters and name.endswith("ForPreTraining"):
-        return Task("pretraining", with_cache=with_cache)
+        return ModelTask("pretraining", with_cache=with_cache)
     if speaks and config.is_encoder_decoder:
-        return Task("translation", 0 if padding is None else padding, with_cache=with_cache)
+        return ModelTask("translation", 0 if padding is None else padding, with_cache=with_cache)
     if speaks and name.endswith("MaskedLM"):
-        return Task("masked", with_cache=with_cache)
+        return ModelTask("masked", with_cache=with_cache)
     if speaks and "pixel_values" not in parameters and name.endswith(("CausalLM", "LMHeadModel", "LMHead")):
-        return Task("causal", -1, with_cache=with_cache)
+        return ModelTask("causal", -1, with_cache=with_cache)
     own = own_example(config, name, parameters, 3, 8)
-    return Task("own", names=tuple(own), with_cache=with_cache, constants=constants(parameters))
+    return ModelTask("own", names=tuple(own), with_cache=with_cache, constants=constants(parameters))
 
 
 def inner_model(model: Any) -> Any:
@@ -127,7 +127,7 @@ def own_example(config: Any, name: str, parameters: Mapping[str, Any], rows: int
 
 
 def examples(
-    model: nn.Module, config: Any, task: Task, given: Mapping[str, Tensor] | None, longest: int
+    model: nn.Module, config: Any, task: ModelTask, given: Mapping[str, Tensor] | None, longest: int
 ) -> list[tuple[Mapping[str, Tensor], ...]]:
     """Ways to try the model: each one input, one of other sizes, one of other values; the first that runs is taken."""
     if task.kind != "own":

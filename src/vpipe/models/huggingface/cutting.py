@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from vpipe.errors import UserError
 from vpipe.models.huggingface.anatomy import Anatomy, anatomy, library_models
 from vpipe.models.huggingface.part import Frame
-from vpipe.models.huggingface.pieces import Piece, Plan, planned
-from vpipe.models.huggingface.recorder import Recorder, Recording
+from vpipe.models.huggingface.pieces import CallPlan, Piece, planned
+from vpipe.models.huggingface.recorder import CallRecorder, Recording
 from vpipe.models.huggingface.standins import StandIns
-from vpipe.models.huggingface.tasks import Task
+from vpipe.models.huggingface.tasks import ModelTask
 
 CAPTURED = ("output_router_logits", "output_hidden_states", "output_attentions")
 
 
-def cut_frame(root: nn.Module, task: Task, examples: tuple[Mapping[str, Tensor], ...]) -> Frame:
+def cut_frame(root: nn.Module, task: ModelTask, examples: tuple[Mapping[str, Tensor], ...]) -> Frame:
     """The pieces of ``root`` for inputs like ``examples``: one, one of other sizes, one of other values."""
     install_capture(root)
     refuse_layer_drop(root)
@@ -26,7 +26,7 @@ def cut_frame(root: nn.Module, task: Task, examples: tuple[Mapping[str, Tensor],
     first, resized, other = examples
 
     def run(inputs: Mapping[str, Tensor], fill: float) -> Recording:
-        return Recorder(root, body, stand_ins, fill).run(inputs, task)
+        return CallRecorder(root, body, stand_ins, fill).run(inputs, task)
 
     try:
         run(first, 0.37)
@@ -42,13 +42,13 @@ def cut_frame(root: nn.Module, task: Task, examples: tuple[Mapping[str, Tensor],
     return Frame(root, body, plan, task, stand_ins)
 
 
-def rest(plan: Plan, body: Anatomy) -> None:
+def rest(plan: CallPlan, body: Anatomy) -> None:
     """Modules that no piece calls stay with the last one, so that a checkpoint has them."""
     used = {plan.paths[call] for piece in plan.pieces for call in piece.calls}
     plan.pieces[-1].idle = tuple(path for path in (*body.blocks, *body.units) if path not in used)
 
 
-def owned_paths(plan: Plan, piece: Piece) -> tuple[str, ...]:
+def owned_paths(plan: CallPlan, piece: Piece) -> tuple[str, ...]:
     """The modules of a piece."""
     return (*dict.fromkeys(plan.paths[call] for call in piece.calls), *piece.idle)
 

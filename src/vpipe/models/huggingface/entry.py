@@ -27,8 +27,8 @@ from vpipe.models.huggingface.architectures import (
 from vpipe.models.huggingface.cutting import cut_frame, owned_paths
 from vpipe.models.huggingface.part import Frame, Part
 from vpipe.models.huggingface.pieces import Piece
-from vpipe.models.huggingface.source import Source
-from vpipe.models.huggingface.tasks import Task
+from vpipe.models.huggingface.source import PieceBuilder
+from vpipe.models.huggingface.tasks import ModelTask
 from vpipe.models.model import Model, seed_layers, tie
 
 
@@ -136,7 +136,9 @@ def from_config(
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise UserError(f"model.dtype {dtype!r} is not a floating type; use float32, bfloat16 or float16")
     check_length(config, sequence_length)
-    source = Source(architecture(transformers, config), config, None if directory is None else str(directory), kind)
+    source = PieceBuilder(
+        architecture(transformers, config), config, None if directory is None else str(directory), kind
+    )
     frame = framed(source.skeleton, config, example)
     source.body, source.plan, source.task, source.solid = frame.body, frame.plan, frame.task, frame.stand_ins.solid
     if directory is not None:
@@ -290,7 +292,7 @@ def check_length(config: Any, sequence_length: int) -> None:
         )
 
 
-def described(task: Task, config: Any, sequence_length: int, ignored: int | None, **cut: Any) -> Model:
+def described(task: ModelTask, config: Any, sequence_length: int, ignored: int | None, **cut: Any) -> Model:
     """The ``Model`` around the layers: its loss by task, its sizes from the config."""
     check_length(config, sequence_length)
     text = config.get_text_config()

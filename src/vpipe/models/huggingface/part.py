@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from vpipe.errors import UserError
 from vpipe.models.huggingface.anatomy import Anatomy
-from vpipe.models.huggingface.pieces import Piece, Plan
+from vpipe.models.huggingface.pieces import CallPlan, Piece
 from vpipe.models.huggingface.recorder import fire_hooks, gated_copy
-from vpipe.models.huggingface.standins import Shape, StandIns, hooked, shaped, without_hooks
-from vpipe.models.huggingface.tasks import Task
+from vpipe.models.huggingface.standins import AbsentTensor, StandIns, hooked, shaped, without_hooks
+from vpipe.models.huggingface.tasks import ModelTask
 from vpipe.models.huggingface.trees import leaves, mapped
 
 
 class Frame:
     """What all parts of a model share. ``root`` is never run and never changed, only copied in its upper modules."""
 
-    def __init__(self, root: nn.Module, body: Anatomy, plan: Plan, task: Task, stand_ins: StandIns) -> None:
+    def __init__(self, root: nn.Module, body: Anatomy, plan: CallPlan, task: ModelTask, stand_ins: StandIns) -> None:
         self.root, self.body, self.plan, self.task, self.stand_ins = root, body, plan, task, stand_ins
 
     def __deepcopy__(self, memo: Any) -> Frame:
@@ -126,7 +126,7 @@ class _Run:
             return None
         rule, dtype = self.piece.sizes[name]
         size = tuple(step if isinstance(step, int) else self.given[step[0]].shape[step[1]] for step in rule)
-        return Shape(size, dtype).tensor(self.device)
+        return AbsentTensor(size, dtype).tensor(self.device)
 
     def answer(self, path: str, args: Any, kwargs: Any) -> Any:
         """A call of a module, in the order of the plan."""
@@ -171,7 +171,7 @@ class _Run:
         expected, _ = self.part.frame.stand_ins.returned(path, args, kwargs)
         for leaf_path, leaf in leaves(shaped(made)):
             stood = dict(leaves(expected)).get(leaf_path)
-            if isinstance(leaf, Shape) and isinstance(stood, Shape) and leaf.size != stood.size:
+            if isinstance(leaf, AbsentTensor) and isinstance(stood, AbsentTensor) and leaf.size != stood.size:
                 raise UserError(
                     f"{path} returned a tensor of {leaf.size} where {stood.size} was expected, so this model is not cut"
                 )
@@ -202,7 +202,7 @@ class _Run:
             name = self.piece.taken.get((index, (*start, *path)))
             if name is not None:
                 return self.fitting(name, leaf.size)
-            if not isinstance(leaf, Shape):
+            if not isinstance(leaf, AbsentTensor):
                 return leaf
             return leaf.tensor(self.device, solid=self.part.frame.stand_ins.solid)
 
@@ -238,7 +238,7 @@ class _Spine:
                     if full in part.attributes:
                         kind[name] = part.own(full)
                     elif tensor is not None:
-                        stand_in = Shape(tuple(tensor.shape), tensor.dtype).tensor(run.device)
+                        stand_in = AbsentTensor(tuple(tensor.shape), tensor.dtype).tensor(run.device)
                         kind[name] = stand_in  # type: ignore[assignment]  # used only for its size
         for full in part.piece.raw:
             if full in part.attributes:

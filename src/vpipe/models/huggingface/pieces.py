@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass
-class Plan:
+class CallPlan:
     """The pieces, in order, and the calls that every run must make in this order."""
 
     paths: tuple[str, ...]
@@ -56,7 +56,9 @@ class Plan:
     pieces: list[Piece]
 
 
-def planned(recordings: Sequence[Recording], arguments: Sequence[Mapping[str, Any]], blocks: frozenset[str]) -> Plan:
+def planned(
+    recordings: Sequence[Recording], arguments: Sequence[Mapping[str, Any]], blocks: frozenset[str]
+) -> CallPlan:
     """The cut that follows from four runs: the first, one with other sizes, one with other input values and one with
     other activations. The last two only confirm what the first showed of dependencies."""
     first, resized, other_inputs, other_values = recordings
@@ -73,7 +75,7 @@ def planned(recordings: Sequence[Recording], arguments: Sequence[Mapping[str, An
     work.write(names)
     size_inputs(work, first, resized, arguments)
     kept = [piece for piece in pieces if piece.writes or piece.last]
-    return Plan(paths, names, kept)
+    return CallPlan(paths, names, kept)
 
 
 def grouped(paths: Sequence[str], blocks: frozenset[str]) -> list[list[int]]:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from vpipe.errors import UserError
 from vpipe.models.huggingface.anatomy import Anatomy
-from vpipe.models.huggingface.standins import Shape, StandIns, hooked, without_hooks
+from vpipe.models.huggingface.standins import AbsentTensor, StandIns, hooked, without_hooks
 from vpipe.models.huggingface.trees import Path, leaves, mapped
 
 DECIDING = {
@@ -112,7 +112,7 @@ def gated_copy(root: nn.Module, body: Anatomy, answer: Any, free: Mapping[str, n
     return grown(root, "")
 
 
-class Recorder(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Runs ``root`` once. ``fill`` is the number in every stand-in; what depends on it shows in a second run."""
 
     def __init__(self, root: nn.Module, body: Anatomy, stand_ins: StandIns, fill: float) -> None:
@@ -172,7 +172,7 @@ class Recorder(TorchFunctionMode):
 
     def _standing(self, call: Call, index: int, start: Path, shapes: Any) -> Any:
         def stand(path: Path, leaf: Any) -> Any:
-            if not isinstance(leaf, Shape):
+            if not isinstance(leaf, AbsentTensor):
                 return leaf
             origin = Origin("call", call.path, index + 1, call=index, leaf=(*start, *path), weighty=True)
             call.results[origin.leaf] = origin
@@ -186,7 +186,7 @@ class Recorder(TorchFunctionMode):
             return leaf
         name = self._names[id(leaf)]
         if name not in self._raw:
-            shape = Shape(tuple(leaf.shape), leaf.dtype)
+            shape = AbsentTensor(tuple(leaf.shape), leaf.dtype)
             origin = Origin("raw", name, len(self._calls), weighty=True)
             self._raw[name] = self._note(shape.tensor(torch.device("cpu"), self._fill), origin)
         return self._raw[name]

@@ -19,19 +19,19 @@ from vpipe.models.huggingface.anatomy import Anatomy
 from vpipe.models.huggingface.cutting import owned_paths
 from vpipe.models.huggingface.initial import RealLiterals, buffers_filled, give_storage, initialise
 from vpipe.models.huggingface.part import Frame, Part, hub_names
-from vpipe.models.huggingface.pieces import Piece, Plan
+from vpipe.models.huggingface.pieces import CallPlan, Piece
 from vpipe.models.huggingface.standins import StandIns
-from vpipe.models.huggingface.tasks import Task
+from vpipe.models.huggingface.tasks import ModelTask
 from vpipe.models.huggingface.tensors import Tensors
 from vpipe.models.model import building_on_meta
 
 
-class Source:
+class PieceBuilder:
     """Builds pieces of the model that ``config`` describes, with the weights of ``directory`` if there is one."""
 
     body: Anatomy
-    plan: Plan
-    task: Task
+    plan: CallPlan
+    task: ModelTask
     solid: bool
 
     def __init__(self, architecture: type[nn.Module], config: Any, directory: str | None, dtype: torch.dtype) -> None:

@@ -30,7 +30,7 @@ HOOKS = (
 
 
 @dataclass(frozen=True)
-class Shape:
+class AbsentTensor:
     """A tensor that is not there."""
 
     size: tuple[int, ...]
@@ -47,7 +47,9 @@ class Shape:
 
 def shaped(value: Any) -> Any:
     """``value`` with every tensor replaced by its shape."""
-    return mapped(value, lambda _, leaf: Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf)
+    return mapped(
+        value, lambda _, leaf: AbsentTensor(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+    )
 
 
 def without_hooks(module: nn.Module) -> nn.Module:
@@ -89,7 +91,7 @@ class StandIns:
 def _key(value: Any) -> Any:
     """What of the arguments decides the result's shape."""
     return tuple(
-        (path, leaf if isinstance(leaf, Shape | int | float | str | bool | None) else type(leaf))
+        (path, leaf if isinstance(leaf, AbsentTensor | int | float | str | bool | None) else type(leaf))
         for path, leaf in leaves(shaped(value))
     )
 

@@ -24,7 +24,7 @@ from vpipe.models.losses import (
 
 
 @dataclass(frozen=True)
-class Task:
+class ModelTask:
     """``causal`` (the next token), ``masked`` (hidden tokens), ``pretraining`` (BERT's two losses), ``translation``
     (encoder and decoder), or ``own``: the model's own arguments by their names, labels included, and its own loss."""
 

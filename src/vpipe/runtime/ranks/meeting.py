@@ -25,7 +25,7 @@ COME_WITHIN = 300.0
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchedRank:
     """What a launcher says about this process."""
 
     rank: int
@@ -40,7 +40,7 @@ class Place:
     """Of this run; empty where no launcher of ours gave one."""
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Place:
+    def read(cls, environ: Mapping[str, str]) -> LaunchedRank:
         try:
             report = environ.get("VPIPE_REPORT_FD")
             return cls(
@@ -84,7 +84,7 @@ class Place:
         return self.host == "localhost" or self.host.startswith("127.")
 
 
-def connected(place: Place, patience: float) -> tuple[Any, Any]:
+def connected(place: LaunchedRank, patience: float) -> tuple[Any, Any]:
     """Two clients of the store, for the main thread and for the watchdog."""
     keep = place.rank == 0 and not place.launcher_keeps_store
     try:

@@ -26,7 +26,7 @@ from vpipe.errors import UserError, printable
 from vpipe.network import GLOO, choose_interface
 from vpipe.process import Process
 from vpipe.runtime.ranks.failure import Board, Cause, PeerLost, reason
-from vpipe.runtime.ranks.meeting import COME_WITHIN, Place, connected
+from vpipe.runtime.ranks.meeting import COME_WITHIN, LaunchedRank, connected
 from vpipe.runtime.ranks.secret import prefix
 from vpipe.runtime.ranks.watchdog import Watchdog
 
@@ -42,7 +42,7 @@ SLACK = 5.0
 class Membership:
     """This process as one of the ranks. ``store`` is for the main thread, ``watched`` for the watchdog."""
 
-    def __init__(self, place: Place, timeout: float, store: Any, watched: Any) -> None:
+    def __init__(self, place: LaunchedRank, timeout: float, store: Any, watched: Any) -> None:
         self._place = place
         self._patience = min(timeout, COME_WITHIN)
         self.store = store
@@ -131,7 +131,7 @@ def current() -> Membership | None:
     return _current
 
 
-def join(place: Place | None, timeout: float) -> int:
+def join(place: LaunchedRank | None, timeout: float) -> int:
     """Join the others; how many there are. ``place`` is None where only a process group of the user's own says so."""
     global _current
     if _current is not None or place is None:
@@ -157,7 +157,7 @@ def join(place: Place | None, timeout: float) -> int:
     return place.num_ranks
 
 
-def _connect(place: Place, store: Any, patience: timedelta) -> None:
+def _connect(place: LaunchedRank, store: Any, patience: timedelta) -> None:
     """Connect all ranks to each other by gloo."""
     try:
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=patience)
@@ -172,7 +172,7 @@ def _connect(place: Place, store: Any, patience: timedelta) -> None:
 class Hook:
     """The ``sys.excepthook`` of a rank: the others are told before anything is shown, and consequences are one line."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: LaunchedRank) -> None:
         self._place = place
         self._before = sys.excepthook
         self.member: Membership | None = None

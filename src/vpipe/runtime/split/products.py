@@ -39,7 +39,7 @@ Gradients = Sequence[Tensor | None]
 Slots = tuple[int, ...]
 
 
-class Saved(NamedTuple):
+class NodeTensors(NamedTuple):
     """What the products of a node need of it."""
 
     tensors: tuple[Tensor, ...]
@@ -47,7 +47,7 @@ class Saved(NamedTuple):
     rest: Any
 
 
-class Kind(Protocol):
+class ProductKind(Protocol):
     """One kind of node. A *slot* is the position of an input among the node's inputs."""
 
     slots: Slots
@@ -57,13 +57,13 @@ class Kind(Protocol):
     factors: Slots
     """The inputs that are saved for one another's gradients."""
 
-    def save(self, node: Any, slots: Slots) -> Saved | None:
+    def save(self, node: Any, slots: Slots) -> NodeTensors | None:
         """What the products of ``slots`` need of the node, or None where that cannot be had. Called before I."""
 
-    def gradients(self, saved: Saved, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
         """The gradients of ``slots``, as the node itself would yield them."""
 
-    def input_gradient(self, saved: Saved, dy: Tensor) -> Tensor | None:
+    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
         """The gradient of slot 0 as I computes it without those that wait, where that is another call of a kernel."""
 
 
@@ -130,7 +130,7 @@ class MatrixProduct:
         plain = type(x) in _PLAIN and x.layout is torch.strided
         return x.detach() if plain else None
 
-    def save(self, node: Any, slots: Slots) -> Saved | None:
+    def save(self, node: Any, slots: Slots) -> NodeTensors | None:
         alpha, beta = (node._saved_alpha, node._saved_beta) if self._first else (1, 1)
         tensors: list[Tensor] = []
         forms: list[tuple[int, bool, Any]] = []
@@ -145,12 +145,12 @@ class MatrixProduct:
             rows, _ = getattr(node, f"_saved_{own}_sym_sizes")
             forms.append((len(tensors), getattr(node, f"_saved_{own}_sym_strides") == (1, rows), alpha))
             tensors.append(factor)
-        return Saved(tuple(tensors), forms)
+        return NodeTensors(tuple(tensors), forms)
 
-    def gradients(self, saved: Saved, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
         return [self._gradient(saved, dy, slot, *form) for slot, form in zip(slots, saved.rest, strict=True)]
 
-    def _gradient(self, saved: Saved, dy: Tensor, slot: int, place: int, by_columns: bool, scale: Any) -> Tensor:
+    def _gradient(self, saved: NodeTensors, dy: Tensor, slot: int, place: int, by_columns: bool, scale: Any) -> Tensor:
         if place < 0:
             return _times(dy, scale)
         factor = _conjugate(saved.tensors[place])
@@ -160,7 +160,7 @@ class MatrixProduct:
             product = dy.t().mm(factor).t() if by_columns else factor.t().mm(dy)
         return _times(product, scale)
 
-    def input_gradient(self, saved: Saved, dy: Tensor) -> Tensor | None:
+    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
         return None
 
 
@@ -171,16 +171,16 @@ class BatchedProduct:
     factors: Slots = (0, 1)
     together = False
 
-    def save(self, node: Any, slots: Slots) -> Saved | None:
+    def save(self, node: Any, slots: Slots) -> NodeTensors | None:
         tensors = [held(node, "self" if slot else "mat2") for slot in slots]
         found = tuple(tensor for tensor in tensors if tensor is not None)
-        return Saved(found, None) if len(found) == len(slots) else None
+        return NodeTensors(found, None) if len(found) == len(slots) else None
 
-    def gradients(self, saved: Saved, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
         others = [_conjugate(tensor.transpose(1, 2)) for tensor in saved.tensors]
         return [other.bmm(dy) if slot else dy.bmm(other) for slot, other in zip(slots, others, strict=True)]
 
-    def input_gradient(self, saved: Saved, dy: Tensor) -> Tensor | None:
+    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
         return None
 
 
@@ -189,22 +189,22 @@ class LayerNorm:
     factors: Slots = ()
     together = True
 
-    def save(self, node: Any, slots: Slots) -> Saved | None:
+    def save(self, node: Any, slots: Slots) -> NodeTensors | None:
         x, mean, rstd = (held(node, name) for name in ("input", "result1", "result2"))
         if x is None or mean is None or rstd is None:
             return None
         weights = [None if tensor is None else tensor.detach() for tensor in (node._saved_weight, node._saved_bias)]
-        return Saved((x, mean, rstd), (list(node._saved_normalized_shape), weights))
+        return NodeTensors((x, mean, rstd), (list(node._saved_normalized_shape), weights))
 
-    def _call(self, saved: Saved, dy: Tensor, mask: list[bool]) -> Any:
+    def _call(self, saved: NodeTensors, dy: Tensor, mask: list[bool]) -> Any:
         (x, mean, rstd), (shape, weights) = saved
         return torch.ops.aten.native_layer_norm_backward(dy, x, shape, mean, rstd, *weights, mask)
 
-    def gradients(self, saved: Saved, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
         found = self._call(saved, dy, [False, 1 in slots, 2 in slots])
         return [found[slot] for slot in slots]
 
-    def input_gradient(self, saved: Saved, dy: Tensor) -> Tensor | None:
+    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
         return self._call(saved, dy, [True, False, False])[0]  # type: ignore[no-any-return]
 
 
@@ -214,43 +214,43 @@ class Convolution:
     together = True
     _form = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
-    def save(self, node: Any, slots: Slots) -> Saved | None:
+    def save(self, node: Any, slots: Slots) -> NodeTensors | None:
         x = held(node, "input")
         if x is None:
             return None
         form = [getattr(node, f"_saved_{name}") for name in self._form]
-        return Saved((x,), (node._saved_weight.detach(), node._saved_bias_sym_sizes_opt, form))
+        return NodeTensors((x,), (node._saved_weight.detach(), node._saved_bias_sym_sizes_opt, form))
 
-    def _call(self, saved: Saved, dy: Tensor, mask: list[bool]) -> Any:
+    def _call(self, saved: NodeTensors, dy: Tensor, mask: list[bool]) -> Any:
         (x,), (weight, bias_sizes, form) = saved
         return torch.ops.aten.convolution_backward(dy, x, weight, bias_sizes, *form, mask)
 
-    def gradients(self, saved: Saved, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
         found = self._call(saved, dy, [False, 1 in slots, 2 in slots])
         return [found[slot] for slot in slots]
 
-    def input_gradient(self, saved: Saved, dy: Tensor) -> Tensor | None:
+    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
         return self._call(saved, dy, [True, False, False])[0]  # type: ignore[no-any-return]
 
 
-class Embedding:
+class EmbeddingProduct:
     slots: Slots = (0,)
     factors: Slots = ()
     together = False
 
-    def save(self, node: Any, slots: Slots) -> Saved | None:
+    def save(self, node: Any, slots: Slots) -> NodeTensors | None:
         index = held(node, "indices")
         if index is None or node._saved_sparse:
             return None
         rows, padding = node._saved_weight_sym_argsize_0, node._saved_padding_idx
         padding = padding - (1 << 64) if padding >= 1 << 63 else padding
-        return Saved((index,), (rows, padding, node._saved_scale_grad_by_freq))
+        return NodeTensors((index,), (rows, padding, node._saved_scale_grad_by_freq))
 
-    def gradients(self, saved: Saved, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
         (index,), form = saved
         return [torch.ops.aten.embedding_dense_backward(dy, index, *form)]
 
-    def input_gradient(self, saved: Saved, dy: Tensor) -> Tensor | None:
+    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
         return None
 
 
@@ -263,14 +263,14 @@ class OwnFunction:
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
 
-    def save(self, node: Any, slots: Slots) -> Saved | None:
+    def save(self, node: Any, slots: Slots) -> NodeTensors | None:
         if not _KNOWS_HOOKS or any(raw.unpack_hook is not None for raw in node._raw_saved_tensors or ()):
             return None  # its backward may look once, and the check has to look again
         works: list[Any] = []
         node.defer = works.append
-        return Saved((), works)
+        return NodeTensors((), works)
 
-    def gradients(self, saved: Saved, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
         if len(saved.rest) != 1:
             raise RuntimeError(
                 "the backward of a Function with `deferrable` must call `ctx.defer` once where it is there, "
@@ -279,21 +279,21 @@ class OwnFunction:
         found = saved.rest[0]()
         return [found[slot] for slot in slots]
 
-    def input_gradient(self, saved: Saved, dy: Tensor) -> Tensor | None:
+    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
         return None
 
 
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, ProductKind] = {
     "AddmmBackward0": MatrixProduct("mat1", "mat2", has_summand=True),
     "MmBackward0": MatrixProduct("self", "mat2", has_summand=False),
     "BmmBackward0": BatchedProduct(),
     "NativeLayerNormBackward0": LayerNorm(),
     "ConvolutionBackward0": Convolution(),
-    "EmbeddingBackward0": Embedding(),
+    "EmbeddingBackward0": EmbeddingProduct(),
 }
 
 
-def kind_of(node_type: type) -> Kind | None:
+def kind_of(node_type: type) -> ProductKind | None:
     """How the weight gradients of this type of node can be computed later, if we know."""
     if issubclass(node_type, BackwardCFunction):
         slots = getattr(getattr(node_type, "_forward_cls", None), "deferrable", ())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from vpipe.runtime.split.products import MatrixProduct, OwnFunction, Saved
+from vpipe.runtime.split.products import MatrixProduct, NodeTensors, OwnFunction
 from vpipe.runtime.split.structure import Analysis, Product, Reading
 
 Roots = Sequence[GradientEdge]
@@ -199,7 +199,9 @@ class Linear:
 class General:
     """Any other product."""
 
-    def __init__(self, product: Product, saved: Saved, edges: list[GradientEdge | None], weights: Sequence[Tensor]):
+    def __init__(
+        self, product: Product, saved: NodeTensors, edges: list[GradientEdge | None], weights: Sequence[Tensor]
+    ):
         self.kind, self.saved = product.kind, saved
         self._slots = product.slots
         self._versions = [tensor._version for tensor in saved.tensors]

@@ -23,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from vpipe.runtime.split import products
-from vpipe.runtime.split.products import Kind, Slots
+from vpipe.runtime.split.products import ProductKind, Slots
 
 ACCUMULATE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 Signature = tuple[Any, ...]
@@ -34,7 +34,7 @@ class Product:
     """A node whose weight gradients wait."""
 
     node: int
-    kind: Kind
+    kind: ProductKind
     slots: Slots
     direct: tuple[int, ...]
     """Of each slot, the number of the weight that it leads to by itself; -1 where autograd has to carry it, since there
@@ -208,7 +208,7 @@ class Structure:
                 found |= self._reached(place, slots)
         return found
 
-    def _slots(self, place: int, kind: Kind | None) -> list[int]:
+    def _slots(self, place: int, kind: ProductKind | None) -> list[int]:
         return [] if kind is None else [slot for slot in kind.slots if slot < len(self.edges[place])]
 
     def _reached(self, place: int, slots: Sequence[int]) -> frozenset[int]:
@@ -228,7 +228,7 @@ class Structure:
             return -1
         return self.weights[target]
 
-    def _linear(self, place: int, kind: Kind, slots: Slots) -> tuple[int, int] | None:
+    def _linear(self, place: int, kind: ProductKind, slots: Slots) -> tuple[int, int] | None:
         """The weights of ``x @ weight.t() + bias``, where nothing else is on the way."""
         if not isinstance(kind, products.MatrixProduct) or slots not in kind.linear_slots:
             return None
@@ -242,7 +242,7 @@ class Structure:
 
 
 @cache
-def _kind(node_type: type) -> Kind | None:
+def _kind(node_type: type) -> ProductKind | None:
     return products.kind_of(node_type)
 
 

@@ -29,7 +29,7 @@ class Carried(NamedTuple):
     arrived: torch.Event | None
 
 
-class Lane:
+class HandoverStreams:
     """The streams between two devices, in one direction."""
 
     def __init__(self, source: torch.device, target: torch.device) -> None:

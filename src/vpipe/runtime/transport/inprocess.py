@@ -21,7 +21,7 @@ class PeerFailed(RuntimeError):
     """Another rank failed first; its own error is the one to read."""
 
 
-class Channel(NamedTuple):
+class ThreadChannel(NamedTuple):
     """Everything that flows from one stage to another in one direction, between two ranks."""
 
     source_rank: int
@@ -42,10 +42,10 @@ class Hub:
 
     def reset(self) -> None:
         """Forget what a failed step has left."""
-        self.mail: dict[tuple[Channel, int], tuple[Envelope, Any]] = {}
-        self.num_sent: Counter[Channel] = Counter()
-        self.num_posted: Counter[Channel] = Counter()
-        self.posted: dict[tuple[int, Envelope], tuple[Channel, int]] = {}
+        self.mail: dict[tuple[ThreadChannel, int], tuple[Envelope, Any]] = {}
+        self.num_sent: Counter[ThreadChannel] = Counter()
+        self.num_posted: Counter[ThreadChannel] = Counter()
+        self.posted: dict[tuple[int, Envelope], tuple[ThreadChannel, int]] = {}
         self.gathered: dict[tuple[tuple[int, ...], int], dict[int, Tensor]] = defaultdict(dict)
         self.rounds: Counter[tuple[int, tuple[int, ...]]] = Counter()
         self.failure: BaseException | None = None
@@ -77,7 +77,7 @@ class InProcessTransport:
 
     def post(self, envelope: Envelope, source_rank: int) -> None:
         hub = self.hub
-        channel = Channel(source_rank, self.rank, envelope.source, envelope.target, envelope.backward)
+        channel = ThreadChannel(source_rank, self.rank, envelope.source, envelope.target, envelope.backward)
         with hub.changed:
             hub.posted[self.rank, envelope] = (channel, hub.num_posted[channel])
             hub.num_posted[channel] += 1
@@ -96,7 +96,7 @@ class InProcessTransport:
     def send(self, envelope: Envelope, target_rank: int, value: Any) -> None:
         copy = self._leaving(target_rank, value)
         hub = self.hub
-        channel = Channel(self.rank, target_rank, envelope.source, envelope.target, envelope.backward)
+        channel = ThreadChannel(self.rank, target_rank, envelope.source, envelope.target, envelope.backward)
         with hub.changed:
             number = hub.num_sent[channel]
             hub.num_sent[channel] += 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vpipe.runtime.device import is_host
-from vpipe.runtime.transport.handover import Lane, taken
+from vpipe.runtime.transport.handover import HandoverStreams, taken
 from vpipe.runtime.transport.inprocess import Hub, InProcessTransport
 
 
@@ -20,13 +20,13 @@ class OnDeviceTransport(InProcessTransport):
         super().__init__(hub, rank)
         self._devices = devices
         self._device = devices[rank]
-        self._lanes: dict[tuple[torch.device, torch.device, int], Lane] = {}
+        self._lanes: dict[tuple[torch.device, torch.device, int], HandoverStreams] = {}
 
-    def _lane(self, source: torch.device, target: torch.device, rank: int) -> Lane:
+    def _lane(self, source: torch.device, target: torch.device, rank: int) -> HandoverStreams:
         """A lane for every neighbour, so that none waits for another."""
         key = (source, target, rank)
         if key not in self._lanes:
-            self._lanes[key] = Lane(source, target)
+            self._lanes[key] = HandoverStreams(source, target)
         return self._lanes[key]
 
     def _leaving(self, target_rank: int, value: Any) -> Any:

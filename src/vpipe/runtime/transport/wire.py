@@ -63,7 +63,7 @@ class Envelope(NamedTuple):
         return f"{what} of step {self.step}, microbatch {self.microbatch}, stage {self.source} → {self.target}"
 
 
-class Facts(NamedTuple):
+class TensorFacts(NamedTuple):
     """What must be known of a tensor before its bytes come."""
 
     dtype: torch.dtype
@@ -81,11 +81,11 @@ class Facts(NamedTuple):
         return self.shift + span(self.shape, self.strides)
 
 
-class Layout(NamedTuple):
+class MessageLayout(NamedTuple):
     """The form of a message: its structure, its tensors, and where their bytes lie."""
 
     structure: Structure
-    facts: tuple[Facts, ...]
+    facts: tuple[TensorFacts, ...]
     offsets: tuple[int, ...]
     text: bytes
     num_bytes: int
@@ -148,7 +148,7 @@ def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
-def _layout(structure: Structure, facts: tuple[Facts, ...]) -> Layout:
+def _layout(structure: Structure, facts: tuple[TensorFacts, ...]) -> MessageLayout:
     tensors = [[_name(fact.dtype), *fact[1:]] for fact in facts]
     text = json.dumps([structure, tensors], separators=(",", ":")).encode()
     offset = _aligned(_PREFIX.size + len(text))
@@ -159,14 +159,14 @@ def _layout(structure: Structure, facts: tuple[Facts, ...]) -> Layout:
         dense.append(not fact.shift and fact.strides == default_strides(fact.shape))
         form = fact.shape if dense[-1] else (fact.span,)
         templates.append(torch.empty((), dtype=fact.dtype).expand(form))
-    return Layout(structure, facts, tuple(offsets), text, offset, tuple(templates), tuple(dense))
+    return MessageLayout(structure, facts, tuple(offsets), text, offset, tuple(templates), tuple(dense))
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
-def _parsed(text: bytes) -> Layout:
+def _parsed(text: bytes) -> MessageLayout:
     structure, tensors = json.loads(text)
     facts = tuple(
-        Facts(_DTYPES[name], tuple(shape), bool(needs_grad), tuple(strides), shift)
+        TensorFacts(_DTYPES[name], tuple(shape), bool(needs_grad), tuple(strides), shift)
         for name, shape, needs_grad, strides, shift in tensors
     )
     return _layout(_hashable(structure), facts)
@@ -197,7 +197,7 @@ class Packed(NamedTuple):
     """A message ready to go: its form, and the function that writes it into a block of ``layout.num_bytes``."""
 
     envelope: Envelope
-    layout: Layout
+    layout: MessageLayout
     tensors: list[Tensor]
 
     def write(self, block: Tensor, capacity: int) -> None:
@@ -230,18 +230,18 @@ def pack(envelope: Envelope, value: Any) -> Packed:
     structure = flatten(value, tensors)
     layout = _latest.get(structure)
     if layout is None or not all(map(_fits, layout.facts, tensors)):
-        facts = tuple(Facts(t.dtype, tuple(t.shape), t.requires_grad, kept_strides(t), shift(t)) for t in tensors)
+        facts = tuple(TensorFacts(t.dtype, tuple(t.shape), t.requires_grad, kept_strides(t), shift(t)) for t in tensors)
         if len(_latest) >= MOST_LAYOUTS:
             _latest.clear()
         layout = _latest[structure] = _layout(structure, facts)
     return Packed(envelope, layout, tensors)
 
 
-_latest: dict[Structure, Layout] = {}
+_latest: dict[Structure, MessageLayout] = {}
 """Structure → the last layout that had it: most messages look like the one before."""
 
 
-def _fits(fact: Facts, tensor: Tensor) -> bool:
+def _fits(fact: TensorFacts, tensor: Tensor) -> bool:
     """Whether a tensor is as a layout describes it; others are described anew."""
     return (
         tensor.shape == fact.shape
@@ -257,7 +257,7 @@ def mismatch(expected: Envelope, found: Envelope) -> RuntimeError:
     return RuntimeError(f"expected {expected}, but received {found}: the ranks run different programs or steps")
 
 
-def unpack_head(block: Tensor, expected: Envelope) -> Layout:
+def unpack_head(block: Tensor, expected: Envelope) -> MessageLayout:
     """The form of the message that begins in ``block``; an error in words where it is not the expected one."""
     found, layout = read_head(block.numpy().data, 0, expected)
     if found != expected:
@@ -265,7 +265,9 @@ def unpack_head(block: Tensor, expected: Envelope) -> Layout:
     return layout
 
 
-def read_head(memory: memoryview | mmap, offset: int, expected: Envelope | None = None) -> tuple[Envelope, Layout]:
+def read_head(
+    memory: memoryview | mmap, offset: int, expected: Envelope | None = None
+) -> tuple[Envelope, MessageLayout]:
     """Which message begins at ``offset``, and its form; ``expected`` is for the words of an error."""
     magic, step, source, target, microbatch, backward, length, _ = _PREFIX.unpack_from(memory, offset)
     if magic != _MAGIC:
@@ -277,7 +279,7 @@ def read_head(memory: memoryview | mmap, offset: int, expected: Envelope | None 
     return Envelope(step, source, target, microbatch, backward), _parsed(bytes(memory[begin : begin + length]))
 
 
-def unpack(block: Tensor, layout: Layout, base: int = 0) -> Any:
+def unpack(block: Tensor, layout: MessageLayout, base: int = 0) -> Any:
     """The value whose tensors lie in ``block``. The tensors are views; those that need a gradient are marked so."""
     tensors = [
         slot.requires_grad_(fact.needs_grad)
@@ -286,11 +288,11 @@ def unpack(block: Tensor, layout: Layout, base: int = 0) -> Any:
     return unflatten(layout.structure, iter(tensors).__next__)
 
 
-def slots(block: Tensor, layout: Layout, base: int = 0) -> list[Tensor]:
+def slots(block: Tensor, layout: MessageLayout, base: int = 0) -> list[Tensor]:
     """Where the tensors of a message lie in ``block``."""
     return [_slot(block, fact, offset - base) for fact, offset in zip(layout.facts, layout.offsets, strict=True)]
 
 
-def _slot(block: Tensor, fact: Facts, offset: int) -> Tensor:
+def _slot(block: Tensor, fact: TensorFacts, offset: int) -> Tensor:
     memory = block[offset : offset + fact.dtype.itemsize * fact.span].view(fact.dtype)[fact.shift :]
     return memory.as_strided(fact.shape, fact.strides)

@@ -10,7 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from vpipe.rundir.manifest import MANIFEST, DamagedCheckpoint, FileFacts, Manifest, Standing, checkpoints, find
+from vpipe.rundir.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    DamagedCheckpoint,
+    FileFacts,
+    Standing,
+    checkpoints,
+    find,
+)
 from vpipe.train.checkpoints import layer_file
 
 __all__ = ["Checkpoint", "DamagedCheckpoint", "Standing", "checkpoints", "find"]
@@ -21,11 +29,11 @@ class Checkpoint:
     """A checkpoint on disk, its manifest read and checked."""
 
     path: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        return cls(path, Manifest.read(path))
+        return cls(path, CheckpointManifest.read(path))
 
     @property
     def standing(self) -> Standing:

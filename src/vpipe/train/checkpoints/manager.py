@@ -14,13 +14,13 @@ from vpipe.errors import UserError
 from vpipe.rundir import lineage
 from vpipe.rundir.claim import command
 from vpipe.rundir.layout import CHECKPOINTS
-from vpipe.rundir.lineage import Entry, Line
+from vpipe.rundir.lineage import Line, LineageEntry
 from vpipe.rundir.lock import Lock
 from vpipe.rundir.state import Beat
 from vpipe.runtime.updates.update import LossScale
 from vpipe.train.checkpoints import checkpoint, layer_file
 from vpipe.train.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint, Standing
-from vpipe.train.checkpoints.writer import Layers, Place, Save, Saver
+from vpipe.train.checkpoints.writer import CheckpointPlace, Layers, Save, Saver
 from vpipe.train.feed import Position
 from vpipe.train.session import Session
 
@@ -48,7 +48,7 @@ class CheckpointManager:
         self._lock: Lock | None = None
         self._is_leader = pipeline.is_leader
         processes = (0, 1) if pipeline.in_process else (pipeline.rank, pipeline.layout.num_ranks)
-        self._saver = Saver(Place(self.directory, *processes, section.keep), blocking=section.blocking)
+        self._saver = Saver(CheckpointPlace(self.directory, *processes, section.keep), blocking=section.blocking)
         self._pending = False
 
     def enter(self) -> None:
@@ -57,7 +57,7 @@ class CheckpointManager:
             return
         own = self.directory == self._run_directory / CHECKPOINTS
         parent = str(self._parent) if self._parent else None
-        entry = Entry.now(self.line, parent, command(), None if own else str(self.directory))
+        entry = LineageEntry.now(self.line, parent, command(), None if own else str(self.directory))
         try:
             if not own:
                 self.directory.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from vpipe.rundir import writing
 from vpipe.rundir.lineage import Line
-from vpipe.rundir.manifest import MANIFEST, FileFacts, Manifest, Standing, free_name, on_line
+from vpipe.rundir.manifest import MANIFEST, CheckpointManifest, FileFacts, Standing, free_name, on_line
 from vpipe.train.checkpoints import layer_file
 
 Layers = Mapping[int, Mapping[str, Tensor]]
@@ -41,7 +41,7 @@ POLITE = 10
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointPlace:
     """Where checkpoints go, and who writes them."""
 
     directory: Path
@@ -71,7 +71,7 @@ class Save:
 class Saver:
     """Writes the checkpoints of this process; at most one is on its way."""
 
-    def __init__(self, place: Place, *, blocking: bool = False) -> None:
+    def __init__(self, place: CheckpointPlace, *, blocking: bool = False) -> None:
         self._place = place
         self._blocking = blocking
         self._staging: dict[tuple[int, str], Tensor] = {}
@@ -135,7 +135,7 @@ class Saver:
             files |= {name: FileFacts.parse(facts) for name, facts in told["files"].items()}
         for process in range(self._place.num_processes):
             (partial / _receipt(process)).unlink()
-        manifest = Manifest(save.standing, save.line, files, save.config)
+        manifest = CheckpointManifest(save.standing, save.line, files, save.config)
         writing.write(partial / MANIFEST, manifest.sealed(), durable=True)
         writing.sync(partial)
         final = free_name(self._place.directory, save.standing.iteration, save.line.run)
@@ -191,7 +191,7 @@ def _write_layers(partial: Path, layers: Layers) -> dict[str, FileFacts]:
     }
 
 
-def _remove_old(place: Place, save: Save) -> None:
+def _remove_old(place: CheckpointPlace, save: Save) -> None:
     """What is too old of this line, and what crashed saves have left. A removed one first loses its name."""
     for old in on_line(place.directory, save.line)[: -place.keep]:
         with suppress(OSError):

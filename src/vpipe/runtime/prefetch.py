@@ -25,7 +25,7 @@ class Sent(NamedTuple):
     arrived: torch.Event
 
 
-class Feed:
+class Prefetch:
     """One kind of a step's data (inputs or targets), for one rank. ``order`` is that of the rank's forwards."""
 
     def __init__(self, get: Callable[[int], Any], order: Sequence[int], device: torch.device, stream: torch.Stream):
