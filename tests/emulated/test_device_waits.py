@@ -138,20 +138,18 @@ HARD: list[dict[str, float]] = [
 def swapped_directly(emulated: Any) -> list[float]:
     """Five storages go out and come back early, while kernels that read the ones before are still queued; then others
     take their pinned memory. (What the first version of this lane got wrong in two ways.)"""
-    from vpipe.runtime.memory.luggage import Slot
-    from vpipe.runtime.memory.swap import Parcel
+    from vpipe.runtime.memory.swap import Slot
 
     module = importlib.import_module("vpipe.runtime.memory.swap_device")
     lane, size = module.DeviceSwapper(torch.device("emu:0")), 8192
     slots = [Slot(torch.full((size,), value + 1.0, device="emu:0").untyped_storage()) for value in range(5)]
-    parcels = [Parcel([slot]) for slot in slots]
-    for number, parcel in enumerate(parcels):
-        lane.out([parcel], f"unit {number}")
-    moves = [lane.fetch([parcel], "back") for parcel in parcels[:3]]
-    others = [Parcel([Slot(torch.full((size,), -1.0, device="emu:0").untyped_storage())]) for _ in range(3)]
-    for parcel in others:
-        lane.out([parcel], "another")
-    moves += [lane.fetch([parcel], "back") for parcel in parcels[3:]]
+    for number, slot in enumerate(slots):
+        lane.out([slot], f"unit {number}")
+    moves = [lane.fetch([slot], "back") for slot in slots[:3]]
+    others = [Slot(torch.full((size,), -1.0, device="emu:0").untyped_storage()) for _ in range(3)]
+    for slot in others:
+        lane.out([slot], "another")
+    moves += [lane.fetch([slot], "back") for slot in slots[3:]]
     found = []
     for slot, move in zip(slots, moves, strict=True):
         move.wait()

@@ -13,10 +13,7 @@ from vpipe.models.emulated import SleepLayer
 from vpipe.runtime.priorities.backend import priority_backend
 from vpipe.runtime.priorities.ideal import makespan
 from vpipe.runtime.priorities.order import (
-    POLICIES,
-    Closed,
     Turnstile,
-    WorkQueue,
     critical_path,
     fifo,
     first_hp,
@@ -37,36 +34,13 @@ READY = "0F3 0W0 0B2 0F0 0I1 0W1"
         ("critical-path", "0I1 0B2 0F0 0F3 0W0 0W1"),
     ],
 )
-def test_the_queue_follows_the_policy(name: str, order: str) -> None:
-    queue: WorkQueue[None] = WorkQueue(policy(name))
-    for text in READY.split():
-        queue.put(parse(text), None)
-    assert " ".join(str(queue.take()[0]) for _ in READY.split()) == order
+def test_the_turnstile_follows_the_policy(name: str, order: str) -> None:
+    assert served(name, READY) == order
 
 
 def test_an_unknown_policy_is_named() -> None:
     with pytest.raises(UserError, match=r"did you mean 'critical-path'\?"):
         policy("critical_path")
-
-
-def test_a_closed_queue_gives_what_it_has_and_then_says_so() -> None:
-    queue: WorkQueue[int] = WorkQueue()
-    queue.put(parse("0F0"), 7)
-    queue.close()
-    assert queue.take() == (parse("0F0"), 7)
-    with pytest.raises(Closed):
-        queue.take()
-    with pytest.raises(Closed):
-        queue.put(parse("0F1"), 8)
-
-
-def test_a_waiting_thread_is_woken_by_close_and_by_time() -> None:
-    queue: WorkQueue[None] = WorkQueue()
-    with pytest.raises(TimeoutError):
-        queue.take(timeout=0.01)
-    threading.Timer(0.05, queue.close).start()
-    with pytest.raises(Closed):
-        queue.take(timeout=10)
 
 
 def served(name: str, arrivals: str) -> str:
@@ -86,14 +60,6 @@ def served(name: str, arrivals: str) -> str:
     for thread in threads:
         thread.join(10)
     return " ".join(order)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_the_turnstile_serves_in_the_queues_order(name: str) -> None:
-    queue: WorkQueue[None] = WorkQueue(policy(name))
-    for text in READY.split():
-        queue.put(parse(text), None)
-    assert served(name, READY) == " ".join(str(queue.take()[0]) for _ in READY.split())
 
 
 def test_a_turn_that_fails_lets_the_next_one_in() -> None:

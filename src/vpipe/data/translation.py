@@ -57,7 +57,6 @@ class ParallelSentences(DataSet):
                 "raise sequence_length or use other data"
             )
         self._source, self._target = source, target
-        self.num_left_out = len(sizes) - len(self._members)
         self.lengths = sizes[self._members]
         self.source_vocab_size, self.target_vocab_size = vocab_sizes
         self.vocab_size = max(vocab_sizes)

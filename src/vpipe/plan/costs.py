@@ -84,10 +84,6 @@ class Profile:
         """How long one direction of the link at a cut is busy with one unit."""
         return 0.0 if self.link_bandwidth is None else self.cut_bytes[cut] / self.link_bandwidth
 
-    def fill_time(self, cut: int) -> float:
-        """What a unit waits at a cut on its way there and its gradient on the way back."""
-        return 2.0 * (self.link_latency + self.link_time(cut))
-
     def scaled(self, rows: int) -> Profile:
         """The same model with microbatches of ``rows`` rows: times, activations and boundaries in proportion."""
         share = rows / self.microbatch_rows

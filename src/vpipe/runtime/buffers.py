@@ -21,7 +21,7 @@ from torch import Tensor, nn, strided
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 
-from vpipe.runtime.memory.luggage import Saved
+from vpipe.runtime.memory.saved_tensors import SavedTensor
 
 
 class ChangingBuffers:
@@ -33,15 +33,15 @@ class ChangingBuffers:
         self._seen = False
         self._change = False
         self._storages: frozenset[int] = frozenset()
-        self._held: list[Saved] = []
+        self._held: list[SavedTensor] = []
 
-    def note(self, tensor: Tensor, saved: Saved) -> None:
+    def note(self, tensor: Tensor, saved: SavedTensor) -> None:
         """Autograd has saved a tensor; perhaps a part of a buffer."""
         if self._storages and tensor.layout is strided and tensor.untyped_storage()._cdata in self._storages:
             self._held.append(saved)
 
-    def _pack(self, tensor: Tensor) -> Saved:
-        saved = Saved(tensor, None)
+    def _pack(self, tensor: Tensor) -> SavedTensor:
+        saved = SavedTensor(tensor, None)
         self.note(tensor, saved)
         return saved
 
@@ -58,7 +58,7 @@ class ChangingBuffers:
                 yield
             else:
                 self._storages = frozenset(buffer.untyped_storage()._cdata for buffer in buffers)
-                with saved_tensors_hooks(self._pack, Saved.get):
+                with saved_tensors_hooks(self._pack, SavedTensor.get):
                     yield
             self._seen = True
             self._change = self._change or before != [buffer._version for buffer in buffers]

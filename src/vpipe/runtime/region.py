@@ -29,7 +29,7 @@ from vpipe.layer import Layer, collecting, describe
 from vpipe.runtime.device import scalar
 from vpipe.runtime.edges import Gradients, entrance, mapped, summed, tell_change, versions_of
 from vpipe.runtime.flow import Value
-from vpipe.runtime.memory.luggage import Luggage
+from vpipe.runtime.memory.saved_tensors import SavedTensors
 from vpipe.runtime.randomness import seed_layer
 from vpipe.runtime.split.promise import run_backward
 from vpipe.runtime.transport.wire import check_tensor, flatten
@@ -124,21 +124,21 @@ class Region:
         run: Run,
         loss: Callable[[Any], Tensor] | None = None,
         build_graph: bool = True,
-        luggage: Luggage | None = None,
+        saved: SavedTensors | None = None,
     ) -> Outcome:
         """Run the layers. ``values`` has everything in ``taken``.
 
         Without ``build_graph``, a training run still finds out which results need a gradient, but saves nothing for a
-        backward. With ``luggage``, what is saved may be swapped out.
+        backward. With ``saved``, what is saved may be swapped out.
         """
         graph = RegionGraph() if build_graph else None
         outcome = Outcome({}, graph)
-        around = self._around(run, build_graph, luggage)
+        around = self._around(run, build_graph, saved)
         if around is None:
-            local = self._compute(values, run, loss, outcome, luggage)
+            local = self._compute(values, run, loss, outcome, saved)
         else:
             with around:
-                local = self._compute(values, run, loss, outcome, luggage)
+                local = self._compute(values, run, loss, outcome, saved)
         for value in self.given if loss is None else ():
             outcome.given[value] = local[value]
             tensors = self._checked(value, local[value])
@@ -154,7 +154,7 @@ class Region:
         run: Run,
         loss: Callable[[Any], Tensor] | None,
         outcome: Outcome,
-        luggage: Luggage | None,
+        saved: SavedTensors | None,
     ) -> dict[Value, Any]:
         """The values that the layers write; ``outcome`` gets the losses."""
         local: dict[Value, Any] = {}
@@ -164,7 +164,7 @@ class Region:
                 arguments = [
                     self._within(local[value], value, layer)
                     if value in local
-                    else self._enter(values[value], value, layer, outcome.graph, run.training, luggage)
+                    else self._enter(values[value], value, layer, outcome.graph, run.training, saved)
                     for value in self.reads[layer]
                 ]
                 seed_layer(run.seed, run.unit, layer)
@@ -187,17 +187,17 @@ class Region:
         outcome.added = [(layer, scalar.detach()) for layer, scalar in outcome.added]
         outcome.loss = outcome.loss.detach() if outcome.loss is not None else None
 
-    def _around(self, run: Run, build_graph: bool, luggage: Luggage | None) -> AbstractContextManager[Any] | None:
+    def _around(self, run: Run, build_graph: bool, saved: SavedTensors | None) -> AbstractContextManager[Any] | None:
         """Number formats, and what becomes of saved tensors; mostly nothing, which costs nothing."""
-        plain = luggage is None and run.autocast is nullcontext and (build_graph or not run.training)
+        plain = saved is None and run.autocast is nullcontext and (build_graph or not run.training)
         if plain and run.training is torch.is_grad_enabled():
             return None
         with ExitStack() as around:
             around.enter_context(torch.set_grad_enabled(run.training))
             if run.training and not build_graph:
                 around.enter_context(saved_tensors_hooks(_forget, _forgotten))
-            if luggage is not None:
-                around.enter_context(saved_tensors_hooks(luggage.pack, luggage.unpack))
+            if saved is not None:
+                around.enter_context(saved_tensors_hooks(saved.pack, saved.unpack))
             if run.autocast is not nullcontext:
                 around.enter_context(run.autocast())
             return around.pop_all()
@@ -229,7 +229,13 @@ class Region:
         return result
 
     def _enter(
-        self, given: Any, value: Value, layer: int, graph: RegionGraph | None, training: bool, luggage: Luggage | None
+        self,
+        given: Any,
+        value: Value,
+        layer: int,
+        graph: RegionGraph | None,
+        training: bool,
+        saved: SavedTensors | None,
     ) -> Any:
         """What a layer gets of a value from outside: where gradients are needed, by an edge of its own."""
         gradients: Gradients = []
@@ -238,8 +244,8 @@ class Region:
             if training and tensor.requires_grad:
                 gradients.append(None)
                 leaf = tensor.detach().requires_grad_()
-                if luggage is not None:
-                    luggage.enter(leaf)
+                if saved is not None:
+                    saved.enter(leaf)
                 tensor = entrance(leaf, gradients, len(gradients) - 1)
             return tensor.clone() if layer in self._changes_input else tensor
 

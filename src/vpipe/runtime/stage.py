@@ -27,8 +27,8 @@ from vpipe.runtime.buffers import ChangingBuffers
 from vpipe.runtime.device import is_host
 from vpipe.runtime.edges import detached
 from vpipe.runtime.flow import Flow, Value
-from vpipe.runtime.memory.luggage import Luggage
-from vpipe.runtime.memory.swap import Parcel
+from vpipe.runtime.memory.saved_tensors import SavedTensors
+from vpipe.runtime.memory.swap import Slot
 from vpipe.runtime.region import Pending, Region, RegionGraph, Run, Treatment
 from vpipe.runtime.split.deferred import WeightQueue
 from vpipe.runtime.split.promise import run_backward
@@ -50,7 +50,7 @@ class Unit:
     """Inputs of the regions that will be recomputed."""
     buffers: list[tuple[nn.Module, str, Tensor | None]] = field(default_factory=list)
     """The buffers of recomputed layers as the forward found them: (module, slot, buffer)."""
-    luggage: Luggage | None = None
+    saved: SavedTensors | None = None
     """What the swapped regions saved."""
     loss: Tensor | None = None
     added: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -137,16 +137,12 @@ class Stage:
             self._shared,
         )
 
-    @property
-    def recomputes(self) -> bool:
-        return any(region.recompute for region in self.regions)
-
     def forward(self, microbatch: int, unit: Unit, values: dict[Value, Any]) -> dict[Value, Any]:
         """Run a unit; the values that other stages read, still attached to nothing but their gradient edges."""
         self.weights.read(unit.version)
         before = [_Seen(part, slot) for part, slot in self._buffers]
         given: dict[Value, Any] = {}
-        unit.luggage = self._pack(unit, values) if self._swapped else None
+        unit.saved = self._pack(unit, values) if self._swapped else None
         with self._changing.kept():
             for region in self.regions:
                 given.update(self._run(region, unit, values, build_graph=not region.recompute))
@@ -161,33 +157,33 @@ class Stage:
     def _run(self, region: Region, unit: Unit, values: Mapping[Value, Any], build_graph: bool) -> dict[Value, Any]:
         at_end = self.is_last and region is self.regions[-1]
         loss = (lambda output: self._loss(output, unit.targets)) if at_end else None
-        luggage = unit.luggage if region.treatment is Treatment.SWAPPED else None
-        outcome = region.forward(values, unit.run, loss, build_graph, luggage)
+        saved = unit.saved if region.treatment is Treatment.SWAPPED else None
+        outcome = region.forward(values, unit.run, loss, build_graph, saved)
         unit.graphs.append(outcome.graph)
         unit.added.extend(outcome.added)
         if outcome.loss is not None:
             unit.loss = outcome.loss
         return outcome.given if build_graph else {value: detached(given) for value, given in outcome.given.items()}
 
-    def _pack(self, unit: Unit, values: Mapping[Value, Any]) -> Luggage:
-        """An empty luggage that knows what must stay: what belongs to the layers, and what came without a gradient."""
+    def _pack(self, unit: Unit, values: Mapping[Value, Any]) -> SavedTensors:
+        """Nothing saved yet; knows what must stay: what belongs to the layers, and what came without a gradient."""
         own = [tensor for module in self._called for tensor in (*module.parameters(), *module.buffers())]
         given = [tensor for tensor in tree_leaves((values, unit.targets)) if isinstance(tensor, Tensor)]
-        return Luggage([*own, *(t for t in given if not t.requires_grad)], self._changing.note)
+        return SavedTensors([*own, *(t for t in given if not t.requires_grad)], self._changing.note)
 
-    def leave(self, microbatch: int) -> list[Parcel]:
+    def leave(self, microbatch: int) -> list[Slot]:
         """What a unit's swapped regions saved, to be carried out, and old weights that nobody else needs now."""
         unit = self.units[microbatch]
-        if unit.luggage is None:
+        if unit.saved is None:
             return []
-        return [unit.luggage.leave(), *self.weights.leave(unit.version)]
+        return [*unit.saved.leave(), *self.weights.leave(unit.version)]
 
-    def come_back(self, microbatch: int) -> list[Parcel]:
+    def come_back(self, microbatch: int) -> list[Slot]:
         """What must be brought back before the unit's backward."""
         unit = self.units[microbatch]
-        if unit.luggage is None:
+        if unit.saved is None:
             return []
-        return [unit.luggage.come_back(), *self.weights.come_back(unit.version)]
+        return [*unit.saved.come_back(), *self.weights.come_back(unit.version)]
 
     def evaluate(
         self, values: dict[Value, Any], run: Run, targets: Any, wants_loss: bool

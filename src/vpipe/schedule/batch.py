@@ -60,7 +60,7 @@ class ProgramGraph:
         events = np.array([event for lane in lanes.lanes for event in lane], np.int64)
         level = np.concatenate([np.array(ends)[events], np.array(departed) + 1.0]).astype(np.int64)
         order = np.argsort(level, kind="stable")  # within a level actions stand before messages
-        self.size, self.num_events = len(order), len(events)
+        self.size = len(order)
         place = np.empty(self.size, np.int64)
         place[order] = np.arange(1, self.size + 1)  # row 0 is the start of time
         # ``at[event]`` is its row; beyond the rows of nodes every message has a second one, when it arrives.

@@ -153,14 +153,6 @@ def peers(program: Program, action: Action) -> tuple[int, ...]:
     return tuple(stage for stage in stages if program.placement.rank(stage, action.microbatch) != here)
 
 
-def messages_of(program: Program, receive: Action) -> Iterator[Message]:
-    """The messages that a RECV takes, in the order of their senders' stages."""
-    target = program.placement.rank(receive.stage, receive.microbatch)
-    for stage in peers(program, receive):
-        source = program.placement.rank(stage, receive.microbatch)
-        yield Message(Action(stage, SEND_OF[receive.kind], receive.microbatch), receive, source, target)
-
-
 def channel(program: Program, writer: int, reader: int, source: int) -> int:
     """A number for the queue in which a message from ``source`` rank to the reader's rank keeps its order.
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import UntypedStorage
 
 from vpipe.errors import UserError
@@ -29,26 +30,37 @@ def worth_moving(storage: UntypedStorage) -> bool:
     return storage.nbytes() >= MIN_BYTES
 
 
-class Cargo(Protocol):
-    """One storage that may leave."""
+class Slot:
+    """A storage that may leave memory, or the room for it.
+
+    ``same_object``: others hold views of the storage (an old weight version), so it stays and only its memory goes.
+    """
+
+    def __init__(self, storage: UntypedStorage, *, same_object: bool = False) -> None:
+        self._storage: UntypedStorage | None = storage
+        self._bytes, self._device, self._same = storage.nbytes(), storage.device, same_object
+        self.place: Any = None
+        """Where the bytes wait while they are out, as the lane that carries them says."""
 
     def full(self) -> UntypedStorage:
         """The storage, with its bytes."""
+        assert self._storage is not None, "the bytes are out: IN must come first"
+        return self._storage
 
     def empty(self) -> None:
         """The bytes are elsewhere: let go of the memory."""
+        if self._same:
+            self.full().resize_(0)
+        else:
+            self._storage = None
 
     def refill(self) -> UntypedStorage:
-        """Memory for the bytes to come back to."""
-
-
-@dataclass
-class Parcel:
-    """Storages that leave and come back together."""
-
-    cargo: Sequence[Cargo]
-    places: list[Any] = field(default_factory=list)
-    """Where each storage waits, as the lane that carries it says."""
+        """Memory for the bytes to come back to; torch's own, so that it is aligned as that of the forward was."""
+        if self._same:
+            self.full().resize_(self._bytes)
+        else:
+            self._storage = torch.empty(self._bytes, dtype=torch.uint8, device=self._device).untyped_storage()
+        return self.full()
 
 
 @dataclass
@@ -75,31 +87,31 @@ class Swapper:
         self._last_out: Move | None = None
         self._failure: BaseException | None = None
 
-    def out(self, parcels: Sequence[Parcel], what: str) -> Move:
-        """Carry the parcels out; ``what`` names them in errors."""
+    def out(self, slots: Sequence[Slot], what: str) -> Move:
+        """Carry the slots' bytes out; ``what`` names them in errors."""
         if self._last_out is not None:
             self._last_out.done.result()
-        self._last_out = self._start(self._carry_out, parcels, what)
+        self._last_out = self._start(self._carry_out, slots, what)
         return self._last_out
 
-    def fetch(self, parcels: Sequence[Parcel], what: str) -> Move:
-        """Bring the parcels back."""
-        return self._start(self._carry_in, parcels, what)
+    def fetch(self, slots: Sequence[Slot], what: str) -> Move:
+        """Bring the bytes back."""
+        return self._start(self._carry_in, slots, what)
 
-    def _start(self, carry: Callable[..., None], parcels: Sequence[Parcel], what: str) -> Move:
+    def _start(self, carry: Callable[..., None], slots: Sequence[Slot], what: str) -> Move:
         if self._lane is None:
             self._lane = ThreadPoolExecutor(1, "vpipe-swap")
         move = Move(what)
-        move.done = self._lane.submit(self._carry, carry, parcels, move)
+        move.done = self._lane.submit(self._carry, carry, slots, move)
         return move
 
-    def _carry(self, carry: Callable[..., None], parcels: Sequence[Parcel], move: Move) -> None:
+    def _carry(self, carry: Callable[..., None], slots: Sequence[Slot], move: Move) -> None:
         if self._failure is not None:
             raise self._failure
         move.begin = perf_counter_ns()
         try:
-            for parcel in parcels:
-                carry(parcel, move)
+            for slot in slots:
+                carry(slot, move)
         except UserError as error:
             self._failure = UserError(f"{move.what}: {error}")
             raise self._failure from None
@@ -109,20 +121,18 @@ class Swapper:
             raise
         move.end = perf_counter_ns()
 
-    def _carry_out(self, parcel: Parcel, move: Move) -> None:
-        for each in parcel.cargo:
-            storage = each.full()
-            parcel.places.append(self._store.put(storage))
-            move.bytes += storage.nbytes()
-            del storage
-            each.empty()
+    def _carry_out(self, slot: Slot, move: Move) -> None:
+        storage = slot.full()
+        slot.place = self._store.put(storage)
+        move.bytes += storage.nbytes()
+        del storage
+        slot.empty()
 
-    def _carry_in(self, parcel: Parcel, move: Move) -> None:
-        for each, place in zip(parcel.cargo, parcel.places, strict=True):
-            storage = each.refill()
-            self._store.get(place, storage)
-            move.bytes += storage.nbytes()
-        parcel.places.clear()
+    def _carry_in(self, slot: Slot, move: Move) -> None:
+        storage = slot.refill()
+        self._store.get(slot.place, storage)
+        slot.place = None
+        move.bytes += storage.nbytes()
 
     def settle(self) -> None:
         """The step is over: nothing is out, and the thread ends."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from vpipe.runtime.device import compute_stream
-from vpipe.runtime.memory.swap import Cargo, Move, Parcel
+from vpipe.runtime.memory.swap import Move, Slot
 
 
 @dataclass
@@ -44,55 +44,52 @@ class DeviceSwapper:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._out, self._in = torch.Stream(device), torch.Stream(device)
-        self._leaving: list[tuple[Sequence[Cargo], torch.Event]] = []
+        self._leaving: list[tuple[Sequence[Slot], torch.Event]] = []
         self._free: dict[int, list[tuple[Tensor, torch.Event]]] = defaultdict(list)
         """Size → pinned memory, with the event after which its last content has been read."""
         self._used = False
 
-    def out(self, parcels: Sequence[Parcel], what: str) -> Move:
-        """Carry the parcels out; ``what`` names them in errors."""
+    def out(self, slots: Sequence[Slot], what: str) -> Move:
+        """Carry the slots' bytes out; ``what`` names them in errors."""
         self._let_go()
         self._used = True
         move = DeviceMove(what, begin=perf_counter_ns())
         self._out.wait_event(compute_stream(self._device).record_event())
         with self._out:
-            for parcel in parcels:
-                for cargo in parcel.cargo:
-                    storage = cargo.full()
-                    host = self._pinned(storage.nbytes())
-                    host.copy_(_as_tensor(storage), non_blocking=True)
-                    parcel.places.append(host)
-                    move.bytes += storage.nbytes()
+            for slot in slots:
+                storage = slot.full()
+                slot.place = self._pinned(storage.nbytes())
+                slot.place.copy_(_as_tensor(storage), non_blocking=True)
+                move.bytes += storage.nbytes()
             left = self._out.record_event()
-        self._leaving.extend((parcel.cargo, left) for parcel in parcels)
+        self._leaving.append((slots, left))
         move.end = perf_counter_ns()
         return move
 
-    def fetch(self, parcels: Sequence[Parcel], what: str) -> Move:
-        """Bring the parcels back."""
-        if any(parcel.cargo is cargo for parcel in parcels for cargo, _ in self._leaving):
+    def fetch(self, slots: Sequence[Slot], what: str) -> Move:
+        """Bring the bytes back."""
+        leaving = {id(slot) for leaving, _ in self._leaving for slot in leaving}
+        if any(id(slot) in leaving for slot in slots):
             self._let_go()
         move = DeviceMove(what, begin=perf_counter_ns(), device=self._device)
-        pairs = [pair for parcel in parcels for pair in zip(parcel.cargo, parcel.places, strict=True)]
-        storages = [cargo.refill() for cargo, _ in pairs]
+        storages = [slot.refill() for slot in slots]
         self._in.wait_event(compute_stream(self._device).record_event())
         with self._in:
-            for (_, host), storage in zip(pairs, storages, strict=True):
+            for slot, storage in zip(slots, storages, strict=True):
+                host, slot.place = slot.place, None
                 _as_tensor(storage).copy_(host, non_blocking=True)
                 self._free[host.numel()].append((host, self._in.record_event()))
                 move.bytes += storage.nbytes()
             move.arrived = self._in.record_event()
-        for parcel in parcels:
-            parcel.places.clear()
         move.end = perf_counter_ns()
         return move
 
     def _let_go(self) -> None:
         """What has been carried out is free for what the compute stream does next."""
-        for cargo, left in self._leaving:
+        for slots, left in self._leaving:
             compute_stream(self._device).wait_event(left)
-            for each in cargo:
-                each.empty()
+            for slot in slots:
+                slot.empty()
         self._leaving.clear()
 
     def _pinned(self, num_bytes: int) -> Tensor:

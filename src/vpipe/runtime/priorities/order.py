@@ -2,13 +2,13 @@
 
 Threads that each carry one microbatch all want the same device. Left to itself the device serves them in turns, so that
 all microbatches leave the first stage at the same late moment and the stages behind it wait. With four stages and eight
-microbatches of time t that costs 32 t; in strict order of microbatches it costs 11 t (``priority_sharing`` shows both).
+microbatches of time t that costs 32 t; in strict order of microbatches it costs 11 t (``ideal`` shows both).
 
 A **policy** says who goes first and knows no device. A **backend** enforces it:
 
     policy                                   backend
-    none          order of arrival           Turnstile, WorkQueue   threads of this process (here)
-    first-hp      microbatch 0, the rest     StreamPriorities       CUDA streams (priority_cuda)
+    none          order of arrival           Turnstile              threads of this process (here)
+    first-hp      microbatch 0, the rest     StreamPriorities       CUDA streams (cuda)
     fifo          microbatch 0, 1, 2, ...    OrionClients           the Orion library (orion)
     critical-path I/B before F before W
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from heapq import heappop, heappush
 from itertools import count
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from vpipe.errors import UserError, nearest
 from vpipe.schedule.action import Action, Kind
@@ -28,8 +28,6 @@ from vpipe.schedule.action import Action, Kind
 Key = tuple[int, ...]
 Policy = Callable[[Action], Key]
 """Action → sort key: the smallest goes first, equals go in the order in which they came."""
-
-Work = TypeVar("Work")
 
 
 def none(action: Action) -> Key:
@@ -137,45 +135,3 @@ class Turnstile:
                 heappop(self._waiting)[2].release()
             else:
                 self._busy = False
-
-
-class Closed(Exception):
-    """The queue is closed and empty."""
-
-
-class WorkQueue(Generic[Work]):
-    """Ready actions with what is to be done for each, taken in the order of a policy by any number of threads."""
-
-    def __init__(self, policy: Policy = none) -> None:
-        self._policy = policy
-        self._changed = threading.Condition()
-        self._ready: list[tuple[Key, int, Action, Work]] = []
-        self._arrivals = count()
-        self._closed = False
-
-    def put(self, action: Action, work: Work) -> None:
-        """``action`` is ready."""
-        with self._changed:
-            if self._closed:
-                raise Closed(f"{action} was put into a closed queue")
-            heappush(self._ready, (self._policy(action), next(self._arrivals), action, work))
-            self._changed.notify()
-
-    def take(self, timeout: float | None = None) -> tuple[Action, Work]:
-        """The action that goes first; waits for one. ``Closed`` after the last, ``TimeoutError`` after ``timeout``."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._ready or self._closed, timeout):
-                raise TimeoutError(f"no action became ready in {timeout} s")
-            if not self._ready:
-                raise Closed("the queue is closed and empty")
-            _, _, action, work = heappop(self._ready)
-            return action, work
-
-    def close(self) -> None:
-        """No more actions will come: whoever waits is told so once the rest is taken."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def __len__(self) -> int:
-        return len(self._ready)

@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from vpipe.runtime.memory import luggage
-from vpipe.runtime.memory.luggage import Luggage
+from vpipe.runtime.memory.saved_tensors import SavedTensor, SavedTensors
 
 Gradients = Sequence[Tensor | None]
 Slots = tuple[int, ...]
@@ -75,7 +74,11 @@ def held(node: Any, name: str) -> Tensor | None:
     if not _KNOWS_HOOKS:
         return None
     hook = getattr(node, f"_raw_saved_{name}").unpack_hook
-    if hook is not None and hook is not luggage.Saved.get and not isinstance(getattr(hook, "__self__", None), Luggage):
+    if (
+        hook is not None
+        and hook is not SavedTensor.get
+        and not isinstance(getattr(hook, "__self__", None), SavedTensors)
+    ):
         return None
     tensor = getattr(node, f"_saved_{name}")
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:

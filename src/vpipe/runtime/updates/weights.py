@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor, UntypedStorage, nn
 
 from vpipe.errors import UserError
-from vpipe.runtime.memory.swap import Parcel, worth_moving
+from vpipe.runtime.memory.swap import Slot, worth_moving
 from vpipe.runtime.split.promise import accumulate
 
 
@@ -59,33 +58,16 @@ class Weights:
     def after_update(self) -> None:
         """The parameters are the next version."""
 
-    def leave(self, version: int) -> list[Parcel]:
+    def leave(self, version: int) -> list[Slot]:
         """A unit of this version goes out; what goes with it."""
         return []
 
-    def come_back(self, version: int) -> list[Parcel]:
+    def come_back(self, version: int) -> list[Slot]:
         """A unit of this version is fetched; what must come with it."""
         return []
 
     def end(self) -> None:
         """Drained: nothing is in flight, the next unit reads the newest version."""
-
-
-class OldWeight:
-    """A storage of an old version. Graphs hold views of it, so it stays the same object, with memory or without."""
-
-    def __init__(self, storage: UntypedStorage) -> None:
-        self._storage, self._bytes = storage, storage.nbytes()
-
-    def full(self) -> UntypedStorage:
-        return self._storage
-
-    def empty(self) -> None:
-        self._storage.resize_(0)
-
-    def refill(self) -> UntypedStorage:
-        self._storage.resize_(self._bytes)
-        return self._storage
 
 
 class VersionedWeights(Weights):
@@ -98,7 +80,7 @@ class VersionedWeights(Weights):
         """Versions in memory that was taken in this program: that of the first may belong to somebody's state dict."""
         self._out: Counter[int] = Counter()
         """Version → how many of its units are out."""
-        self._away: dict[int, Parcel] = {}
+        self._away: dict[int, list[Slot]] = {}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._slots = [
             (part, slot, names[id(parameter)])
@@ -172,23 +154,23 @@ class VersionedWeights(Weights):
     def _unused(self) -> list[int]:
         return [version for version in self._leaves if version != self._newest and self._uses[version] == 0]
 
-    def leave(self, version: int) -> list[Parcel]:
+    def leave(self, version: int) -> list[Slot]:
         self._out[version] += 1
         found = {
-            version: Parcel([OldWeight(storage) for storage in self._storages(version) if worth_moving(storage)])
+            version: [Slot(each, same_object=True) for each in self._storages(version) if worth_moving(each)]
             for version in self._leaves
             if version in self._own and version != self._newest and self._out[version] == self._uses[version]
         }
-        fresh = {version: parcel for version, parcel in found.items() if version not in self._away}
+        fresh = {version: slots for version, slots in found.items() if version not in self._away}
         self._away |= fresh
-        return list(fresh.values())
+        return [slot for slots in fresh.values() for slot in slots]
 
     def _storages(self, version: int) -> list[UntypedStorage]:
         return [self._leaves[version][name].untyped_storage() for name in self._swapped]
 
-    def come_back(self, version: int) -> list[Parcel]:
+    def come_back(self, version: int) -> list[Slot]:
         self._out[version] -= 1
-        return [self._away.pop(version)] if version in self._away else []
+        return self._away.pop(version, [])
 
     def end(self) -> None:
         for part, slot, name in self._slots:
@@ -231,9 +213,3 @@ def check_sharing(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, str]]
 
 def count_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def no_grad_copy(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Detached copies, for state dicts and comparisons."""
-    with torch.no_grad():
-        return {name: parameter.detach().clone() for name, parameter in parameters.items()}

@@ -4,8 +4,8 @@ Autograd hands every tensor that it saves to ``pack`` and asks ``unpack`` for it
 may be views of one storage (the parts of a split, a weight and its transpose), so a storage is carried once and each
 tensor remembers its place in it:
 
-    graph node ── Saved ─┐
-    graph node ── Saved ─┴─ Slot ── storage        after OUT the slot is empty; IN fills it
+    graph node ── SavedTensor ─┐
+    graph node ── SavedTensor ─┴─ Slot ── storage        after OUT the slot is empty; IN fills it
 
 Only the graph keeps a slot alive, so memory is freed as the backward proceeds. What others hold too stays where it is:
 weights and buffers, the batch, values that need no gradient. Small tensors stay as well: they are not worth a call.
@@ -18,33 +18,13 @@ from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
-from vpipe.runtime.memory.swap import Parcel, worth_moving
+from vpipe.runtime.memory.swap import Slot, worth_moving
 from vpipe.runtime.transport.strides import copied
 
 
-class Slot:
-    """A storage, or the room for it."""
-
-    def __init__(self, storage: UntypedStorage) -> None:
-        self.storage: UntypedStorage | None = storage
-        self._bytes, self._device = storage.nbytes(), storage.device
-
-    def full(self) -> UntypedStorage:
-        assert self.storage is not None, "the bytes are out: IN must come first"
-        return self.storage
-
-    def empty(self) -> None:
-        self.storage = None
-
-    def refill(self) -> UntypedStorage:
-        # Memory of torch's own, so that it is aligned as that of the forward was.
-        self.storage = torch.empty(self._bytes, dtype=torch.uint8, device=self._device).untyped_storage()
-        return self.storage
-
-
-class Saved:
+class SavedTensor:
     """One tensor that a backward needs: whole, or as a place in a slot.
 
     Autograd checks the versions of the tensors that it holds itself; of these nobody else does.
@@ -88,28 +68,28 @@ class Saved:
             )
 
 
-class Luggage:
+class SavedTensors:
     """All that one unit has saved in the swapped regions of a stage; ``staying`` are tensors that others hold, and
     ``note`` is told of every tensor."""
 
-    def __init__(self, staying: Iterable[Tensor], note: Callable[[Tensor, Saved], None] | None = None) -> None:
+    def __init__(self, staying: Iterable[Tensor], note: Callable[[Tensor, SavedTensor], None] | None = None) -> None:
         self._note = note
         self._staying = {tensor.untyped_storage()._cdata for tensor in staying if _is_plain(tensor)}
         self._slots: WeakValueDictionary[int, Slot] = WeakValueDictionary()
-        self._saved: WeakSet[Saved] = WeakSet()
+        self._saved: WeakSet[SavedTensor] = WeakSet()
         self._leaves: list[Tensor] = []
-        self._parcel: Parcel | None = None
+        self._out: list[Slot] | None = None
 
-    def pack(self, tensor: Tensor) -> Saved:
+    def pack(self, tensor: Tensor) -> SavedTensor:
         slot = self._slot(tensor)
-        saved = Saved(tensor, slot)
+        saved = SavedTensor(tensor, slot)
         if slot is not None:
             self._saved.add(saved)
         elif self._note is not None:
             self._note(tensor, saved)
         return saved
 
-    def unpack(self, saved: Saved) -> Tensor:
+    def unpack(self, saved: SavedTensor) -> Tensor:
         return saved.get()
 
     def enter(self, leaf: Tensor) -> None:
@@ -127,22 +107,22 @@ class Luggage:
             slot = self._slots[storage._cdata] = Slot(storage)
         return slot
 
-    def leave(self) -> Parcel:
+    def leave(self) -> list[Slot]:
         """What goes out; the graph is left with empty slots."""
         for saved in list(self._saved):
             saved.leave()
         for leaf in self._leaves:
             leaf.data = hollow(leaf)
         self._leaves.clear()
-        self._parcel = Parcel(list(self._slots.values()))
+        self._out = list(self._slots.values())
         self._slots.clear()
-        return self._parcel
+        return self._out
 
-    def come_back(self) -> Parcel:
+    def come_back(self) -> list[Slot]:
         """What went out."""
-        parcel, self._parcel = self._parcel, None
-        assert parcel is not None, "only what went out can come back"
-        return parcel
+        slots, self._out = self._out, None
+        assert slots is not None, "only what went out can come back"
+        return slots
 
 
 def _is_plain(tensor: Any) -> bool:
