@@ -14,6 +14,7 @@ from math import comb, inf
 
 import numpy as np
 
+from vpipe.balance import proportional
 from vpipe.plan.bounds import Options
 from vpipe.plan.cuts import Cutter
 from vpipe.plan.judge import Array, Judge
@@ -65,18 +66,13 @@ def _all_cuts(judge: Judge) -> Iterator[Cuts]:
 
 def _balanced(judge: Judge, mix: float) -> Cuts:
     """Cuts at equal parts of the work (mix 1), of the bytes (mix 0), or of both."""
-    layers, stages = judge.profile.num_layers, judge.pipe.num_stages
     work = judge.forward + judge.input_grad + judge.weight_grad
     units = max(fact.units for fact in judge.facts)
     sizes = [2 * x.parameter_bytes + x.optimizer_bytes + units * x.saved_bytes for x in judge.profile.layers]
     bytes_ = np.concatenate([[0.0], np.cumsum(np.array(sizes, dtype=np.float64))])
     line: Array = mix * work / max(float(work[-1]), 1e-300) + (1 - mix) * bytes_ / max(float(bytes_[-1]), 1e-300)
     share = np.cumsum(judge.speed) / judge.speed.sum() * line[-1]
-    cuts = [0]
-    for stage in range(stages - 1):
-        nearest = int(np.abs(line - share[stage]).argmin())
-        cuts.append(min(max(nearest, cuts[-1] + 1), layers - (stages - 1 - stage)))
-    return (*cuts, layers)
+    return proportional(line.tolist(), share.tolist())
 
 
 def _eased(packer: Packer, cuts: Cuts) -> Cuts:

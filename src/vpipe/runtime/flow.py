@@ -90,19 +90,6 @@ def resolve(layers: Sequence[Layer], layout: Layout) -> Flow:
     return Flow(tuple(layers), layout, tuple(reads), input_names(layers))
 
 
-def even_partition(num_layers: int, num_stages: int) -> list[int]:
-    """Equal counts, the surplus to the middle stages: the first and the last also carry the embedding and the loss."""
-    if num_layers < num_stages:
-        raise UserError(
-            f"{num_layers} layers cannot fill {num_stages} stages; use at most {num_layers} stages or finer layers"
-        )
-    sizes = [num_layers // num_stages] * num_stages
-    middle_first = sorted(range(num_stages), key=lambda stage: abs(stage - (num_stages - 1) / 2))
-    for stage in middle_first[: num_layers % num_stages]:
-        sizes[stage] += 1
-    return sizes
-
-
 def bind_inputs(flow: Flow, inputs: object) -> dict[Value, object]:
     """The model's inputs as values: a single input takes whatever was given, several come from a dict by name."""
     if not flow.inputs or flow.inputs == (FLOW,):

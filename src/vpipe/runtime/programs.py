@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from vpipe.balance import even_partition
 from vpipe.errors import UserError
-from vpipe.runtime.flow import Flow, even_partition
+from vpipe.runtime.flow import Flow
 from vpipe.schedule import catalog
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.entry import Entry

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vpipe.balance import balanced
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.interfaces import ModelInterface, stage_sizes
@@ -19,7 +20,6 @@ from vpipe.plan.memory import Choice
 from vpipe.registry import MODEL_REGISTRY
 from vpipe.runtime.memory.choices import Chosen
 from vpipe.schedule import catalog
-from vpipe.train.balance import balanced
 from vpipe.train.skeleton import Skeleton
 
 

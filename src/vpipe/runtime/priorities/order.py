@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from heapq import heappop, heappush
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from vpipe.errors import UserError, nearest
 from vpipe.schedule.action import Action, Kind

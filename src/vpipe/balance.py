@@ -1,0 +1,61 @@
+"""Where a model is cut into stages when nobody says: by counts, by work, or by shares of the way through it.
+
+    even_partition    nothing is known of the layers                   Pipeline(partition=None)
+    balanced          their weights suggest how much they compute      partition: auto
+    proportional      measured, for ranks of different speeds          where the planner's search begins
+
+The planner itself (``plan``) simulates steps and does better; it needs a measurement, these do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+
+from vpipe.errors import UserError
+
+
+def even_partition(num_layers: int, num_stages: int) -> list[int]:
+    """Equal counts, the surplus to the middle stages: the first and the last also carry the embedding and the loss."""
+    if num_layers < num_stages:
+        raise UserError(
+            f"{num_layers} layers cannot fill {num_stages} stages; use at most {num_layers} stages or finer layers"
+        )
+    sizes = [num_layers // num_stages] * num_stages
+    middle_first = sorted(range(num_stages), key=lambda stage: abs(stage - (num_stages - 1) / 2))
+    for stage in middle_first[: num_layers % num_stages]:
+        sizes[stage] += 1
+    return sizes
+
+
+def balanced(work: Sequence[float], num_stages: int) -> list[int]:
+    """Contiguous parts whose largest is as small as possible; among those, the most even."""
+    even_partition(len(work), num_stages)  # says so where there are too few layers
+    sums = [0.0, *accumulate(work)]
+
+    @cache
+    def best(first: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
+        """(largest part, sum of squares, sizes) of layers ``first..`` in ``stages`` parts."""
+        if stages == 1:
+            total = sums[-1] - sums[first]
+            return total, total * total, (len(work) - first,)
+        options = []
+        for end in range(first + 1, len(work) - stages + 2):
+            part = sums[end] - sums[first]
+            largest, squares, sizes = best(end, stages - 1)
+            options.append((max(part, largest), squares + part * part, (end - first, *sizes)))
+        return min(options)
+
+    return list(best(0, num_stages)[2])
+
+
+def proportional(line: Sequence[float], shares: Sequence[float]) -> tuple[int, ...]:
+    """The cuts, ends included, that lie nearest to the ``shares`` of ``line``, which grows along the layers; every
+    part has a layer."""
+    layers, parts = len(line) - 1, len(shares)
+    cuts = [0]
+    for part, share in enumerate(shares[:-1]):
+        nearest = min(range(layers + 1), key=lambda cut: abs(line[cut] - share))
+        cuts.append(min(max(nearest, cuts[-1] + 1), layers - (parts - 1 - part)))
+    return (*cuts, layers)
