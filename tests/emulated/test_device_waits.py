@@ -70,7 +70,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_on_the_device(emulated: 
 
 
 RUNTIME = Path(vpipe.runtime.__file__).parent
-FILES = ("handover", "feed", "swap_device")
+FILES = {"handover": "transport/handover", "prefetch": "prefetch", "swap_device": "memory/swap_device"}
 WAITS = {"wait_event", "wait_stream", "share"}
 """A statement that is a call of one of these orders two streams or keeps memory."""
 
@@ -78,7 +78,7 @@ WAITS = {"wait_event", "wait_stream", "share"}
 def waits_of(file: str) -> list[int]:
     """The lines of a module on which it waits for a stream, or shares memory with one."""
     found = []
-    for node in ast.walk(ast.parse((RUNTIME / f"{file}.py").read_text())):
+    for node in ast.walk(ast.parse((RUNTIME / f"{FILES[file]}.py").read_text())):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             called = node.value.func
             name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
@@ -92,8 +92,8 @@ MUTANTS = [(file, line) for file in FILES for line in waits_of(file)]
 @contextmanager
 def without(file: str, line: int) -> Iterator[None]:
     """The module without the statement on this line, in every module that has taken something from it."""
-    module = importlib.import_module(f"vpipe.runtime.{file}")
-    tree = ast.parse((RUNTIME / f"{file}.py").read_text())
+    module = importlib.import_module(f"vpipe.runtime.{FILES[file].replace('/', '.')}")
+    tree = ast.parse((RUNTIME / f"{FILES[file]}.py").read_text())
     for node in ast.walk(tree):
         for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
             for place, statement in enumerate(body if isinstance(body, list) else ()):
@@ -118,7 +118,7 @@ def without(file: str, line: int) -> Iterator[None]:
 
 PROGRAMS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "handover": (4, "1f1b", {"num_ranks": 2, "num_microbatches": 6}),
-    "feed": (2, "gpipe", {"num_ranks": 1, "num_microbatches": 12}),
+    "prefetch": (2, "gpipe", {"num_ranks": 1, "num_microbatches": 12}),
     "swap_device": (6, "1f1b", {"num_ranks": 3, "num_microbatches": 8, "swap": 1.0}),
 }
 """(layers, schedule, options) that need every wait of a module."""

@@ -23,7 +23,6 @@ from vpipe.errors import UserError
 from vpipe.runtime.memory import swap
 from vpipe.runtime.memory.choices import treated_layers
 from vpipe.runtime.memory.swap_store import Extents, FileStore
-from vpipe.runtime.updates.weights import OldWeight
 from vpipe.schedule.action import Kind
 from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.simulate import simulate
@@ -64,8 +63,8 @@ def test_swap_equals_replay(schedule: str) -> None:
 def test_old_weights_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """W_s + 1 versions, as ever; those that only swapped units need are out, and none is left out."""
     out: list[int] = []
-    empty = OldWeight.empty
-    monkeypatch.setattr(OldWeight, "empty", lambda self: (out.append(self._bytes), empty(self))[1])
+    empty = swap.Slot.empty
+    monkeypatch.setattr(swap.Slot, "empty", lambda self: (out.append(self._bytes * self._same), empty(self))[1])
     for options in ({}, {"vertical_sync": True}, {"update_interval": 2}):
         out.clear()
         pipe = check(Case("pipedream", "plain", 4, 12, num_layers=12, options=options, more={"swap": 1.0}))
