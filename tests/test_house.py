@@ -36,7 +36,7 @@ WITHOUT_TORCH = {"schedule", "config", "launch", "observe", "rundir"}
 TORCH_IN_PLAN = {"profile", "transfer"}
 """Modules of ``plan`` that may import torch, and runtime and models with it: they measure."""
 
-NUMPY_IN_SCHEDULE = {"batch", "flat", "lanes", "laws", "updates", "timeline", "simulate"}
+NUMPY_IN_SCHEDULE = {"batch", "communication", "flat", "lanes", "laws", "updates", "timeline", "simulate"}
 """The rest of ``schedule`` is standard library."""
 
 

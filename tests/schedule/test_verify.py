@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from itertools import product
+
 import pytest
 
 from vpipe.schedule.catalog import build
@@ -9,7 +12,7 @@ from vpipe.schedule.grid import around
 from vpipe.schedule.lower import lower
 from vpipe.schedule.program import Program, Versions
 from vpipe.schedule.text import cells, from_csv, to_csv
-from vpipe.schedule.timeline import Transport
+from vpipe.schedule.timeline import Transport, never_waits, run, usual
 from vpipe.schedule.verify import verify
 
 
@@ -102,3 +105,25 @@ def test_the_grid_marks_the_culprit() -> None:
     picture = around(program, found[0], found)
     assert picture.splitlines()[2].split()[-3:] == [">1B2<", "1B3", "1STEP"]
     assert len(picture.splitlines()) == 4
+
+
+def test_the_quick_proof_never_calls_a_hanging_program_safe() -> None:
+    """``never_waits`` spares the event loop with blocking sends: whatever it says, the loop says too."""
+    rng = random.Random(0)
+    said = {True: 0, False: 0}
+    for name, p, m in product(
+        ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "pipedream", "chimera"), (2, 4), (4, 8)
+    ):
+        given = lower(build(name, p, m))
+        for changes in range(12):
+            rows = [list(row) for row in given.rows]
+            for _ in range(changes):
+                row = rng.choice(rows)
+                here = rng.randrange(len(row) - 1)
+                row[here], row[here + 1] = row[here + 1], row[here]
+            program = given.with_rows(rows)
+            safe = not run(program, blocking_sends=True).stuck
+            quick = never_waits(usual(program))
+            assert safe or not quick, (name, p, m, str(program))
+            said[quick] += 1
+    assert min(said.values()) > 30, said

@@ -1,21 +1,22 @@
 """The pass of ``lower`` that makes results travel: SEND after each, RECV some actions ahead of its use.
 
-Where a receive is posted decides whether a pipeline hangs and whether transfers hide behind work, so it has a file.
+Where a receive is posted decides whether a pipeline hangs and whether transfers hide behind work, so it has a file. It
+works on all actions at once, as arrays: every run starts with it, and large programs have a million results.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise, product
-from typing import NamedTuple
+from itertools import chain, pairwise, product, repeat
+
+import numpy as np
 
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.collector import collector_paused
+from vpipe.schedule.flat import CODE, KINDS, NONE, Bools, Flat, Ints, padded, with_flat
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import LANE, Lane, channel, peers
+from vpipe.schedule.semantics import INPUT_GRADIENT, LANE, Lane, channel
 
 POST_AHEAD = 2
 """How many compute actions before its use a receive is posted. A receive that is posted late exposes the whole
@@ -32,159 +33,195 @@ def communicate(program: Program, post_ahead: int = POST_AHEAD) -> Program:
     on every transport.
     """
     with collector_paused():
-        places = _places(program)
-        bounds = _Numbers(program, NEVER)
-        queues: list[dict[int, list[Action]]] = [defaultdict(list) for _ in program.rows]  # target → source → receives
-        rows = [_with_sends(program, source, places, bounds, queues) for source in range(program.num_ranks)]
-        return program.with_rows(
-            _with_receives(row, list(queue.values()), post_ahead, bounds, _Numbers(program, NEVER, stages))
-            for row, queue, stages in zip(rows, queues, program.placement.stages_of, strict=True)
-        )
+        flat = program.flat
+        results = _results(flat)
+        messages = _messages(flat, results)
+        post_at = _post_at(flat, results, messages, post_ahead)
+        return _assembled(flat, messages, post_at)
 
 
-_CARRIERS = {
-    Kind.F: (Kind.SEND_F, Kind.RECV_F),
-    Kind.B: (Kind.SEND_B, Kind.RECV_B),
-    Kind.I: (Kind.SEND_B, Kind.RECV_B),
-}
-"""Kind of a result → how it is sent and received."""
-NEVER = sys.maxsize
+@dataclass(frozen=True)
+class _Results:
+    """The actions whose results travel: forwards, and backwards as far as they yield the gradient of an input."""
+
+    number: Ints
+    way: Ints
+    """0 for a forward, 1 for a gradient."""
+    stage: Ints
+    microbatch: Ints
+    place: Ints
+    """Among the compute actions of its rank."""
+
+    def __len__(self) -> int:
+        return len(self.number)
 
 
-class _Numbers(dict[Kind, dict[int, list[int]]]):
-    """A number for every result: ``numbers[kind][stage][microbatch]``, by the result's own kind or that of its RECV."""
+@dataclass(frozen=True)
+class _Messages:
+    """What ranks send each other, queue by queue, in the order in which they are sent."""
 
-    def __init__(self, program: Program, value: int, stages: Iterable[int] | None = None) -> None:
-        stages = list(range(program.num_stages) if stages is None else stages)
-        forward, backward = ({stage: [value] * program.num_microbatches for stage in stages} for _ in range(2))
-        super().__init__({Kind.F: forward, Kind.B: backward, Kind.I: backward})
-        self[Kind.RECV_F], self[Kind.RECV_B] = forward, backward
-
-
-def _places(program: Program) -> _Numbers:
-    """The place of every result among the compute actions of its rank."""
-    found = _Numbers(program, 0)
-    for row in program.rows:
-        index = 0
-        for stage, kind, microbatch in row:
-            if kind in _CARRIERS:
-                found[kind][stage][microbatch] = index
-                index += 1
-            elif LANE[kind] is Lane.COMPUTE:
-                index += 1
-    return found
+    result: Ints
+    """Number of the action that makes it."""
+    way: Ints
+    reader: Ints
+    microbatch: Ints
+    queue: Ints
+    target: Ints
+    used: Ints
+    """The place of the last action of the target whose result the sender has used by then."""
 
 
-class _Route(NamedTuple):
-    """What a result of one stage meets on its way: whose results it uses, and to whom it is sent."""
-
-    used: list[tuple[int, list[int]]]
-    """(rank, places of its results)"""
-    send: Kind
-    receive: Kind
-    taken: list[tuple[int, int, list[Action], list[int]]]
-    """(target rank, stage that reads, queue of receives, bounds of its receives)"""
+def _results(flat: Flat) -> _Results:
+    number = np.flatnonzero(flat.of((Kind.F, *INPUT_GRADIENT)))
+    way = (flat.kind[number] != CODE[Kind.F]).astype(np.int64)
+    return _Results(number, way, flat.stage[number], flat.microbatch[number], _among_compute(flat)[number])
 
 
-def _routes(
-    program: Program, source: int, places: _Numbers, bounds: _Numbers, queues: list[dict[int, list[Action]]]
-) -> dict[Kind, dict[int, list[_Route]]]:
-    """The routes of a rank's results, by kind and stage, for each microbatch of a period."""
-    found: dict[Kind, dict[int, list[_Route]]] = {kind: {} for kind in _CARRIERS}
-    rank_of = program.placement.rank
-    for (kind, (send, receive)), stage in product(_CARRIERS.items(), program.placement.stages_of[source]):
-        found[kind][stage] = []
-        for turn in range(program.placement.period):
-            readers, writers = peers(program, Action(stage, send, turn)), peers(program, Action(stage, receive, turn))
-            used = [(rank_of(writer, turn), places[kind][writer]) for writer in writers]
-            taken = [
-                (target, reader, queues[target][channel(program, stage, reader, source)], bounds[kind][reader])
-                for reader, target in ((reader, rank_of(reader, turn)) for reader in readers)
-            ]
-            found[kind][stage].append(_Route(used, send, receive, taken))
-    return found
+def _among_compute(flat: Flat) -> Ints:
+    """Of every action, how many compute actions of its rank come before it."""
+    before = np.concatenate(([0], np.cumsum(_computes(flat))))
+    places: Ints = before[:-1] - before[flat.row_start[flat.rank]]
+    return places
 
 
-def _with_sends(
-    program: Program, source: int, places: _Numbers, bounds: _Numbers, queues: list[dict[int, list[Action]]]
-) -> list[Action]:
-    """A row with its SENDs; their receives go into the queues, with a bound on where they are posted."""
-    routes, period = _routes(program, source, places, bounds, queues), program.placement.period
-    new = tuple.__new__  # Action(…) is a Python function, and this is called a million times
-    row: list[Action] = []
-    reached = [0] * program.num_ranks  # of every rank, the last action whose result this rank has used
-    for action in program.rows[source]:
-        row.append(action)
-        stage, kind, microbatch = action
-        if kind not in routes:
-            continue
-        used, send, receive, taken = routes[kind][stage][microbatch % period]
-        for rank, place in used:
-            if place[microbatch] > reached[rank]:
-                reached[rank] = place[microbatch]
-        if taken:
-            row.append(new(Action, (stage, send, microbatch)))
-        for target, reader, queue, bound in taken:
-            queue.append(new(Action, (reader, receive, microbatch)))
-            if reached[target] < bound[microbatch]:
-                bound[microbatch] = reached[target]
-    return row
+def _computes(flat: Flat) -> Bools:
+    return flat.of(kind for kind in KINDS if LANE[kind] is Lane.COMPUTE)
 
 
-def _with_receives(
-    row: list[Action], queues: list[list[Action]], post_ahead: int, bounds: _Numbers, post_at: _Numbers
-) -> list[Action]:
-    """``row`` with each RECV placed before the compute action that it is posted ahead of, in the order of its queue."""
-    compute = [position for position, action in enumerate(row) if LANE[action[1]] is Lane.COMPUTE]
-    for index, position in enumerate(compute):
-        stage, kind, microbatch = row[position]
-        if kind in _CARRIERS and (bound := bounds[kind][stage][microbatch]) != NEVER:
-            post_at[kind][stage][microbatch] = min(max(0, index - post_ahead), bound)
-    while _moved_up(queues, post_at) and len(queues) > 1:
-        pass  # once for a chain; a receive from several sources may have to move again
-    before: dict[int, list[Action]] = defaultdict(list)
-    for receive in _merged(queues):
-        index = post_at[receive.kind][receive.stage][receive.microbatch]
-        if index != NEVER:
-            before[index].append(receive)
-    lowered: list[Action] = []
-    done = 0
-    for index in sorted(before):
-        lowered += row[done : compute[index]]
-        lowered += before[index]
-        done = compute[index]
-    return lowered + row[done:]
+def _table(flat: Flat, fill: int) -> Ints:
+    """A number for every result: by way, stage and microbatch."""
+    return np.full((2, flat.program.num_stages, max(flat.program.num_microbatches, 1)), fill, np.int64)
 
 
-def _moved_up(queues: list[list[Action]], post_at: _Numbers) -> bool:
-    """Post each receive no later than the next of its queue; whether any had to move."""
-    moved = False
-    for queue in queues:
-        latest = NEVER
-        for stage, kind, microbatch in reversed(queue):
-            places = post_at[kind][stage]
-            if places[microbatch] == NEVER:
-                continue
-            if places[microbatch] > latest:
-                places[microbatch] = latest
-                moved = True
-            latest = places[microbatch]
-    return moved
+def _messages(flat: Flat, results: _Results) -> _Messages:
+    """Every message, with the bound on where its receive may be posted."""
+    program = flat.program
+    places = _table(flat, 0)
+    places[results.way, results.stage, results.microbatch] = results.place
+    queues = _queue_numbers(program)
+    home = flat.rank_of(results.stage, results.microbatch)
+    used: list[Ints] = []  # rows of: number of the action that uses, rank that is used, place of the result
+    sent: list[Ints] = []  # rows of: number of the result, way, reader, microbatch, queue, target rank
+    for way, (onward, back) in enumerate(((program.readers, program.writers), (program.writers, program.readers))):
+        mine = np.flatnonzero(results.way == way)
+        number, stage, microbatch = results.number[mine], results.stage[mine], results.microbatch[mine]
+        for writer in padded(back)[stage].T:
+            rank = flat.rank_of(writer, microbatch)
+            far = (writer != NONE) & (rank != home[mine])
+            used.append(np.stack((number, rank, places[way, np.maximum(writer, 0), microbatch]))[:, far])
+        for slot, reader in enumerate(padded(onward)[stage].T):
+            rank = flat.rank_of(reader, microbatch)
+            far = (reader != NONE) & (rank != home[mine])
+            queue = queues[way][stage, microbatch % program.placement.period, slot]
+            rows = (number, np.full(len(mine), way), reader, microbatch, queue, rank)
+            sent.append(np.stack(rows)[:, far])
+    columns = np.concatenate(sent, axis=1) if sent else np.empty((6, 0), np.int64)
+    columns = columns[:, np.lexsort((columns[0], columns[4]))]
+    reached = _reached(flat, np.concatenate(used, axis=1) if used else np.empty((3, 0), np.int64), columns)
+    return _Messages(*columns, reached)
 
 
-def _merged(queues: list[list[Action]]) -> Iterator[Action]:
-    """Every receive once, in an order that keeps the order of each queue, where they do not contradict each other."""
-    if sum(map(len, queues)) == len({receive for queue in queues for receive in queue}):
-        for queue in queues:
-            yield from queue
-        return
-    order: TopologicalSorter[Action] = TopologicalSorter()
-    for queue in queues:
-        for receive in queue[:1]:
-            order.add(receive)  # a queue of one has no pairs
-        for earlier, later in pairwise(queue):
+def _queue_numbers(program: Program) -> tuple[Ints, Ints]:
+    """For each way, the queue of every (stage, turn of the placement, slot among its readers)."""
+    placement, rank_of = program.placement, program.placement.rank
+    shape = (program.num_stages, placement.period, max(map(len, (*program.readers, *program.writers)), default=0))
+    tables = np.full(shape, NONE, np.int64), np.full(shape, NONE, np.int64)
+    known: dict[tuple[int, int], int] = {}
+    for source, stages in enumerate(placement.stages_of):
+        for table, onward in zip(tables, (program.readers, program.writers), strict=True):
+            for stage, turn in product(stages, range(placement.period)):
+                for slot, reader in enumerate(onward[stage]):
+                    target = rank_of(reader, turn)
+                    number = known.setdefault((target, channel(program, stage, reader, source)), len(known))
+                    if rank_of(stage, turn) == source:
+                        table[stage, turn, slot] = number
+    return tables
+
+
+def _reached(flat: Flat, used: Ints, sent: Ints) -> Ints:
+    """For every message, the last action of its target whose result its sender has used when it sends."""
+    ranks = flat.program.num_ranks
+    number = np.concatenate((used[0], sent[0]))
+    pair = flat.rank[number] * ranks + np.concatenate((used[1], sent[5]))
+    place = np.concatenate((used[2], np.zeros(sent.shape[1], np.int64)))
+    asks = np.arange(len(number)) >= used.shape[1]  # after what the same action uses
+    order = np.argsort((pair * max(len(flat), 1) + number) * 2 + asks)
+    far = len(flat) + 1
+    first = np.concatenate(([0], np.cumsum(np.diff(pair[order]) != 0))) * far if len(order) else pair
+    most = np.empty(len(order), np.int64)
+    most[order] = np.maximum.accumulate(first + place[order]) - first
+    return most[used.shape[1] :]
+
+
+def _post_at(flat: Flat, results: _Results, messages: _Messages, post_ahead: int) -> Ints:
+    """Of every receive, by way, stage and microbatch: the compute action of its rank that it is posted ahead of."""
+    never = len(flat)
+    bounds, post_at = _table(flat, never), _table(flat, never)
+    receives = (messages.way, messages.reader, messages.microbatch)
+    np.minimum.at(bounds, receives, messages.used)
+    takes = (results.way, results.stage, results.microbatch)
+    early = np.minimum(np.maximum(results.place - post_ahead, 0), bounds[takes])
+    post_at[takes] = np.where(bounds[takes] == never, never, early)
+    floor = messages.queue * (never + 1)
+    while True:  # each no later than the next of its queue; a receive from several sources may have to move again
+        place = post_at[receives]
+        latest = np.minimum.accumulate((place + floor)[::-1])[::-1] - floor
+        moved = (latest < place) & (place != never)
+        if not moved.any():
+            return post_at
+        np.minimum.at(post_at, tuple(column[moved] for column in receives), latest[moved])
+
+
+def _assembled(flat: Flat, messages: _Messages, post_at: Ints) -> Program:
+    """The program with its SENDs and RECVs in place."""
+    program = flat.program
+    sends = np.zeros(len(flat), np.bool_)
+    sends[messages.result] = True
+    sender = np.flatnonzero(sends)
+    send_kind = np.where(flat.kind[sender] == CODE[Kind.F], CODE[Kind.SEND_F], CODE[Kind.SEND_B])
+    way, reader, microbatch, target = _receives(flat, messages, post_at)
+    compute = np.flatnonzero(_computes(flat))
+    before = compute[np.searchsorted(compute, flat.row_start[target]) + post_at[way, reader, microbatch]]
+    receive_kind = np.where(way == 0, CODE[Kind.RECV_F], CODE[Kind.RECV_B])
+    order = np.argsort(np.concatenate((np.arange(len(flat)) * 3 + 1, sender * 3 + 2, before * 3)), kind="stable")
+    stage = np.concatenate((flat.stage, flat.stage[sender], reader))
+    kind = np.concatenate((flat.kind, send_kind, receive_kind))
+    unit = np.concatenate((flat.microbatch, flat.microbatch[sender], microbatch))
+    rank = np.concatenate((flat.rank, flat.rank[sender], target))
+    names = np.array(KINDS, object)[kind[len(flat) :]].tolist()
+    values = zip(stage[len(flat) :].tolist(), names, unit[len(flat) :].tolist(), strict=True)
+    made = map(tuple.__new__, repeat(Action), values)  # Action(…) is a Python function
+    actions = np.fromiter(chain(*program.rows, made), object, len(order))[order].tolist()
+    ends = np.cumsum(np.bincount(rank, minlength=program.num_ranks)).tolist()
+    lowered = program.with_rows(actions[begin:end] for begin, end in pairwise([0, *ends]))
+    return with_flat(lowered, stage[order], kind[order], unit[order])
+
+
+def _receives(flat: Flat, messages: _Messages, post_at: Ints) -> Ints:
+    """Every receive once, as (way, stage, microbatch, rank), in an order that keeps the order of each queue."""
+    columns = np.stack((messages.way, messages.reader, messages.microbatch, messages.target))
+    often = _table(flat, 0)
+    np.add.at(often, tuple(columns[:3]), 1)
+    again = np.unique(columns[3][often[tuple(columns[:3])] > 1])
+    if len(again):
+        several = np.isin(columns[3], again)
+        merged = [_merged(columns[:, columns[3] == rank], messages.queue[columns[3] == rank]) for rank in again]
+        columns = np.concatenate((columns[:, ~several], *merged), axis=1)
+    return columns[:, post_at[tuple(columns[:3])] != len(flat)]
+
+
+def _merged(receives: Ints, queue: Ints) -> Ints:
+    """The receives of a rank that takes from several sources at once: in the order of each queue, where these do not
+    contradict each other."""
+    order: TopologicalSorter[tuple[int, ...]] = TopologicalSorter()
+    rows = list(map(tuple, receives.T.tolist()))
+    for row in rows:
+        order.add(row)  # a queue of one has no pairs
+    for (earlier, first), (later, second) in pairwise(zip(rows, queue.tolist(), strict=True)):
+        if first == second:
             order.add(later, earlier)
     try:
-        yield from order.static_order()
+        found = list(order.static_order())
     except CycleError:
-        yield from dict.fromkeys(receive for queue in queues for receive in queue)  # verify names the pair of ranks
+        found = list(dict.fromkeys(rows))  # verify names the pair of ranks
+    return np.array(found, np.int64).T

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -26,20 +28,9 @@ NONE = -1
 class Flat:
     """The actions of ``program``, numbered rank by rank in the order of their rows."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, stage: Ints, kind: Ints, microbatch: Ints) -> None:
         self.program = program
-        stages: list[int] = []
-        kinds: list[int] = []
-        microbatches: list[int] = []
-        for row in program.rows:
-            if row:
-                row_stages, row_kinds, row_microbatches = zip(*row, strict=True)
-                stages.extend(row_stages)
-                kinds.extend(map(CODE.__getitem__, row_kinds))
-                microbatches.extend(row_microbatches)
-        self.stage: Ints = np.array(stages, np.int64)
-        self.kind: Ints = np.array(kinds, np.int64)
-        self.microbatch: Ints = np.array(microbatches, np.int64)
+        self.stage, self.kind, self.microbatch = stage, kind, microbatch
         lengths = np.array([len(row) for row in program.rows], np.int64)
         self.row_start: Ints = np.concatenate(([0], np.cumsum(lengths)))
         self.rank: Ints = np.repeat(np.arange(program.num_ranks), lengths)
@@ -119,6 +110,24 @@ class Flat:
         known = (stage >= 0) & (stage < len(self._rank_of))
         ranks = self._rank_of[np.where(known, stage, 0), microbatch % self.program.placement.period]
         return np.where(known, ranks, NONE)
+
+
+def flatten(program: Program) -> Flat:
+    """Read from the rows; ``Program.flat`` keeps it."""
+    count = len(program)
+    stages, kinds, microbatches = (map(itemgetter(field), chain(*program.rows)) for field in range(3))
+    return Flat(
+        program,
+        np.fromiter(stages, np.int64, count),
+        np.fromiter(map(CODE.__getitem__, kinds), np.int64, count),
+        np.fromiter(microbatches, np.int64, count),
+    )
+
+
+def with_flat(program: Program, stage: Ints, kind: Ints, microbatch: Ints) -> Program:
+    """``program``, of which the arrays are known already."""
+    program.__dict__["flat"] = Flat(program, stage, kind, microbatch)
+    return program
 
 
 def padded(lists: Sequence[Sequence[int]]) -> Ints:

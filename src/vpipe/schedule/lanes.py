@@ -67,7 +67,7 @@ class Lanes:
         self.start: Event = len(flat)
         in_lane = {lane: flat.of(kind for kind in KINDS if LANE[kind] is lane) for lane in Lane}
         blocking = in_lane[Lane.COMPUTE] | (flat.of(SEND_OF.values()) & blocking_sends)
-        before = _previous(flat, blocking, self.start)
+        before = previous(flat, blocking)
         self.lanes: list[list[Event]] = [_numbers(flat, blocking, rank) for rank in range(flat.program.num_ranks)]
         self.sent: list[Event] = (transfers.send if blocking_sends else before[transfers.send]).tolist()
         """Per message, the event whose end sends it."""
@@ -126,11 +126,11 @@ class Lanes:
                 self.extra[event].events += came
 
 
-def _previous(flat: Flat, blocking: Bools, start: Event) -> Ints:
-    """For each action, the last blocking action before it in its row."""
+def previous(flat: Flat, blocking: Bools) -> Ints:
+    """For each action, the last blocking action before it in its row, or the start of time."""
     last = np.maximum.accumulate(np.where(blocking, np.arange(len(flat)), NONE)) if len(flat) else flat.stage
     before = np.concatenate(([NONE], last[:-1]))[: len(flat)]
-    return np.where(before < flat.row_start[flat.rank], start, before)
+    return np.where(before < flat.row_start[flat.rank], len(flat), before)
 
 
 def _numbers(flat: Flat, chosen: Bools, rank: int) -> list[Event]:

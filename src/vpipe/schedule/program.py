@@ -76,9 +76,9 @@ class Program:
     @cached_property
     def flat(self) -> Flat:
         """The program as arrays: made once, for all who read it."""
-        from vpipe.schedule.flat import Flat
+        from vpipe.schedule.flat import flatten
 
-        return Flat(self)
+        return flatten(self)
 
     def actions(self) -> Iterator[tuple[int, Action]]:
         """Every (rank, action), rank by rank."""

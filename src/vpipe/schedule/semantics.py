@@ -225,16 +225,11 @@ def version_table(program: Program) -> VersionTable:
 
 def updates_once(program: Program) -> bool:
     """Whether every stage updates at most once, after all its work: then one version is all there is."""
-    for row in program.rows:
-        kinds = [action.kind for action in row]
-        if Kind.STEP in kinds:
-            updated: set[int] = set()
-            for stage, kind, _ in row[kinds.index(Kind.STEP) :]:
-                if kind is Kind.STEP:
-                    updated.add(stage)
-                elif stage in updated and (kind is Kind.F or kind in WEIGHT_GRADIENT):
-                    return False
-    return True
+    flat = program.flat
+    place = flat.rank * program.num_stages + flat.stage
+    work, updates = flat.of((Kind.F, *WEIGHT_GRADIENT)), flat.of((Kind.STEP,))
+    ends = dict(zip(place[work].tolist(), work.nonzero()[0].tolist(), strict=True))  # the last of each stands
+    return all(ends.get(int(place[number]), -1) < number for number in updates.nonzero()[0].tolist())
 
 
 def staleness(program: Program, table: VersionTable | None = None) -> list[int]:

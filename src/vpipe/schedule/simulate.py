@@ -23,7 +23,7 @@ from vpipe.schedule.lanes import Event
 from vpipe.schedule.lower import is_lowered, lower
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, held_versions, live_versions, staleness, version_table
-from vpipe.schedule.timeline import Timeline, Transport, run
+from vpipe.schedule.timeline import Timeline, Transport, run, usual
 
 Array = npt.NDArray[np.float64]
 
@@ -70,7 +70,7 @@ class Simulation:
         lanes = [self._lane(rank) for rank in range(self.program.num_ranks)]
         return [(line.begin[lane[0]], line.end[lane[-1]]) for lane in lanes if lane]
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         return max((end for _, end in self._ends), default=0.0) - min((begin for begin, _ in self._ends), default=0.0)
 
@@ -117,8 +117,8 @@ class Simulation:
         mine = slice(int(flat.row_start[rank]), int(flat.row_start[rank + 1]))
         kind, stage, microbatch = flat.kind[mine], flat.stage[mine], flat.microbatch[mine]
         begin, end = self._begin[mine], self._end[mine]
-        whole = np.array([cost.activations for cost in self.costs.stages])[stage]
-        part = whole - np.array([cost.kept for cost in self.costs.stages])[stage]
+        whole = self._activations[stage]
+        part = whole - self._kept[stage]
         forward = kind == CODE[Kind.F]
         freed = (kind == CODE[Kind.B]) | (kind == CODE[Kind.W])
         changes = [(begin, whole, forward), (end, -whole, freed)]
@@ -147,6 +147,14 @@ class Simulation:
             at.append(self.timeline.end[first + index])
             amounts.append(sum(size[each] * held[each] for each in held))
         return np.array(at), np.array(amounts)
+
+    @cached_property
+    def _activations(self) -> Array:
+        return np.array([cost.activations for cost in self.costs.stages])
+
+    @cached_property
+    def _kept(self) -> Array:
+        return np.array([cost.kept for cost in self.costs.stages])
 
     @cached_property
     def _begin(self) -> Array:
@@ -195,11 +203,12 @@ def simulate(
 
     ``blocking`` is the transport of ``naive``: a rank goes on only when its message has arrived.
     """
+    plain = costs is None and transport is Transport.RENDEZVOUS and not blocking
     costs = costs or uniform(program.placement)
     if len(costs.stages) != program.num_stages:
         raise UserError(f"costs are given for {len(costs.stages)} stages, but the program has {program.num_stages}")
     executable = program if is_lowered(program) else lower(program)
-    timeline = run(executable, costs, transport=transport, blocking_sends=blocking)
+    timeline = usual(executable) if plain else run(executable, costs, transport=transport, blocking_sends=blocking)
     if stuck := timeline.stuck:
         heads = ", ".join(str(timeline.flat.action(event)) for event in stuck[:4])
         raise UserError(f"the program deadlocks at {heads}; 'vpipe verify' says why")

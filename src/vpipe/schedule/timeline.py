@@ -27,11 +27,11 @@ import numpy.typing as npt
 
 from vpipe.schedule.action import Kind
 from vpipe.schedule.collector import collector_paused
-from vpipe.schedule.costs import Costs, StageCosts
+from vpipe.schedule.costs import Costs, StageCosts, uniform
 from vpipe.schedule.flat import CODE, KINDS, NONE, Flat, Ints
-from vpipe.schedule.lanes import Event, Lanes, Transfers, find_transfers
+from vpipe.schedule.lanes import Event, Lanes, Transfers, find_transfers, previous
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import LANE, Lane, Message
+from vpipe.schedule.semantics import LANE, MEETINGS, SEND_OF, Lane, Message
 
 Array = npt.NDArray[np.float64]
 
@@ -83,6 +83,35 @@ def run(
         lanes = Lanes(flat, transfers, transport is Transport.RENDEZVOUS, blocking_sends)
         times = loop(lanes, *_durations(flat, transfers, costs, blocking_sends))
         return Timeline(flat, transfers, lanes.lanes, *times)
+
+
+def usual(program: Program) -> Timeline:
+    """The timeline of a lowered program at ``uniform`` costs: ``verify`` and ``simulate`` both ask for it, so it is
+    kept with the program."""
+    known: Timeline | None = program.__dict__.get("usual")
+    if known is None:
+        known = program.__dict__["usual"] = run(program, uniform(program.placement))
+    return known
+
+
+def never_waits(timeline: Timeline) -> bool:
+    """Whether the timeline proves that no blocking send hangs: each was posted for strictly before it is made.
+
+    Give every action its time here, a SEND that of the end of the work before it. Along a row times do not fall; from a
+    SEND to the action that takes its message neither, and that action takes time. If a SEND is also strictly later than
+    what stands before its RECV, a cycle of waits would have to come back to an earlier time: there is none. Swaps and
+    meetings wait for more: of them this says nothing. (``timeline`` is ``usual``: whatever takes a message takes time.)
+    """
+    flat, transfers = timeline.flat, timeline.transfers
+    if flat.kinds & (MEETINGS | {Kind.OUT, Kind.IN}) or timeline.stuck:
+        return False
+    at = np.array(timeline.begin)
+    compute = flat.of(kind for kind in KINDS if LANE[kind] is Lane.COMPUTE)
+    sends = flat.of(SEND_OF.values())
+    at[:-1][sends] = np.array(timeline.end)[previous(flat, compute)[sends]]
+    before = previous(flat, compute | sends)[transfers.receive]
+    asked = before != len(flat)
+    return bool((at[before[asked]] < at[transfers.send[asked]]).all())
 
 
 def _durations(
