@@ -118,7 +118,8 @@ def _messages(flat: Flat, results: _Results) -> _Messages:
     columns = np.concatenate(sent, axis=1) if sent else np.empty((6, 0), np.int64)
     columns = columns[:, np.lexsort((columns[0], columns[4]))]
     reached = _reached(flat, np.concatenate(used, axis=1) if used else np.empty((3, 0), np.int64), columns)
-    return _Messages(*columns, reached)
+    result, way, reader, microbatch, queue, target = columns
+    return _Messages(result, way, reader, microbatch, queue, target, reached)
 
 
 def _queue_numbers(program: Program) -> tuple[Ints, Ints]:
