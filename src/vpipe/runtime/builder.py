@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight, as_layers
 from vpipe.runtime import assembly
 from vpipe.runtime.assembly import Wires
@@ -65,6 +66,8 @@ class Builder:
         self._lock = None if alone else threading.Lock()
         self._finishing: list[Callable[[Engine], None]] = []
         self._transport: DistributedTransport | DeviceTransport | None = None
+        self._pairs: list[tuple[int, int]] | None = None
+        """Neighbours whose devices are joined, where devices have ways of their own."""
 
     def finish(self, change: Callable[[Engine], None]) -> None:
         """Every engine that is made from now on goes through ``change`` at last."""
@@ -75,16 +78,32 @@ class Builder:
         counts = self.spec.partition(len(self.parts.layers), partition)
         return Layout.of(counts, self.spec.placement, self.wires.seats)
 
-    def programs(self, layout: Layout) -> Programs:
-        """What the ranks of a layout run."""
+    def programs(self, layout: Layout, spec: ScheduleSpec | None = None) -> Programs:
+        """What the ranks of a layout run; ``spec`` is the schedule, where its options are others than at first."""
         memory = self.options.memory
         recomputed, swapped = treated_layers(memory.recompute, memory.swap, layout.bounds)
         return Programs(
-            self.spec,
+            spec or self.spec,
             resolve(self.parts.layers, layout),
             stages_with(recomputed, layout.bounds),
             stages_with(swapped, layout.bounds),
         )
+
+    def check(self, programs: Programs) -> None:
+        """Refuse a layout that these ranks cannot change to."""
+        pairs = self._pairs
+        for here, there in assembly.neighbours(programs.author) if pairs is not None else ():
+            if pairs is not None and (here, there) not in pairs:
+                raise UserError(
+                    f"the new layout makes ranks {here} and {there} neighbours, whose devices have no way to each "
+                    "other yet; give it when the pipeline is built, or let messages go through main memory "
+                    "(device_messages=False)"
+                )
+
+    def prepare(self, programs: Programs) -> None:
+        """Make the groups of ranks that these programs need. Every rank calls this at the same place."""
+        if self.wires.host is not None:
+            self._between(self.wires.host, programs)
 
     def engines(self, programs: Programs, modules: Modules | None = None) -> list[Engine]:
         """The engines of this process's ranks. ``modules`` are used where they are given; others are built."""
@@ -108,8 +127,9 @@ class Builder:
         if self._transport is None:
             self._transport = host
             if not is_host(device):
-                pairs = assembly.neighbours(programs.author)
-                self._transport = DeviceTransport(host, device, pairs, self.options.ranks.device_messages)
+                direct, pairs = self.options.ranks.device_messages, assembly.neighbours(programs.author)
+                self._transport = DeviceTransport(host, device, pairs, direct)
+                self._pairs = pairs if direct else None
         self._transport.prepare_groups(assembly.groups(self.parts.tied, programs.flow.layout))
         return self._transport
 

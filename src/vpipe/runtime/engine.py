@@ -190,7 +190,7 @@ class Engine:
             if job.training:
                 stage.weights.begin(compiled.uses[index])
         try:
-            self.transport.begin_program((compiled.program, job.training, job.wants_loss))
+            self.transport.begin_program((compiled.program, self.flow.layout, job.training, job.wants_loss))
             self.transport.begin_step(job.step)
             self._execute(compiled.calls, self._result.records)
             self._settle(self._result.records)
@@ -364,9 +364,12 @@ class Engine:
         """Roughly: ``optimizer.step()``."""
         self.updater.step(task.stage)
 
-    def close(self) -> None:
-        """Release what the rank holds beside its stages."""
+    def retire(self) -> None:
+        """Release what the rank holds beside its stages and its ways to the others, which the next engine takes on."""
         self._swapper.close()
+
+    def close(self) -> None:
+        self.retire()
         self.transport.close()
 
 

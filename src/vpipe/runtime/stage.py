@@ -100,7 +100,7 @@ class Stage:
         self.units: dict[int, Unit] = {}
         self.options = options
         self.queue = WeightQueue(list(self.weights.parameters), options.fused, options.stashes)
-        self._loss = loss
+        self.loss = loss
         readers = Counter(value for reads in flow.reads for value in dict.fromkeys(reads))
         self._shared = {value for value, number in readers.items() if number > 1}
         self._buffers = [
@@ -156,7 +156,7 @@ class Stage:
 
     def _run(self, region: Region, unit: Unit, values: Mapping[Value, Any], build_graph: bool) -> dict[Value, Any]:
         at_end = self.is_last and region is self.regions[-1]
-        loss = (lambda output: self._loss(output, unit.targets)) if at_end else None
+        loss = (lambda output: self.loss(output, unit.targets)) if at_end else None
         saved = unit.saved if region.treatment is Treatment.SWAPPED else None
         outcome = region.forward(values, unit.run, loss, build_graph, saved)
         unit.graphs.append(outcome.graph)
@@ -193,7 +193,7 @@ class Stage:
         for region in self.regions:
             at_end = wants_loss and self.is_last and region is self.regions[-1]
             outcome = region.forward(
-                values, run, (lambda output: self._loss(output, targets)) if at_end else None, build_graph=False
+                values, run, (lambda output: self.loss(output, targets)) if at_end else None, build_graph=False
             )
             values.update(outcome.given)
             loss = outcome.loss

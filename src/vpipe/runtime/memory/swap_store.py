@@ -73,9 +73,13 @@ class FileStore:
             ) from None
         return offset, length
 
+    def look(self, place: tuple[int, int], storage: UntypedStorage) -> None:
+        """Read the bytes into ``storage``; they also stay where they are."""
+        self._read(_bytes(storage), place[0])
+
     def get(self, place: tuple[int, int], storage: UntypedStorage) -> None:
         """Read the bytes back into ``storage``; their place is free again."""
-        self._read(_bytes(storage), place[0])
+        self.look(place, storage)
         self.extents.give_back(*place)
 
     def _write(self, view: memoryview, offset: int) -> None:

@@ -102,6 +102,12 @@ class Updater:
         """The learning rate of update n, the same on all stages; the optimizers' own if not given."""
         self.num_updates = dict.fromkeys(stages, 0)
 
+    def go_on_from(self, before: Updater, num_updates: Mapping[int, int]) -> None:
+        """Count on where the updater of another layout has stopped; ``num_updates`` are those of all stages."""
+        self.scaler, self.learning_rate = before.scaler, before.learning_rate
+        self._skipped, self._norm = before._skipped, before._norm
+        self.num_updates = {stage: num_updates[stage] for stage in self.num_updates}
+
     @property
     def loss_scale(self) -> float:
         return self.scaler.value
