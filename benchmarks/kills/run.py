@@ -23,13 +23,14 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-import vpipe.train.worker
 from vpipe.cli.main import main as vpipe
+from vpipe.launch.local import PRELOAD
 from vpipe.rundir import endings
 from vpipe.rundir.endings import EndingKind
 from vpipe.rundir.manifest import CheckpointManifest, find
@@ -204,7 +205,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="vpipe-kills-"))  # not one that cleans up at exit: ranks are forks of this
-    say = (lambda text: None) if chosen.json else print
+    say = (lambda text: None) if chosen.json else lambda text: print(text, flush=True)
+    for name in (*PRELOAD, "vpipe.train.worker"):
+        import_module(name)  # once for all lives, as the launcher does
     found = measure(6 if chosen.quick else chosen.kills, chosen.seed, folder, say)
     shutil.rmtree(folder)
     words = f"{found['kills']} kills, {found['runs']} runs, {found['unequal']} unequal"

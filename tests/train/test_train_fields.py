@@ -368,7 +368,7 @@ CASES: dict[str, Case] = {
     "parallel.vertical_sync": Case(program, True, PIPEDREAM | SHORT),
     "parallel.schedule_options": Case(program, {"update_interval": 2}, PIPEDREAM | SHORT),
     "parallel.transport": Case(launched, "auto", {}, "local"),
-    "parallel.backend": Case(launched, "nccl", PROCESSES, "refused: parallel.backend is nccl"),
+    "parallel.backend": Case(learned, "nccl", SHORT, "refused: parallel.backend is nccl"),
     "parallel.device": Case(learned, "cuda", SHORT, "refused: the device 'cuda' is not on this machine"),
     "parallel.timeout": Case(patience, 7.0, {}, "7.0"),
     "parallel.exact_reduction": Case(reductions, False, SHORT | {"parallel.data_parallel_size": 2}, "all_reduce"),

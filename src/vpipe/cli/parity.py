@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from vpipe import config as configs
-from vpipe.cli import completion
-from vpipe.cli.names import KNOWN
+from vpipe.cli import completion, loading
 from vpipe.cli.plugin import plugin_option, with_plugins
 
 
@@ -54,7 +53,7 @@ def command(
     Example:
       vpipe parity configs/default.yaml --scheduler zb-v --steps 3
     """
-    loaded = configs.load(config, with_plugins(overrides, plugins), scheduler, names=KNOWN)
+    loaded = loading.load(config, with_plugins(overrides, plugins), scheduler)
     chosen = loaded.config.model_copy(
         update={"launch": loaded.config.launch.model_copy(update={"threads": 1})}  # more threads add in another order
     )
@@ -102,7 +101,6 @@ def _pipelined(config: configs.PipelineConfig, directory: str, steps: int) -> in
     from vpipe.launch import local
     from vpipe.train import limits
 
-    limits.refuse(config)
     limits.refuse_parity(config)
     arguments: dict[str, Any] = {"config": config.to_dict(), "directory": directory, "steps": steps}
     if config.parallel.transport == "inprocess" or config.num_ranks == 1:
@@ -110,9 +108,15 @@ def _pipelined(config: configs.PipelineConfig, directory: str, steps: int) -> in
 
         from vpipe.train.proof import parity
 
+        loading.refuse(config)
         torch.set_num_threads(1)
         return parity.pipelined(**arguments)
     preload = (*local.PRELOAD, "vpipe.train.proof.parity")
     return local.run(
-        "vpipe.train.proof.parity:pipelined", config.num_ranks, arguments=arguments, threads=1, preload=preload
+        "vpipe.train.proof.parity:pipelined",
+        config.num_ranks,
+        arguments=arguments,
+        threads=1,
+        preload=preload,
+        check=loading.check(config),
     )

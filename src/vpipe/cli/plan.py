@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from vpipe import config as configs
-from vpipe.cli import completion
+from vpipe.cli import completion, loading
 from vpipe.cli.bar import bar
 from vpipe.cli.choice import COUNT
 from vpipe.cli.profiling import ROUNDS
@@ -177,7 +177,7 @@ def _config(wanted: Wanted) -> configs.PipelineConfig | None:
             if value:
                 raise UserError(f"{flag} goes with a config; {wanted.target} is a profile already, so leave it out")
         return None
-    return configs.load(wanted.target, wanted.overrides).config
+    return loading.load(wanted.target, wanted.overrides).config
 
 
 def _profile(wanted: Wanted, config: configs.PipelineConfig | None, quiet: bool) -> Profile | int:
@@ -195,6 +195,7 @@ def _profile(wanted: Wanted, config: configs.PipelineConfig | None, quiet: bool)
     found = load_profile(wanted.profile)
     from vpipe.train.measure.profile import identity_of
 
+    loading.refuse(config, parallel=False)
     model = identity_of(config)
     if found.model != model:
         raise UserError(

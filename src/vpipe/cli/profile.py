@@ -7,9 +7,7 @@ from pathlib import Path
 
 import click
 
-from vpipe import config as configs
-from vpipe.cli import completion
-from vpipe.cli.names import KNOWN
+from vpipe.cli import completion, loading
 from vpipe.cli.plugin import plugin_option, with_plugins
 from vpipe.cli.profiling import ROUNDS
 
@@ -55,7 +53,7 @@ def command(
     from vpipe.plan.graph_text import export_graph
 
     refuse_lost(output, graph_text, read=(config,))
-    loaded = configs.load(config, with_plugins(overrides, plugins), names=KNOWN)
+    loaded = loading.load(config, with_plugins(overrides, plugins))
     found = measure(loaded.config, repeat, quiet=as_json)
     if isinstance(found, int):
         return found

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from vpipe import config as configs
+from vpipe.cli import loading
 from vpipe.cli.bar import following
 from vpipe.errors import UserError
 from vpipe.plan.costs import Profile, load_profile
@@ -33,6 +34,7 @@ def measure(config: configs.PipelineConfig, repeat: int, quiet: bool = False) ->
                 arguments={"config": config.to_dict(), "directory": directory, "repeat": repeat},
                 threads=threads,
                 preload=(*local.PRELOAD, "vpipe.train.measure.profile"),
+                check=loading.check(config, parallel=False),
             )
         if code:
             return code

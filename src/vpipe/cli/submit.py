@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from vpipe.cli import completion
+from vpipe.cli.loading import load_for_elsewhere
 from vpipe.cli.plugin import plugin_option, with_plugins
 from vpipe.errors import UserError
 
@@ -85,14 +86,16 @@ def command(
         from vpipe.launch import engines
 
         asked = {"sweep": sweep or None, "follow": follow or None, "cancel_on_interrupt": cancel_on_interrupt or None}
-        return engines.submit(to, str(config), overrides, scheduler, dry_run, options | asked, click.echo)
+        return engines.submit(
+            to, str(config), overrides, scheduler, dry_run, options | asked, click.echo, load_for_elsewhere
+        )
     for name in ("address", "gpus_per_task", "spread", "image", "volume"):
         if options.pop(name, None) is not None:
             raise UserError(f"--{name.replace('_', '-')} says nothing to SLURM; give --to ray or --to kubernetes")
     from vpipe.launch.job import plan_job
     from vpipe.launch.slurm import script
 
-    job, warnings = plan_job(str(config), sweep, overrides, scheduler, options)
+    job, warnings = plan_job(str(config), sweep, overrides, scheduler, options, load_for_elsewhere)
     for warning in warnings:
         click.echo(f"vpipe: {warning}", err=True)
     text = script(job)

@@ -17,8 +17,7 @@ from typing import Any
 import click
 
 from vpipe import config as configs
-from vpipe.cli import completion
-from vpipe.cli.names import KNOWN
+from vpipe.cli import completion, loading
 from vpipe.cli.plugin import plugin_option, with_plugins
 from vpipe.cli.summary import summary_alone
 from vpipe.errors import UserError
@@ -84,7 +83,7 @@ def command(
         overrides = (*overrides, f"parallel.model_parallel_size={nproc}")
     overrides = with_plugins(overrides, plugins)
     with redirect_stdout(sys.stderr if as_json else sys.stdout):  # a plugin may print
-        loaded = configs.load(config, overrides, scheduler, names=KNOWN)
+        loaded = loading.load(config, overrides, scheduler)
     if print_config:
         if as_json:
             raise UserError("--print-config trains nothing, so --json has no summary to print; give one of them")
@@ -116,13 +115,13 @@ def run(
     if not rank:
         for warning in warnings:
             click.echo(f"vpipe: warning: {warning}", err=True)
-    limits.refuse(config)
     start = _resume_from(config, output_dir, resume)
     arguments: dict[str, Any] = {"config": config.to_dict(), "resume": str(start) if start else None}
     arguments["quiet"] = quiet
     if rank is not None:
         from vpipe.train import worker
 
+        limits.refuse(config)
         os.environ.update(environment.interface_variables(config.launch.interface))
         where = str(output_dir) if output_dir else None
         with summary_alone(as_json) as runs:
@@ -133,19 +132,41 @@ def run(
     taken = claim.take(config, output_dir, resume=resume is not None, source=start, overwrite=overwrite)
     with taken, summary_alone(as_json) as runs:
         runs.append(taken)
+        if not _forks(config):
+            _refuse(config, taken)
         code = _by_ssh(config, taken, start, quiet)
         if code is not None:
             return code
-        in_processes = config.parallel.transport != "inprocess" and config.num_ranks > 1
-        vpipe_files.keep(taken.directory, config, claim.command(), source, in_processes)
+        vpipe_files.keep(taken.directory, config, claim.command(), source, _forks(config))
         return _here(config, taken, arguments | {"directory": str(taken.directory), "run": taken.run})
+
+
+def _refuse(config: configs.PipelineConfig, taken: Claim) -> None:
+    """Raise where the config cannot train, and let the run directory say so."""
+    try:
+        loading.refuse(config, here=not _elsewhere(config))
+    except UserError as error:
+        _conclude(taken, Ending.of(EndingKind.FAILED, " ".join(error.sentence.split()), endings.MISTAKE))
+        raise
+
+
+def _elsewhere(config: configs.PipelineConfig) -> bool:
+    """Whether the ranks run on other machines."""
+    from vpipe.launch.hosts import all_local
+
+    return bool(config.launch.machines) and not all_local(config.launch.machines)
+
+
+def _forks(config: configs.PipelineConfig) -> bool:
+    """Whether the ranks are processes of this machine, which a zygote starts: it checks the config before."""
+    return config.parallel.transport != "inprocess" and config.num_ranks > 1 and not _elsewhere(config)
 
 
 def _here(config: configs.PipelineConfig, taken: Claim, arguments: dict[str, Any]) -> int:
     """All ranks on this machine: threads of this process, or processes."""
     from vpipe.launch.environment import interface_variables, orion_preload
 
-    if config.parallel.transport == "inprocess" or config.num_ranks == 1:
+    if not _forks(config):
         from vpipe.train import worker
 
         return worker.train(**arguments)
@@ -168,6 +189,7 @@ def _here(config: configs.PipelineConfig, taken: Claim, arguments: dict[str, Any
         preload=(*local.PRELOAD, "vpipe.train.worker"),
         grace=lambda: config.launch.grace or Beat.patience(taken.directory),
         concluded=lambda ending: _conclude(taken, ending),
+        check=loading.check(config),
     )
 
 
@@ -194,9 +216,8 @@ def _by_ssh(config: configs.PipelineConfig, taken: Claim, start: Path | None, qu
 def _enter_container(config: configs.PipelineConfig) -> None:
     """Become the same command inside the container, unless this is it, or the ranks are elsewhere."""
     from vpipe.launch.container import MARK, Container, command_inside
-    from vpipe.launch.hosts import all_local
 
-    if config.launch.machines and not all_local(config.launch.machines):
+    if _elsewhere(config):
         return
     container = Container.from_config(config.launch.container)
     words = command_inside(container, sys.argv[1:], str(Path.cwd()), os.environ)

@@ -9,7 +9,7 @@ No torch is imported here: a config is checked in a moment on a login node.
 from vpipe.config.load import Loaded, load
 from vpipe.config.pipeline import PipelineConfig
 from vpipe.config.placement import ParallelConfig
-from vpipe.config.problems import ConfigError, Problem
+from vpipe.config.problems import ConfigError, Problem, dotted
 from vpipe.config.reference import reference
 from vpipe.config.running import CheckpointConfig, ContainerConfig, LaunchConfig, ObserveConfig, SlurmConfig
 from vpipe.config.sections import DatasetConfig, ModelConfig, TrainingConfig
@@ -30,6 +30,7 @@ __all__ = [
     "SlurmConfig",
     "TrainingConfig",
     "commented",
+    "dotted",
     "load",
     "reference",
     "schema",

@@ -9,7 +9,7 @@ run on what is left when the wrong keys are taken out.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from os import PathLike
@@ -30,6 +30,8 @@ from vpipe.errors import nearest
 
 ORION = "USE_ORION_SCHEDULER"
 PLUGINS: Key = ("plugins",)
+Together = Callable[[PipelineConfig], list[Problem]]
+"""What is wrong with a config that is right by itself."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,15 @@ def load(
     names: Mapping[str, Collection[str] | Callable[[], Collection[str]]] | None = None,
     environment: Mapping[str, str] | None = None,
     run_plugins: bool = True,
+    together: Together | None = None,
 ) -> Loaded:
     """The config of a YAML file, ours, OurGPipe's or VPipe's.
 
     ``overrides`` are words such as ``training.learning_rate=1e-3``; ``scheduler`` is ``--scheduler``. ``names`` gives
     the names that a key may have, such as ``{"parallel.scheduler": [...]}``, or a function that does once the
-    config's plugins are imported. Raises :class:`ConfigError`, a ``UserError``, with every problem.
+    config's plugins are imported. ``together`` is asked where something else than a name is wrong, so that what only
+    model and data together show is told in the same breath. Raises :class:`ConfigError`, a ``UserError``, with every
+    problem.
     """
     source = Path(path)
     document = read_yaml(source)
@@ -112,7 +117,8 @@ def load(
     listed = draft.values.get("plugins")
     if run_plugins and isinstance(listed, list):
         plugins.load([item for item in listed if isinstance(item, str)])
-    config = _finish(draft, {key: known() if callable(known) else known for key, known in (names or {}).items()})
+    known_names = {key: known() if callable(known) else known for key, known in (names or {}).items()}
+    config = _finish(draft, known_names, together)
     return Loaded(config, (*warnings, *idle_keys(config)), source)
 
 
@@ -153,7 +159,7 @@ def _add_plugins(draft: Draft, value: Any, origin: str) -> None:
     draft.put(PLUGINS, [*(before if isinstance(before, list) else []), *texts], origin)
 
 
-def _finish(draft: Draft, names: Mapping[str, Collection[str]]) -> PipelineConfig:
+def _finish(draft: Draft, names: Mapping[str, Collection[str]], together: Together | None = None) -> PipelineConfig:
     """Sections, then the rules between them on whatever is right so far; raises with all that is wrong."""
     known_bad = [problem.key for problem in draft.problems if problem.key]
     config, wrong = _typed(draft.values)
@@ -164,12 +170,20 @@ def _finish(draft: Draft, names: Mapping[str, Collection[str]]) -> PipelineConfi
         config, _ = _typed(_without(draft.values, [key for key, _ in wrong]))
     if config is not None:
         bad = [*known_bad, *(key for key, _ in wrong)]
-        problems = [*check(config), *_unknown_names(config, names)]
-        draft.problems += [draft.located(problem) for problem in problems if not touches(problem, bad)]
+        unknown = _unknown_names(config, names)
+        told = [problem for problem in (*check(config), *unknown) if not touches(problem, bad)]
+        wrong_sections = _sections([*bad, *(key for problem in told for key in (problem.key, *problem.also))])
+        if together is not None and (draft.problems or told) and not unknown and not draft.document.old_keys:
+            told += [each for each in together(config) if not _sections((each.key, *each.also)) & wrong_sections]
+        draft.problems += [draft.located(problem) if problem.key else problem for problem in told]
     if draft.problems:
         raise ConfigError(draft.problems)
     assert config is not None, "a config without problems has all its sections"
     return config
+
+
+def _sections(keys: Iterable[Key]) -> set[str]:
+    return {str(key[0]) for key in keys if key}
 
 
 def _typed(values: Mapping[str, Any]) -> tuple[PipelineConfig | None, list[tuple[Key, str]]]:

@@ -21,7 +21,12 @@ This page is made from the fields by `python -m vpipe.config > docs/config.md`; 
 
 A job is one YAML file with up to seven sections. Only `model.name` and `dataset.name` have no default. An unknown key
 is an error that suggests the nearest one, and all errors of a file are told at once, with line, key, the value found
-and the value that would do.
+and the value that would do. What only the model and the data together show (a vocabulary smaller than the data's ids,
+sequences longer than the positions, labels that the loss cannot read, fewer layers than stages, too few examples for a
+batch) is told in the same way before any rank starts, by `train`, `parity`, `profile`, `plan` and `submit`: the model
+is built without storage and the first rows are sent through it by their shapes. `submit` does so on the machine where
+it is typed, and warns of files that are not there. Under torchrun, srun or mpirun the ranks run already and say it
+themselves.
 
 - `vpipe train job.yaml --set training.epochs=1 --set parallel.partition=[2,4,4,2]` overrides keys for one run.
 - `vpipe train job.yaml --print-config` prints the resolved config, every field with its explanation.

@@ -11,6 +11,7 @@ from vpipe.config import PipelineConfig, load
 from vpipe.errors import UserError
 from vpipe.launch import kubernetes, ray_cluster
 from vpipe.launch.container import PYTHON
+from vpipe.launch.job import Load
 
 Show = Callable[[str], None]
 
@@ -29,6 +30,7 @@ def submit(
     dry_run: bool,
     options: Mapping[str, Any],
     show: Show,
+    load: Load = load,
 ) -> int:
     """Hand the config to the engine, or with ``dry_run`` show what would be handed in; the exit code."""
     given = {name: value for name, value in options.items() if value is not None}

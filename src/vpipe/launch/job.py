@@ -7,21 +7,29 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vpipe.config import PipelineConfig, load
+from vpipe.config import Loaded, PipelineConfig, load
 from vpipe.errors import UserError
 from vpipe.launch.container import PYTHON, Container
 from vpipe.launch.slurm import SlurmJob, limit_warning, sweep
 
+Load = Callable[[str, Sequence[str], str | None], Loaded]
+"""Reads a config with overrides and a schedule, and raises where it is wrong."""
+
 
 def plan_job(
-    path: str, axes: Sequence[str], overrides: Sequence[str], scheduler: str | None, options: Mapping[str, Any]
+    path: str,
+    axes: Sequence[str],
+    overrides: Sequence[str],
+    scheduler: str | None,
+    options: Mapping[str, Any],
+    load: Load = load,
 ) -> tuple[SlurmJob, tuple[str, ...]]:
     """The job, and what to tell the user about its config. ``options`` are those of ``vpipe submit``; None is not
-    given."""
+    given. ``load`` reads and checks the config."""
     loaded = load(path, overrides, scheduler)
     points = sweep(axes)
     for point in points:

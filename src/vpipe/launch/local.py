@@ -48,6 +48,7 @@ def run(
     stdout: Stream | None = None,
     stderr: Stream | None = None,
     concluded: Callable[[Ending], str] | None = None,
+    check: Mapping[str, Any] | None = None,
 ) -> int:
     """Run ``target`` as ranks 0..num_ranks-1 and wait for all of them; the exit code.
 
@@ -57,7 +58,8 @@ def run(
     forked. ``threads`` are those of each rank inside one operation; 0 shares the cores. The ranks meet at ``port`` of
     the loopback interface; 0 takes a free one. ``quiet`` shows failures only; the log files have everything.
     ``grace`` are the seconds from a request to stop to the end of patience. ``concluded`` is told an ending that the
-    ranks could not tell themselves, and returns what else to say.
+    ranks could not tell themselves, and returns what else to say. ``check`` is asked before any rank starts:
+    ``{"function": "package.module:function", "arguments": {...}}``, which raises a ``UserError`` against the run.
     """
     if num_ranks < 1:
         raise UserError(f"{num_ranks} ranks cannot run anything; give at least 1")
@@ -79,7 +81,12 @@ def run(
         launch = Launch(num_ranks, output, grace if callable(grace) else lambda: grace)
         stack.callback(launch.close)
         launch.start(
-            {"target": target, "arguments": dict(arguments or {}), "preload": list(preload)},
+            {
+                "target": target,
+                "arguments": dict(arguments or {}),
+                "preload": list(preload),
+                "check": dict(check) if check else None,
+            },
             _environment(num_ranks, threads, environment or {}),
             port,
         )

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, printable
 from vpipe.launch.environment import SECRET
 from vpipe.launch.first_cause import IN_ORDER, Report, Verdict
 from vpipe.launch.output import Output
 from vpipe.launch.process import is_stopped, kill_group
-from vpipe.rundir.endings import BY_SIGNAL, Ending, EndingKind
+from vpipe.rundir.endings import BY_SIGNAL, MISTAKE, Ending, EndingKind
 
 FAILURE_GRACE = 3.0
 """Seconds that the other ranks get after one has failed."""
@@ -54,6 +54,7 @@ class Launch:
         self._kill_at = float("inf")
         self._judge_at = float("inf")
         self._broken: str | None = None
+        self._code: int | None = None
         self._zygote: subprocess.Popen[bytes] | None = None
 
     def start(self, spec: dict[str, Any], environment: dict[str, str], port: int = 0) -> None:
@@ -151,8 +152,9 @@ class Launch:
                 while self._read_report(rank):
                     pass
                 self._verdict.ended(rank, int(event["status"]))
-            elif "failed" in event:
-                self._broken = str(event["failed"])
+            elif "failed" in event or "refused" in event:
+                self._broken = str(event.get("failed") or event["refused"])
+                self._code = MISTAKE if "refused" in event else None
         return True
 
     def loop(self) -> int:
@@ -259,8 +261,9 @@ class Launch:
             self.ending = self._verdict.ending()
             return self._verdict.exit_code()
         if self._broken:
-            self._output.say(f"vpipe: {self._broken}")
-            self.ending = Ending.of(EndingKind.FAILED, self._broken)
+            lines = [printable(line) for line in self._broken.splitlines()]
+            self._output.say("\n  ".join(("vpipe: " + lines[0], *lines[1:])))
+            self.ending = Ending.of(EndingKind.FAILED, " ".join(lines), self._code)
             return self.ending.code
         return self._verdict.exit_code()
 

@@ -9,7 +9,11 @@ and make the end of every rank a second longer.
 It speaks with the launcher over a socket, one JSON object a line:
 
     launcher → zygote   the spec; then {"signal": 15} for all living ranks; the end of the stream means: kill everything
-    zygote → launcher   {"started": [pids]}, {"ended": rank, "status": code}, {"failed": sentence}
+    zygote → launcher   {"started": [pids]}, {"ended": rank, "status": code}; instead {"failed": sentence} where it
+                        cannot start them, {"refused": sentence} where the user must mend something first
+
+Before any rank is forked a child may be asked whether the run makes sense (``check`` of the spec): what it loads and
+prints is gone with it, and what it imports was imported already.
 """
 
 from __future__ import annotations
@@ -24,10 +28,13 @@ import sys
 import threading
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
+from vpipe.errors import UserError
 from vpipe.launch.process import die_with_parent, kill_own_group
 from vpipe.launch.rank import become_rank
+
+SAVE_AND_LEAVE = json.dumps({"signal": int(signal.SIGUSR1)}).encode()
 
 
 class Zygote:
@@ -51,6 +58,32 @@ class Zygote:
         if threading.active_count() > 1:
             return f"importing {', '.join(self._spec['preload'])} starts threads, which do not survive a fork"
         return None
+
+    def refused(self) -> str:
+        """Why the spec's check is against the run; empty where it is not, or could not say."""
+        zygote = os.getpid()
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(zygote)
+            os.close(reader)
+            answer(self._spec["check"], writer)
+        os.close(writer)
+        said, heard = b"", [reader, self._control.fileno()]
+        while True:
+            ready, _, _ = select.select(heard, [], [])
+            if self._control.fileno() in ready:
+                if SAVE_AND_LEAVE not in self._control.recv(4096, socket.MSG_PEEK):  # nobody wants to know any more
+                    kill_own_group()
+                heard = [reader]
+                continue
+            data = os.read(reader, 65536)
+            if not data:
+                break
+            said += data
+        os.close(reader)
+        os.waitpid(pid, 0)
+        return said.decode(errors="replace")
 
     def fork(self) -> int | None:
         """Start everything. Returns a rank in the child of that rank, None in the zygote."""
@@ -125,6 +158,23 @@ class Zygote:
             kill_own_group()
 
 
+def answer(check: dict[str, Any], writer: int) -> NoReturn:
+    """Call the check, a function that raises, and write the sentence of a ``UserError`` that it raises."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nowhere, number)
+    module, _, name = str(check["function"]).partition(":")
+    try:
+        getattr(import_module(module), name)(**check["arguments"])
+    except UserError as error:
+        data = error.sentence.encode(errors="replace")
+        while data:
+            data = data[os.write(writer, data) :]
+    except BaseException:
+        os._exit(1)  # the ranks will say it, with a traceback
+    os._exit(0)
+
+
 def _be_child(zygote: int) -> None:
     die_with_parent(zygote)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -171,6 +221,10 @@ def main() -> None:
     problem = zygote.preload()
     if problem:
         zygote.tell({"failed": problem})
+        return
+    refused = zygote.refused() if spec["check"] else ""
+    if refused:
+        zygote.tell({"refused": refused})
         return
     die_with_parent(launcher, 0)  # from here on the end of the stream tells, and the whole group goes
     rank = zygote.fork()

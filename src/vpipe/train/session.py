@@ -23,7 +23,7 @@ from vpipe.runtime.device import device_type
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priorities.order import Backend
 from vpipe.runtime.priorities.turns import take_turns
-from vpipe.runtime.programs import Programs
+from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.schedule import catalog as schedule_catalog
 from vpipe.schedule.entry import BATCHES, Chain
 from vpipe.train.feed import Feed
@@ -150,23 +150,13 @@ def open_session(config: PipelineConfig) -> Session:
     _check_vocabulary(config, model, data)
     skeleton = Skeleton.of(config.model.name, model)
     parallel, training = config.parallel, config.training
-    entry = schedule_catalog.get(parallel.scheduler)
-    chosen = cut(config, skeleton, _num_stages(config))
-    replicas = num_replicas(config)
-    feed = Feed(
-        data,
-        num_microbatches=training.num_microbatches,
-        num_replicas=replicas,
-        batch_size=config.dataset.batch_size,
-        max_tokens=config.dataset.max_tokens,
-        seed=training.seed,
-        num_workers=config.dataset.num_workers,
-    )
+    chosen = cut(config, skeleton, num_stages(config))
+    feed = feed_of(config, data)
     pipeline = Pipeline(
         model.layers,
         model.loss,
         schedule=parallel.scheduler,
-        num_microbatches=training.num_microbatches * (replicas if entry.chains is Chain.UNITS else 1),
+        num_microbatches=units_of_a_step(config),
         optimizer=optimizer(training),
         num_ranks=config.num_ranks,
         partition=chosen.partition,
@@ -203,7 +193,39 @@ def _check_vocabulary(config: PipelineConfig, model: Model, data: DataSet) -> No
         )
 
 
-def _num_stages(config: PipelineConfig) -> int:
+def units_of_a_step(config: PipelineConfig) -> int:
+    """What a pipeline is told as its number of microbatches: an asynchronous schedule counts those of all replicas."""
+    counts_all = schedule_catalog.get(config.parallel.scheduler).chains is Chain.UNITS
+    return config.training.num_microbatches * (num_replicas(config) if counts_all else 1)
+
+
+def schedule_of(config: PipelineConfig) -> ScheduleSpec:
+    """The schedule that the config's pipeline runs."""
+    parallel = config.parallel
+    return ScheduleSpec(
+        parallel.scheduler,
+        config.num_ranks,
+        units_of_a_step(config),
+        parallel.stages_per_rank,
+        parallel.replicas or parallel.data_parallel_size,
+        schedule_options(config),
+    )
+
+
+def feed_of(config: PipelineConfig, data: DataSet) -> Feed:
+    """The units of the config's iterations."""
+    return Feed(
+        data,
+        num_microbatches=config.training.num_microbatches,
+        num_replicas=num_replicas(config),
+        batch_size=config.dataset.batch_size,
+        max_tokens=config.dataset.max_tokens,
+        seed=config.training.seed,
+        num_workers=config.dataset.num_workers,
+    )
+
+
+def num_stages(config: PipelineConfig) -> int:
     """Ask the schedule itself, on a small program."""
     parallel = config.parallel
     options = schedule_options(config)

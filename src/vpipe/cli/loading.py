@@ -1,0 +1,54 @@
+"""Loading the config of a command that builds a model: everything that is wrong with it is said at once, before a rank
+starts or a job waits in a queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vpipe import config as configs
+from vpipe.cli.names import KNOWN
+from vpipe.config import Loaded, PipelineConfig, Problem
+
+
+def load(path: Path | str, overrides: Sequence[str] = (), scheduler: str | None = None) -> Loaded:
+    """The checked config; where a field is wrong, what model and data show together is told as well."""
+    return configs.load(path, overrides, scheduler, names=KNOWN, together=_together)
+
+
+def load_for_elsewhere(path: Path | str, overrides: Sequence[str] = (), scheduler: str | None = None) -> Loaded:
+    """The same for a job on other machines, model and data checked here and now as far as their files are here."""
+    from vpipe.train import preflight
+
+    loaded = load(path, overrides, scheduler)
+    refuse(loaded.config, here=False)
+    unseen = [
+        f"{configs.dotted(key)} {file} is not on this machine, so it was not checked with the rest"
+        for key, file in preflight.missing_files(loaded.config)
+    ]
+    return replace(loaded, warnings=(*loaded.warnings, *unseen))
+
+
+def _together(config: PipelineConfig) -> list[Problem]:
+    from vpipe.train import preflight
+
+    return preflight.problems(config, here=False)
+
+
+def check(config: PipelineConfig, parallel: bool = True) -> dict[str, Any]:
+    """What ``launch.local.run`` asks before any rank starts; ``parallel`` asks for the stages too."""
+    return {
+        "function": "vpipe.train.preflight:refuse",
+        "arguments": {"config": config.to_dict(), "parallel": parallel},
+    }
+
+
+def refuse(config: PipelineConfig, parallel: bool = True, here: bool = True) -> None:
+    """The same, asked here and now; ``here`` also says that the ranks will be."""
+    from vpipe.train import preflight
+
+    found = preflight.problems(config, parallel=parallel, here=here)
+    if found:
+        raise configs.ConfigError(found)

@@ -1,0 +1,265 @@
+"""What only the model and the data together show, all of it at once, before a rank starts.
+
+A config can be right field by field and still not train: ids that the vocabulary does not have, sequences longer than
+the positions, labels that the loss cannot read, fewer layers than stages. Each would end a run after its start, one by
+one. So the model is built here without storage, the first rows are read and sent through it by their shapes alone, and
+the loss is asked with the real targets.
+
+Only what is certain is told. A model or a data set whose own code fails here for another reason says so in the ranks,
+with its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from vpipe import plugins
+from vpipe.config import PipelineConfig
+from vpipe.config.problems import ConfigError, Key, Problem
+from vpipe.data.dataset import Batch, DataSet
+from vpipe.errors import UserError, printable
+from vpipe.layer import describe
+from vpipe.models.model import Model, run
+from vpipe.registry import MODEL_REGISTRY
+from vpipe.runtime.device import chosen
+from vpipe.runtime.flow import bind_inputs, resolve
+from vpipe.runtime.programs import ScheduleSpec
+from vpipe.runtime.updates.update import checked_scale
+from vpipe.schedule.layout import Layout
+from vpipe.train.limits import refuse as refuse_unsupported
+from vpipe.train.partition import cut
+from vpipe.train.precision import loss_scale
+from vpipe.train.session import feed_of, load_data, load_model, num_stages, schedule_of
+from vpipe.train.skeleton import Skeleton
+
+T = TypeVar("T")
+STAND_IN = 1 << 20
+"""The vocabulary of data that could not be read: large, so that nothing is told of it."""
+MOST_NUMBERS = 1 << 23
+"""Numbers of a model's output that the loss is asked with."""
+TOKENS = ("tokens", "source", "target_in")
+"""The inputs of our models that are looked up in a vocabulary."""
+
+
+@dataclass
+class Findings:
+    """What is wrong so far."""
+
+    problems: list[Problem] = field(default_factory=list)
+
+    def attempt(self, action: Callable[[], T], *sections: str) -> T | None:
+        """The result, or ``None`` with the sentence noted; ``sections`` are those of the config that it reads."""
+        try:
+            return action()
+        except ConfigError as error:
+            self.problems += error.problems
+        except UserError as error:
+            self.note(error.sentence, *sections)
+        except Exception:
+            return None  # somebody's own code: the ranks show where
+        return None
+
+    def note(self, text: str, *sections: str, key: Key = ()) -> None:
+        also: tuple[Key, ...] = tuple((section,) for section in sections)
+        self.problems.append(Problem(text, key, also=also))
+
+
+def refuse(config: dict[str, Any], parallel: bool = True) -> None:
+    """Raise where the config cannot train, with every reason."""
+    found = problems(PipelineConfig.from_dict(config), parallel=parallel)
+    if found:
+        raise ConfigError(found)
+
+
+def problems(config: PipelineConfig, *, parallel: bool = True, here: bool = True) -> list[Problem]:
+    """Every reason why the config cannot train. ``parallel`` asks for the stages too, ``here`` says that it would run
+    on this machine; elsewhere, files that are not here are not asked for."""
+    found = Findings()
+    found.attempt(lambda: plugins.load(config.plugins), "plugins")
+    absent = set() if here else {key[0] for key, _ in missing_files(config)}
+    data = None if "dataset" in absent else found.attempt(lambda: load_data(config), "dataset", "model")
+    vocab_size = data.vocab_size if data is not None else max(config.model.vocab_size, 0) or STAND_IN
+    model = skeleton = None
+    if "model" not in absent:
+        model = found.attempt(lambda: load_model(config, vocab_size), "model", *(["dataset"] if data else []))
+    if model is not None:
+        skeleton = found.attempt(lambda: Skeleton.of(config.model.name, model), "model")
+    if parallel:
+        if here:
+            found.attempt(lambda: refuse_unsupported(config), "parallel")
+            found.attempt(lambda: chosen(config.parallel.device, 1, 0), "parallel")
+        _stages(found, config, model, skeleton if "parallel" not in absent else None)
+    if data is not None:
+        feed = found.attempt(lambda: feed_of(config, data), "dataset", "training", "parallel")
+        if feed is not None:
+            feed.close()
+        _vocabulary(found, config, data, model)
+        if model is not None and skeleton is not None:
+            _together(found, config, data, model, skeleton)
+    return _once(found.problems)
+
+
+def missing_files(config: PipelineConfig) -> list[tuple[Key, str]]:
+    """(key, path) of what the config reads and this machine does not have."""
+    partition = config.parallel.partition
+    named: dict[Key, Any] = {
+        ("dataset", "path"): config.dataset.path,
+        ("dataset", "extra", "path"): config.dataset.extra.get("path"),
+        ("model", "directory"): config.model.directory,
+        ("model", "config"): config.model.config,
+        ("parallel", "partition"): partition if isinstance(partition, str) and partition != "auto" else None,
+    }
+    return [(key, path) for key, path in named.items() if isinstance(path, str) and not Path(path).exists()]
+
+
+def _stages(found: Findings, config: PipelineConfig, model: Model | None, skeleton: Skeleton | None) -> None:
+    """Whether the layers can be cut as the schedule wants them."""
+
+    def spec_of() -> ScheduleSpec:
+        spec = schedule_of(config)
+        checked_scale(loss_scale(config.training), spec.synchronous)
+        _ = spec.program
+        return spec
+
+    spec = found.attempt(spec_of, "parallel", "training")
+    if spec is None or skeleton is None or model is None:
+        return
+    layers = model.layers
+    made = found.attempt(lambda: cut(config, skeleton, num_stages(config)), "parallel", "model", "training")
+    if made is not None:
+        found.attempt(lambda: resolve(layers, Layout.of(made.partition, spec.placement)), "parallel", "model")
+
+
+def _together(found: Findings, config: PipelineConfig, data: DataSet, model: Model, skeleton: Skeleton) -> None:
+    """What the first rows show on their way through the model; a smaller vocabulary has been told already."""
+    flow = found.attempt(lambda: resolve(model.layers, Layout.chain([len(model.layers)])), "model")
+    rows = found.attempt(lambda: data.batch(range(min(len(data), config.dataset.batch_size))), "dataset", "model")
+    if rows is None or flow is None:
+        return
+    built_in = not MODEL_REGISTRY.is_own(config.model.name)
+    try:
+        if built_in and isinstance(rows.inputs, Mapping) and not set(flow.inputs) <= set(rows.inputs):
+            given = ", ".join(map(str, rows.inputs))
+            raise UserError(f"the model reads {', '.join(flow.inputs)}, the data are {given}")
+        named = bind_inputs(flow, rows.inputs)
+    except UserError as error:
+        pair = f"the data set {config.dataset.name} does not fit the model {config.model.name}"
+        found.note(f"{pair}: {error.sentence}", "model", "dataset")
+        return
+    if 0 < model.vocab_size < data.vocab_size or not _ids(found, config, rows, model):
+        return
+    values = {name: value for (name, _), value in named.items()}
+    output = found.attempt(lambda: _by_shape(model, skeleton, _first(values, 1)), "model", "dataset")
+    _loss(found, config, model, rows, output)
+
+
+def _vocabulary(found: Findings, config: PipelineConfig, data: DataSet, model: Model | None) -> None:
+    size = config.model.vocab_size if model is None else model.vocab_size
+    if 0 < size < data.vocab_size:
+        found.note(
+            f"is {size}, but the data set {config.dataset.name} has {data.vocab_size} token ids; set "
+            "model.vocab_size: -1 to ask the data set",
+            "dataset",
+            key=("model", "vocab_size"),
+        )
+
+
+def _ids(found: Findings, config: PipelineConfig, rows: Batch, model: Model) -> bool:
+    """Whether the embedding has all ids of the first rows; a registered model may mean something else by integers."""
+    if MODEL_REGISTRY.is_own(config.model.name) or model.vocab_size <= 0:
+        return True
+    before = len(found.problems)
+    inputs = rows.inputs if isinstance(rows.inputs, Mapping) else {"tokens": rows.inputs}
+    for name, ids in inputs.items():
+        if name not in TOKENS or not isinstance(ids, Tensor) or ids.is_floating_point() or not ids.numel():
+            continue
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= model.vocab_size:
+            found.note(
+                f"the data set {config.dataset.name} has the token id {low if low < 0 else high}, but the model's "
+                f"vocabulary is {model.vocab_size} (ids 0 to {model.vocab_size - 1}); let the data set say how many it "
+                "has, and set model.vocab_size: -1",
+                "dataset",
+                "model",
+            )
+    return len(found.problems) == before
+
+
+def _by_shape(model: Model, skeleton: Skeleton, inputs: Mapping[str, Any]) -> Any:
+    """The model's output for these inputs, by shapes alone."""
+    with torch.no_grad(), torch.device("meta"):
+        return run(model.layers, skeleton.modules, _mapped(inputs, lambda tensor: tensor.to("meta")))
+
+
+def _loss(found: Findings, config: PipelineConfig, model: Model, rows: Batch, output: Any) -> None:
+    """Ask the loss with the real targets of the first rows, and numbers in the place of what the model says; where
+    shapes did not tell what it says (``None``), only whether the targets can be counted."""
+    numbers = sum(tensor.numel() for tensor in _tensors(output))
+    by_row = all(tensor.shape[0] == 1 for tensor in _tensors(output) if tensor.ndim)
+    count = max(1, min(_rows(rows.targets), MOST_NUMBERS // max(1, numbers))) if by_row else 1
+    random = torch.Generator().manual_seed(0)
+
+    def said(tensor: Tensor) -> Tensor:
+        shape = (count * tensor.shape[0], *tensor.shape[1:]) if tensor.ndim else ()
+        return torch.rand(shape, generator=random).to(tensor.dtype)  # also where probabilities are wanted
+
+    targets = _first(rows.targets, count)
+    for_output = f", for an output of {_told(output)}" if output is not None else ""
+    try:
+        with torch.no_grad():
+            model.count(targets)
+            if output is not None:
+                model.loss(_mapped(output, said), targets)
+    except Exception as error:
+        found.note(
+            f"the loss of the model {config.model.name} cannot use the targets of the data set {config.dataset.name} "
+            f"({_told(targets)}{for_output}): {type(error).__name__}: "
+            f"{printable(str(error), 300)}; choose a data set for this model",
+            "model",
+            "dataset",
+        )
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " and ".join(f"{name}: {describe(each)}" for name, each in value.items())
+    return " and ".join(map(describe, value)) if isinstance(value, tuple | list) else describe(value)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same mapping, list or tuple with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _mapped(each, change) for name, each in value.items()}
+    return type(value)(_mapped(each, change) for each in value) if isinstance(value, tuple | list) else value
+
+
+def _first(value: Any, count: int) -> Any:
+    """The first rows of everything."""
+    return _mapped(value, lambda tensor: tensor[:count] if tensor.ndim else tensor)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _rows(value: Any) -> int:
+    return min((tensor.shape[0] for tensor in _tensors(value) if tensor.ndim), default=1)
+
+
+def _once(found: list[Problem]) -> list[Problem]:
+    """Each sentence once: two steps may trip over one mistake."""
+    return list({str(problem): problem for problem in found}.values())
