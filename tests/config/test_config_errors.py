@@ -123,8 +123,6 @@ def test_bad_text(tmp_path: Path, text: str, said: str) -> None:
         ("parallel: {vertical_sync: true, scheduler: gpipe}", "vertical_sync is an option of scheduler pipedream"),
         ("parallel: {depths: [3, 2, 1, 0], scheduler: 1f1b}", "depths is an option of scheduler pipedream"),
         ("training: {update_interval: 2}", "update_interval is an option of scheduler pipedream"),
-        ("training: {gradient_accumulation: 2}\nparallel: {scheduler: pipedream}", "use update_interval instead"),
-        ("parallel: {scheduler: hanayo, waves: 2, stages_per_rank: 2}", "holds 4 stages per rank"),
         (
             "parallel: {partition: [1, 2, 3, 4], recompute: [0, 0, 0, 0, 0, 0, 0, 0]}",
             "disagree on the number of stages",

@@ -198,7 +198,7 @@ def test_another_optimizer_or_seed_is_said(trained: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("function", ["layer_file.write", "Manifest.sealed", "writing.replace"])
+@pytest.mark.parametrize("function", ["layer_file.write", "CheckpointManifest.sealed", "writing.replace"])
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     function: str, blocking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

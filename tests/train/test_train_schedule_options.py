@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from train_runs import Run, tiny
 
 import vpipe
+from vpipe.cli.main import main
 from vpipe.errors import UserError
 from vpipe.registry import SCHEDULE_REGISTRY
 from vpipe.schedule.catalog import entries, get
@@ -18,6 +20,7 @@ from vpipe.schedule.entry import Chain
 from vpipe.schedule.gpipe import gpipe
 from vpipe.schedule.one_f_one_b import one_f_one_b
 from vpipe.schedule.program import Program
+from vpipe.schedule.text import from_csv, to_csv
 
 SOURCES = Path(vpipe.__file__).parent
 
@@ -47,6 +50,58 @@ def test_a_new_option_touches_one_file(shifting: list[int], tmp_path: Path) -> N
     program = seen({"parallel.scheduler": "shifting", "parallel.schedule_options": {"shift": 2}}, tmp_path)
     assert program == gpipe(2, 4)
     assert set(shifting) == {2}
+
+
+def call(*words: str) -> int:
+    """The exit code of a command, run in this process."""
+    with pytest.raises(SystemExit) as end:
+        main(list(words))
+    return int(end.value.code or 0)
+
+
+PLUGIN = """
+from vpipe.registry import SCHEDULE_REGISTRY
+from vpipe.schedule.entry import Entry
+from vpipe.schedule.gpipe import gpipe
+from vpipe.schedule.one_f_one_b import one_f_one_b
+
+
+def author(num_ranks, num_microbatches, *, early=True):
+    return (one_f_one_b if early else gpipe)(num_ranks, num_microbatches)
+
+
+SCHEDULE_REGISTRY.register("mine")(Entry("mine", author, "backwards early or late", bubble="(p-1)(F+I+W)"))
+"""
+
+
+def test_an_entry_of_a_plugin_file_has_its_option_in_configs_and_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One file says everything: what an option is, its default, and what it does."""
+    before = dict(SCHEDULE_REGISTRY._entries)
+    file = tmp_path / "mine.py"
+    file.write_text(PLUGIN)
+    try:
+        chosen = {"plugins": [str(file)], "parallel.scheduler": "mine", "parallel.schedule_options": {"early": False}}
+        assert seen(chosen, tmp_path / "run") == gpipe(2, 4)
+        config = tmp_path / "config.yaml"
+        config.write_text(json.dumps(tiny({"training.max_iterations": 1})))
+        more = ["--plugin", str(file), "--scheduler", "mine", "--output-dir", str(tmp_path / "told")]
+        assert call("train", str(config), *more, "--set", "parallel.schedule_options={early: false}") == 0
+        told = json.loads((tmp_path / "told" / "run.json").read_text())
+        assert re.findall(r"\d[FB]\d", told["program"]) == re.findall(r"\d[FB]\d", to_csv(gpipe(2, 4)))
+        for option, author in (("early=true", one_f_one_b), ("early=false", gpipe)):
+            capsys.readouterr()
+            assert (
+                call("draw", "mine", "-p", "2", "-m", "4", "--plugin", str(file), "--format", "csv", "--option", option)
+                == 0
+            )
+            assert from_csv(capsys.readouterr().out) == author(2, 4)
+        assert call("draw", "mine", "-p", "2", "-m", "4", "--plugin", str(file), "--option", "late=true") == 2
+        assert "mine has no option 'late'; its options are early" in capsys.readouterr().err
+    finally:
+        SCHEDULE_REGISTRY._entries.clear()
+        SCHEDULE_REGISTRY._entries.update(before)
 
 
 def test_older_keys_are_the_same_options(tmp_path: Path) -> None:
@@ -81,6 +136,14 @@ def test_older_keys_are_the_same_options(tmp_path: Path) -> None:
             {"parallel.scheduler": "pipedream", "parallel.schedule_options": {"vertical_sync": "no"}},
             "vertical_sync must be true or false, not 'no'",
         ),
+        (
+            {"parallel.scheduler": "pipedream", "training.gradient_accumulation": 2},
+            "counts units: give parallel.schedule_options: {update_interval: N} instead",
+        ),
+        (
+            {"parallel.scheduler": "hanayo", "parallel.waves": 2, "parallel.stages_per_rank": 2},
+            "2 waves of hanayo are 4 stages per rank, not 2",
+        ),
         ({"parallel.schedule_options": {"x": float("inf")}}, "parallel.schedule_options"),
     ],
 )
@@ -101,14 +164,14 @@ def test_traits() -> None:
 
 
 def test_nobody_outside_asks_for_a_schedule_by_its_name_or_mode() -> None:
-    """What a schedule is, its entry says. (``config`` knows its own older keys; importers know old words.)"""
+    """What a schedule is, its entry says. (``config.older_keys`` and the importer of VPipe's files know old words.)"""
     asking = re.compile(
-        r"\.mode\s*[!=]=|\.mode\s+(not )?in \(|[!=]=\s*\"(async_threaded|pipedream|naive)\"|\"num_batches\"\s+in"
+        r"\.mode\s*[!=]=|\.mode\s+(not )?in \(|[!=]=\s*\"(async_threaded|pipedream|naive|hanayo)\"|\"num_batches\"\s+in"
     )
     found = [
         f"{path.relative_to(SOURCES)}: {line.strip()}"
         for path in sorted(SOURCES.rglob("*.py"))
-        if path.relative_to(SOURCES).parts[0] not in ("schedule", "config")
+        if path.relative_to(SOURCES).parts[0] != "schedule" and path.stem not in ("older_keys", "vpipe_yaml")
         for line in path.read_text(encoding="utf-8").splitlines()
         if asking.search(line)
     ]

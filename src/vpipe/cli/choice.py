@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from vpipe import plugins
 from vpipe.cli import completion
+from vpipe.cli.plugin import plugin_option
 from vpipe.cli.timing import TIMES
 from vpipe.errors import UserError
 from vpipe.schedule.catalog import get
@@ -110,6 +112,7 @@ def program_options(command: Function) -> Function:
 
     @wraps(command)
     def with_program(**given: Any) -> Any:
+        plugins.load(given.pop("plugins"))
         target = given.pop("target")
         counts = {key: given.pop(key) for key in ("ranks", "microbatches", "stages_per_rank")}
         versions = given.pop("versions")
@@ -135,6 +138,7 @@ def program_options(command: Function) -> Function:
             "-v", "--stages-per-rank", type=COUNT, help="Stages per rank, where the schedule lets you choose."
         ),
         *_OPTIONS.values(),
+        plugin_option,
         click.option("--option", "named", multiple=True, metavar="NAME=VALUE", help="Any option of the schedule."),
         click.option(
             "--versions",

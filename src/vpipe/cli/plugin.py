@@ -1,4 +1,4 @@
-"""``--plugin FILE``, the same for every command that builds a model."""
+"""``--plugin FILE``, the same for every command that builds a model or a program."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from vpipe.config.older_keys import OLDER_KEYS
 from vpipe.config.pipeline import PipelineConfig
 from vpipe.config.problems import Key, Problem, short
 
@@ -22,7 +23,7 @@ MAX_NESTING = 32
 
 def check(config: PipelineConfig) -> list[Problem]:
     """Every broken rule."""
-    rules = (_model, _plain_values, _batches, _learning_rate, _stages, _replicas, _schedule_options, _launch)
+    rules = (_model, _plain_values, _batches, _learning_rate, _stages, _replicas, _older_keys, _launch)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -181,7 +182,7 @@ def _stages(config: PipelineConfig) -> Iterator[Problem]:
     size, stages = parallel.model_parallel_size, config.num_stages
     for name, values in lists.items():
         key = f"parallel.{name}"
-        others = ("parallel.model_parallel_size", "parallel.stages_per_rank", "parallel.waves", "parallel.scheduler")
+        others = ("parallel.model_parallel_size", "parallel.stages_per_rank", "parallel.scheduler")
         if stages is not None and len(values) != stages:
             yield _broken(f"has {len(values)} entries, but there are {stages} stages; give one per stage", key, *others)
         elif len(values) % size:
@@ -233,39 +234,16 @@ def _only(values: Sequence[int]) -> set[int]:
     return set(values) if len(set(values)) == 1 else set()
 
 
-def _schedule_options(config: PipelineConfig) -> Iterator[Problem]:
+def _older_keys(config: PipelineConfig) -> Iterator[Problem]:
     """Options of one schedule, given with another, would be read by nobody."""
-    parallel, training = config.parallel, config.training
-    scheduler = parallel.scheduler.lower()
-    owned = {
-        "hanayo": {"parallel.waves": parallel.waves != 1},
-        "pipedream": {
-            "parallel.vertical_sync": parallel.vertical_sync,
-            "parallel.depths": parallel.depths is not None,
-            "training.update_interval": training.update_interval != 1,
-        },
-    }
-    for owner, options in owned.items():
-        for key in (key for key, is_set in options.items() if is_set and scheduler != owner):
+    scheduler = config.parallel.scheduler
+    for older in OLDER_KEYS:
+        if older.value(config) is not None and scheduler.lower() != older.scheduler:
             yield _broken(
-                f"is an option of scheduler {owner}, but parallel.scheduler is {parallel.scheduler!r}; remove it",
-                key,
+                f"is an option of scheduler {older.scheduler}, but parallel.scheduler is {scheduler!r}; remove it",
+                older.key,
                 "parallel.scheduler",
             )
-    if scheduler == "pipedream" and training.gradient_accumulation != 1:
-        yield _broken(
-            f"is {training.gradient_accumulation}, but scheduler pipedream counts units: use update_interval instead",
-            "training.gradient_accumulation",
-            "parallel.scheduler",
-        )
-    if scheduler == "hanayo" and parallel.stages_per_rank not in (None, 2 * parallel.waves):
-        yield _broken(
-            f"is {parallel.stages_per_rank}, but hanayo with {parallel.waves} waves holds {2 * parallel.waves} stages "
-            "per rank; give waves alone",
-            "parallel.stages_per_rank",
-            "parallel.waves",
-            "parallel.scheduler",
-        )
 
 
 def _launch(config: PipelineConfig) -> Iterator[Problem]:

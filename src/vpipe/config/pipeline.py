@@ -75,8 +75,6 @@ class PipelineConfig(Section):
     def num_stages(self) -> int | None:
         """Stages of the pipeline where the config alone says it; ``None`` where the schedule decides."""
         parallel = self.parallel
-        if parallel.scheduler == "hanayo":
-            return parallel.model_parallel_size * 2 * parallel.waves
         if parallel.stages_per_rank is None:
             return None
         return parallel.model_parallel_size * parallel.stages_per_rank

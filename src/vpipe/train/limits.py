@@ -6,8 +6,10 @@ An option that is accepted and does nothing would be worse.
 from __future__ import annotations
 
 from vpipe.config import PipelineConfig
+from vpipe.config.older_keys import given_options
 from vpipe.errors import UserError
 from vpipe.schedule import catalog
+from vpipe.schedule.entry import Chain
 
 
 def refuse(config: PipelineConfig) -> None:
@@ -15,8 +17,14 @@ def refuse(config: PipelineConfig) -> None:
     parallel = config.parallel
     if parallel.backend == "nccl":
         _need_accelerator(parallel.device)
-    threads = catalog.get(parallel.scheduler).runs_threads(parallel.scheduler)
-    shared = parallel.transport == "inprocess" or threads
+    entry = catalog.get(parallel.scheduler)
+    entry.check_options(given_options(config))
+    if entry.chains is Chain.UNITS and config.training.gradient_accumulation != 1:
+        raise UserError(
+            f"training.gradient_accumulation is {config.training.gradient_accumulation}, but scheduler {entry.name} "
+            "counts units: give parallel.schedule_options: {update_interval: N} instead"
+        )
+    shared = parallel.transport == "inprocess" or entry.runs_threads(parallel.scheduler)
     if parallel.priority != "none" and not (shared or parallel.use_orion_scheduler):
         raise UserError(
             f"parallel.priority {parallel.priority} orders work that shares a device, but here every rank is a process "

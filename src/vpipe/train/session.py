@@ -11,6 +11,7 @@ from typing import Any
 
 from vpipe import plugins
 from vpipe.config import PipelineConfig
+from vpipe.config.older_keys import given_options
 from vpipe.data import catalog as data_catalog
 from vpipe.data.dataset import DataSet
 from vpipe.errors import UserError
@@ -115,22 +116,7 @@ def schedule_options(config: PipelineConfig) -> dict[str, Any]:
 
     The schedule's entry says which it has, and its author what they may be: nothing here knows an option's meaning.
     """
-    parallel, entry = config.parallel, schedule_catalog.get(config.parallel.scheduler)
-    older = {
-        "parallel.waves": ("num_waves", parallel.waves if parallel.waves != 1 else None),
-        "parallel.vertical_sync": ("vertical_sync", parallel.vertical_sync or None),
-        "parallel.depths": ("depths", parallel.depths),
-        "training.update_interval": (
-            "update_interval",
-            config.training.update_interval if config.training.update_interval != 1 else None,
-        ),
-    }
-    chosen = dict(parallel.schedule_options)
-    for key, (name, value) in older.items():
-        if value is not None and chosen.setdefault(name, value) != value:
-            raise UserError(
-                f"parallel.schedule_options has {name}: {chosen[name]}, but {key} is {value}; give one of them"
-            )
+    entry, chosen = schedule_catalog.get(config.parallel.scheduler), given_options(config)
     if BATCHES in chosen or "replicas" in chosen:
         own = BATCHES if BATCHES in chosen else "replicas"
         raise UserError(
