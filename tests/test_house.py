@@ -40,6 +40,32 @@ NUMPY_IN_SCHEDULE = {"batch", "communication", "flat", "lanes", "laws", "updates
 """The rest of ``schedule`` is standard library."""
 
 
+HALL: dict[str, set[str]] = {
+    "__init__": {"errors", "layer", "runtime"},
+    "__main__": {"cli"},
+    "balance": {"errors"},
+    "errors": set(),
+    "interfaces": {"errors", "layer", "registry", "models", "data"},
+    "layer": set(),
+    "network": {"errors"},
+    "plugins": {"errors"},
+    "process": set(),
+    "registry": {"errors"},
+    "terminal": set(),
+}
+"""Module of the hall → what of the house it imports. Everybody passes the hall, so it holds little and knows few."""
+
+ALIKE = {"models"}
+"""Rooms in which neighbours are parallel: each model has an Attention of its own."""
+TWO_MEANINGS = {
+    "Transport": "schedule's is how a link behaves in a simulation (public), runtime's is what carries messages",
+    "Layout": "plan's is a proposal of cuts and choices, schedule's says which rank holds which layer",
+    "Options": "plan's is what a plan may use, runtime's is what a pipeline is told",
+    "Seat": "launch's is a place in a Ray cluster, schedule's a rank's role for a stage",
+}
+"""Class names that stand for two things. The list may only get shorter."""
+
+
 def modules() -> Iterator[tuple[str, Path, ast.Module]]:
     """(room, path, tree) of every module; the room of a module of the hall is an empty string."""
     for path in sorted(HOUSE.rglob("*.py")):
@@ -81,6 +107,49 @@ def test_rooms_import_only_what_the_table_allows() -> None:
             if parts[1] not in ROOMS[room] or measuring:
                 wrong.append(f"{path.relative_to(HOUSE)} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_hall_knows_few() -> None:
+    found = {
+        path.stem: {name.split(".")[1] for name in imports(tree) if name.split(".")[0] == "vpipe"}
+        for room, path, tree in modules()
+        if not room
+    }
+    assert found.keys() == HALL.keys(), "a module of the hall gets a line in HALL"
+    wrong = [f"{module} imports {more}" for module in HALL if (more := found[module] - HALL[module])]
+    assert not wrong, wrong
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for room, path, tree in modules():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and room not in ALIKE and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(HOUSE)))
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert twice.keys() - TWO_MEANINGS.keys() == set(), {
+        name: twice[name] for name in twice.keys() - TWO_MEANINGS.keys()
+    }
+    assert not TWO_MEANINGS.keys() - twice.keys(), "told apart: take it out of TWO_MEANINGS"
+
+
+def test_every_module_is_imported_by_somebody() -> None:
+    """Or named in a string by which it is started: ``vpipe.launch.zygote``, ``vpipe.train.worker:train``;
+    or called by an old command at the root or a line of the docs."""
+    texts = {path: path.read_text(encoding="utf-8") for path in HOUSE.rglob("*.py")}
+    outside = [each.read_text(encoding="utf-8") for each in (*ROOT.glob("*.py"), *ROOT.glob("docs/*.md"))]
+    alone = []
+    for path in texts:
+        name = ".".join(path.relative_to(HOUSE.parent).with_suffix("").parts)
+        if path.stem in ("__init__", "__main__"):
+            continue
+        room, _, module = name.rpartition(".")
+        spelled = re.compile(rf"{re.escape(name)}\b|from {re.escape(room)} import [^\n]*\b{module}\b")
+        by_name = f'"{module}"' if room in ("vpipe.cli", "vpipe.data.builders") else "\0"
+        others = [text for other, text in texts.items() if other != path]
+        if not any(spelled.search(text) or by_name in text for text in (*others, *outside)):
+            alone.append(name)
+    assert not alone
 
 
 def test_torch_and_numpy_stay_where_they_belong() -> None:
