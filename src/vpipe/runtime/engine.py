@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from vpipe.runtime.device import HOST, Number, current, is_host, number
 from vpipe.runtime.flow import Flow, Value
-from vpipe.runtime.memory.swap import Move, Swapper
+from vpipe.runtime.memory.swap import Passage, Swapper
 from vpipe.runtime.memory.swap_device import DeviceSwapper
 from vpipe.runtime.prefetch import Prefetch
 from vpipe.runtime.randomness import evaluation_seed
@@ -118,7 +118,7 @@ class Engine:
         self._guard: AbstractContextManager[Any] = lock or threading.Lock()  # cheaper than a nullcontext
         self._swapper = Swapper() if is_host(device) else DeviceSwapper(device)
         self._feeding = None if is_host(device) else torch.Stream(device)
-        self._moves: dict[Action, Move] = {}
+        self._moves: dict[Action, Passage] = {}
         self._ready = 0
         self.annotates = False
         """Whether actions appear under their names in a torch.profiler trace."""

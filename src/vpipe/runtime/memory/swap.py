@@ -64,7 +64,7 @@ class Slot:
 
 
 @dataclass
-class Move:
+class Passage:
     """One passage of the lane, and what it came to."""
 
     what: str
@@ -84,28 +84,28 @@ class Swapper:
     def __init__(self) -> None:
         self._store = FileStore()
         self._lane: ThreadPoolExecutor | None = None
-        self._last_out: Move | None = None
+        self._last_out: Passage | None = None
         self._failure: BaseException | None = None
 
-    def out(self, slots: Sequence[Slot], what: str) -> Move:
+    def out(self, slots: Sequence[Slot], what: str) -> Passage:
         """Carry the slots' bytes out; ``what`` names them in errors."""
         if self._last_out is not None:
             self._last_out.done.result()
         self._last_out = self._start(self._carry_out, slots, what)
         return self._last_out
 
-    def fetch(self, slots: Sequence[Slot], what: str) -> Move:
+    def fetch(self, slots: Sequence[Slot], what: str) -> Passage:
         """Bring the bytes back."""
         return self._start(self._carry_in, slots, what)
 
-    def _start(self, carry: Callable[..., None], slots: Sequence[Slot], what: str) -> Move:
+    def _start(self, carry: Callable[..., None], slots: Sequence[Slot], what: str) -> Passage:
         if self._lane is None:
             self._lane = ThreadPoolExecutor(1, "vpipe-swap")
-        move = Move(what)
+        move = Passage(what)
         move.done = self._lane.submit(self._carry, carry, slots, move)
         return move
 
-    def _carry(self, carry: Callable[..., None], slots: Sequence[Slot], move: Move) -> None:
+    def _carry(self, carry: Callable[..., None], slots: Sequence[Slot], move: Passage) -> None:
         if self._failure is not None:
             raise self._failure
         move.begin = perf_counter_ns()
@@ -121,14 +121,14 @@ class Swapper:
             raise
         move.end = perf_counter_ns()
 
-    def _carry_out(self, slot: Slot, move: Move) -> None:
+    def _carry_out(self, slot: Slot, move: Passage) -> None:
         storage = slot.full()
         slot.place = self._store.put(storage)
         move.bytes += storage.nbytes()
         del storage
         slot.empty()
 
-    def _carry_in(self, slot: Slot, move: Move) -> None:
+    def _carry_in(self, slot: Slot, move: Passage) -> None:
         storage = slot.refill()
         self._store.get(slot.place, storage)
         slot.place = None

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from vpipe.runtime.device import compute_stream
-from vpipe.runtime.memory.swap import Move, Slot
+from vpipe.runtime.memory.swap import Passage, Slot
 
 
 @dataclass
-class DeviceMove(Move):
+class DevicePassage(Passage):
     """A passage that is enqueued, not done; waiting blocks the compute stream."""
 
     device: torch.device | None = None
@@ -49,11 +49,11 @@ class DeviceSwapper:
         """Size → pinned memory, with the event after which its last content has been read."""
         self._used = False
 
-    def out(self, slots: Sequence[Slot], what: str) -> Move:
+    def out(self, slots: Sequence[Slot], what: str) -> Passage:
         """Carry the slots' bytes out; ``what`` names them in errors."""
         self._let_go()
         self._used = True
-        move = DeviceMove(what, begin=perf_counter_ns())
+        move = DevicePassage(what, begin=perf_counter_ns())
         self._out.wait_event(compute_stream(self._device).record_event())
         with self._out:
             for slot in slots:
@@ -66,12 +66,12 @@ class DeviceSwapper:
         move.end = perf_counter_ns()
         return move
 
-    def fetch(self, slots: Sequence[Slot], what: str) -> Move:
+    def fetch(self, slots: Sequence[Slot], what: str) -> Passage:
         """Bring the bytes back."""
         leaving = {id(slot) for leaving, _ in self._leaving for slot in leaving}
         if any(id(slot) in leaving for slot in slots):
             self._let_go()
-        move = DeviceMove(what, begin=perf_counter_ns(), device=self._device)
+        move = DevicePassage(what, begin=perf_counter_ns(), device=self._device)
         storages = [slot.refill() for slot in slots]
         self._in.wait_event(compute_stream(self._device).record_event())
         with self._in:
