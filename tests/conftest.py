@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +19,8 @@ settings.load_profile("patient")  # a busy machine is no defect
 
 Vpipe = Callable[..., "subprocess.CompletedProcess[str]"]
 
-TOGETHER = ("test_slurm.py", "test_ssh.py", "test_container.py")
-"""Files whose tests share a cluster, a server or an image, and so a worker of xdist."""
+TOGETHER = ("test_slurm.py", "test_ssh.py", "test_container.py", "test_docs_run.py")
+"""Files whose tests share a cluster, a server, an image or a directory, and so a worker of xdist."""
 
 
 TOLD_OF_HOOKS = (2, 13)
@@ -84,3 +86,18 @@ def vpipe() -> Vpipe:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def documented_job() -> Callable[[Path], Path]:
+    """Writes a user's own model and data set and their config into a folder, as docs/from-ourgpipe.md prints them."""
+
+    def write(folder: Path) -> Path:
+        text = (Path(__file__).parents[1] / "docs/from-ourgpipe.md").read_text(encoding="utf-8")
+        for language, mark, name in (("python", "MODEL_REGISTRY", "my_model.py"), ("yaml", "plugins:", "my_job.yaml")):
+            found = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+            (block,) = (each for each in found if mark in each)
+            (folder / name).write_text(block)
+        return folder / "my_job.yaml"
+
+    return write

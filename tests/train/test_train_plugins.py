@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from train_runs import run, tiny
 
 from vpipe import plugins
-from vpipe.cli import parity, submit
+from vpipe.cli import parity, plan, submit
 from vpipe.cli import train as cli
 from vpipe.errors import UserError
 from vpipe.interfaces import DatasetInterface, ModelInterface, StageInterface
@@ -124,16 +124,6 @@ def test_documents_are_python() -> None:
     assert sys.version_info >= (3, 11)
 
 
-def documented_job(folder: Path) -> Path:
-    """The files of docs/from-ourgpipe.md as printed."""
-    text = (ROOT / "docs/from-ourgpipe.md").read_text()
-    (model,) = (block for block in code_blocks("docs/from-ourgpipe.md") if "MODEL_REGISTRY" in block)
-    (job,) = (block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "plugins:" in block)
-    (folder / "my_model.py").write_text(model)
-    (folder / "my_job.yaml").write_text(job)
-    return folder / "my_job.yaml"
-
-
 def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", *words], cwd=cwd, capture_output=True, text=True, timeout=110)
 
@@ -143,7 +133,9 @@ def losses(run_directory: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_example_of_ourgpipes_page_runs_as_printed_and_under_torchrun(tmp_path: Path) -> None:
+def test_the_example_of_ourgpipes_page_runs_as_printed_and_under_torchrun(
+    documented_job: Callable[[Path], Path], tmp_path: Path
+) -> None:
     job = documented_job(tmp_path)
     done = command("vpipe", "train", "my_job.yaml", "--output-dir", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -157,7 +149,7 @@ def test_the_example_of_ourgpipes_page_runs_as_printed_and_under_torchrun(tmp_pa
 
 
 def test_a_plugin_of_the_command_line_reaches_ranks_and_the_queue(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    documented_job: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = documented_job(tmp_path)
     text = job.read_text().replace("plugins: [my_model.py]\n", "")
@@ -175,6 +167,10 @@ def test_a_plugin_of_the_command_line_reaches_ranks_and_the_queue(
     assert submit.command.main([str(job), *given, "--dry-run"], standalone_mode=False) == 0
     assert str(file) in capsys.readouterr().out
     assert parity.command.main([str(job), *given, "--steps", "1"], standalone_mode=False) == 0
+    words = ["-p", "2", "--scheduler", "1f1b", "--repeat", "1", "-o", str(tmp_path / "plan.json")]
+    capsys.readouterr()
+    assert plan.command.main([str(job), *given, *words], standalone_mode=False) == 0
+    assert f'plugins=["{file}"]' in capsys.readouterr().out, "the command that it proposes has the plugin"
 
 
 def test_a_plugin_that_fails_is_one_sentence(tmp_path: Path) -> None:

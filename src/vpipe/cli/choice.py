@@ -18,7 +18,7 @@ import click
 
 from vpipe import plugins
 from vpipe.cli import completion
-from vpipe.cli.plugin import plugin_option
+from vpipe.cli.options import plugin_option
 from vpipe.cli.timing import TIMES
 from vpipe.errors import UserError
 from vpipe.schedule.catalog import get

@@ -10,7 +10,7 @@ from vpipe import config as configs
 from vpipe.cli import completion
 from vpipe.cli.choice import COUNT, WholeNumbers
 from vpipe.cli.names import KNOWN
-from vpipe.cli.plugin import plugin_option, with_plugins
+from vpipe.cli.options import plugin_option, set_option, with_plugins
 
 
 @click.command("compare")
@@ -26,14 +26,7 @@ from vpipe.cli.plugin import plugin_option, with_plugins
 @click.option("--repeats", type=COUNT, default=1, show_default=True, help="Runs of each; they are interleaved.")
 @click.option("--iterations", type=COUNT, help="Iterations of each run, instead of the config's.")
 @plugin_option
-@click.option(
-    "--set",
-    "overrides",
-    shell_complete=completion.settings,
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set a field for all runs.",
-)
+@set_option
 @click.option("--timeout", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="Seconds of one run.")
 @click.option("--retry", is_flag=True, help="Run again what failed before.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory.")

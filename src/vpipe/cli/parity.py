@@ -11,7 +11,7 @@ import click
 
 from vpipe import config as configs
 from vpipe.cli import completion, loading
-from vpipe.cli.plugin import plugin_option, with_plugins
+from vpipe.cli.options import plugin_option, set_option, with_plugins
 
 
 @click.command()
@@ -19,14 +19,7 @@ from vpipe.cli.plugin import plugin_option, with_plugins
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Iterations to compare.")
 @click.option("--scheduler", shell_complete=completion.schedules, help="The schedule, instead of the config's.")
 @plugin_option
-@click.option(
-    "--set",
-    "overrides",
-    shell_complete=completion.settings,
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set a field of the config; may be repeated.",
-)
+@set_option
 @click.option(
     "--reference",
     type=click.Choice(["auto", "plain", "replay"]),

@@ -14,10 +14,12 @@ from vpipe import config as configs
 from vpipe.cli import completion, loading
 from vpipe.cli.bar import bar
 from vpipe.cli.choice import COUNT
+from vpipe.cli.options import plugin_option, set_option, with_plugins
 from vpipe.cli.profiling import ROUNDS
 from vpipe.cli.ranks import AUTO, Replicas, read_links
 from vpipe.cli.timing import Numbers
 from vpipe.errors import UserError
+from vpipe.plugins import load as load_plugins
 
 if TYPE_CHECKING:
     from vpipe.plan.costs import Profile
@@ -76,14 +78,8 @@ class Wanted:
 @click.option("--swap/--no-swap", default=True, help="May activations leave the device? [yes]")
 @click.option("--profile", type=click.Path(path_type=Path), help="The profile of the config's model. [measured now]")
 @click.option("--repeat", type=click.IntRange(1, 1000), help=f"Rounds of each layer that is measured. [{ROUNDS}]")
-@click.option(
-    "--set",
-    "overrides",
-    shell_complete=completion.settings,
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set a field of the config.",
-)
+@set_option
+@plugin_option
 @click.option("--replicas", type=Replicas(), help="Copies of every stage; auto divides the -p ranks. [the config's]")
 @click.option("--links", type=click.Path(path_type=Path), help="JSON: latency and bandwidth between ranks. [profile's]")
 @click.option(
@@ -117,7 +113,7 @@ def command(
     """
     from vpipe.cli.profiling import refuse_lost
 
-    wanted = Wanted(**given)
+    wanted = _wanted(**given)
     if against is not None:
         from vpipe.plan.against import check_names
 
@@ -168,6 +164,15 @@ def command(
         click.echo("\n" + table(checked))
     click.echo(f"\nrun it: {_command(found, wanted, config, output)}")
     return 0
+
+
+def _wanted(plugins: tuple[str, ...], **given: Any) -> Wanted:
+    """Plugins go with the config, to whoever loads it; beside a profile they bring a schedule, and are loaded here."""
+    if given["target"].suffix in (".json", ".txt"):
+        load_plugins(plugins)
+    else:
+        given["overrides"] = with_plugins(given["overrides"], plugins)
+    return Wanted(**given)
 
 
 def _config(wanted: Wanted) -> configs.PipelineConfig | None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from vpipe.cli import completion, loading
-from vpipe.cli.plugin import plugin_option, with_plugins
+from vpipe.cli import loading
+from vpipe.cli.options import plugin_option, set_option, with_plugins
 from vpipe.cli.profiling import ROUNDS
 
 
@@ -20,14 +20,7 @@ from vpipe.cli.profiling import ROUNDS
     "--graph-text", type=click.Path(path_type=Path, dir_okay=False), help="Write PipeDream's graph text as well."
 )
 @plugin_option
-@click.option(
-    "--set",
-    "overrides",
-    shell_complete=completion.settings,
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set a field of the config; may be repeated.",
-)
+@set_option
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def command(
     config: Path,

@@ -8,7 +8,7 @@ import click
 
 from vpipe.cli import completion
 from vpipe.cli.loading import load_for_elsewhere
-from vpipe.cli.plugin import plugin_option, with_plugins
+from vpipe.cli.options import plugin_option, set_option, with_plugins
 from vpipe.errors import UserError
 
 
@@ -39,14 +39,7 @@ from vpipe.errors import UserError
 )
 @click.option("--array", help="Which runs of the sweep, such as 0-7%2; without a sweep: seeds.")
 @plugin_option
-@click.option(
-    "--set",
-    "overrides",
-    shell_complete=completion.settings,
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a key of the config.",
-)
+@set_option
 @click.option("--scheduler", shell_complete=completion.schedules, help="Override parallel.scheduler.")
 @click.option("--python", default=None, help="Python program of the ranks; this one if not given.")
 @click.option("--address", help="Ray: the cluster's address; by default the one this machine belongs to.")

@@ -18,7 +18,7 @@ import click
 
 from vpipe import config as configs
 from vpipe.cli import completion, loading
-from vpipe.cli.plugin import plugin_option, with_plugins
+from vpipe.cli.options import plugin_option, set_option, with_plugins
 from vpipe.cli.summary import summary_alone
 from vpipe.errors import UserError
 from vpipe.rundir import endings, lineage, manifest
@@ -35,14 +35,7 @@ from vpipe.rundir.state import Beat
     shell_complete=completion.schedules,
     help="The schedule, instead of the config's (see 'vpipe schedules').",
 )
-@click.option(
-    "--set",
-    "overrides",
-    shell_complete=completion.settings,
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set a field of the config; may be repeated.",
-)
+@set_option
 @plugin_option
 @click.option("--nproc", type=click.IntRange(1), help="Ranks of one pipeline: sets parallel.model_parallel_size.")
 @click.option(

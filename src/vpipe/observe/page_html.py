@@ -20,6 +20,7 @@ LIVE = ("whatif.js",)
 COMPARISON = ("dom.js", "charts.js", "compare.js")
 LIST = ("dom.js", "runs.js")
 PLAYGROUND = ("dom.js", "timeline.js", "charts.js", "panels.js", "playground.js")
+OFFLINE = ("dom.js", "timeline.js", "charts.js", "panels.js", "pipes.js", "offline.js", "playground.js")
 PAIR = ("dom.js", "timeline.js", "charts.js", "panels.js", "pair.js")
 
 
@@ -46,6 +47,11 @@ def pair() -> str:
 def playground() -> str:
     """The page of ``vpipe playground``."""
     return document("playground", PLAYGROUND, None)
+
+
+def static_playground(data: Mapping[str, Any]) -> str:
+    """The page of ``vpipe playground --static``: schedules inside, no server."""
+    return document("playground", OFFLINE, data)
 
 
 def comparison(data: Mapping[str, Any]) -> str:

@@ -19,11 +19,12 @@ from starlette.routing import Route
 
 from vpipe.errors import UserError
 from vpipe.observe import page_html, whatif
-from vpipe.observe.bubbles import CAUSES, NAMES, attribute
+from vpipe.observe.bubbles import attribute
 from vpipe.observe.measured import from_simulation
+from vpipe.observe.playground_look import look
 from vpipe.observe.server import guarded
 from vpipe.observe.timelines import actions, timeline
-from vpipe.schedule import draw, svg
+from vpipe.schedule import svg
 from vpipe.schedule.catalog import get
 from vpipe.schedule.choose import options_from
 from vpipe.schedule.costs import uniform
@@ -57,16 +58,6 @@ def app(token: str, stopping: threading.Event) -> Starlette:
 
     routes = {"/": index, "/start": start, "/play": play}
     return Starlette(routes=[Route(where, guarded(token, handler)) for where, handler in routes.items()])
-
-
-def look() -> dict[str, Any]:
-    """How actions are drawn."""
-    return {
-        "kinds": {kind.value: name for kind, name in draw.NAMES.items()},
-        "colours": {kind.value: fills for kind, fills in svg.FILLS.items()},
-        "textures": {kind.value: lines for kind, lines in svg.TEXTURES.items()},
-        "causes": [[cause, NAMES[cause]] for cause in CAUSES],
-    }
 
 
 def answer(question: Mapping[str, str]) -> dict[str, Any]:
