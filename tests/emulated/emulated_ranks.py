@@ -10,10 +10,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 
-def on_ranks(work: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 30, wait: float = 110) -> list[Any]:
+def on_ranks(work: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 30, wait: float = 90) -> list[Any]:
     """``work(rank, *args)`` on every rank, in a group over gloo and the emulated backend; the results by rank.
 
     A rank that raises gives its error as text. ``timeout`` is the group's; what has not ended after ``wait`` is killed.
@@ -31,7 +32,8 @@ def on_ranks(work: Callable[..., Any], num_ranks: int, *args: Any, timeout: floa
             pipes.append(mine)
             processes.append(process)
         try:
-            return [pipe.recv() if pipe.poll(wait) else "rank has not answered" for pipe in pipes]
+            end = monotonic() + wait
+            return [pipe.recv() if pipe.poll(max(0.0, end - monotonic())) else "no answer" for pipe in pipes]
         except EOFError:
             return ["a rank has died"] * num_ranks
         finally:

@@ -29,16 +29,17 @@ STEPS = 3
 
 def run(rank: int, mode: str) -> list[Any]:
     import emulated_device as emulated
-    import torch.distributed as dist
+
+    from vpipe.runtime.transport.device import DeviceTransport
 
     sent: list[int] = []
-    isend = dist.isend
+    transfer = DeviceTransport._transfer
 
-    def counted(tensor: Any, *args: Any, **more: Any) -> Any:
-        sent.append(tensor.device.type == "emu")
-        return isend(tensor, *args, **more)
+    def counted(self: Any, call: Any, memory: Any, *args: Any) -> Any:
+        sent.append(len(memory))
+        return transfer(self, call, memory, *args)
 
-    dist.isend = counted
+    DeviceTransport._transfer = counted  # type: ignore[method-assign]
     emulated.settings(**emulated.MODES[mode])
     found = []
     for schedule, options in [CASES[number] for number in OF_MODE[mode]]:
@@ -65,24 +66,51 @@ def test_processes_equal_the_cpu(mode: str) -> None:
             assert (num_sent > 0) is (CASES[number][1].get("device_messages", True)), schedule
 
 
-def another_shape(rank: int) -> None:
-    from device_cases import OPTIMIZERS, batches
+ROWS = (16, 16, 32, 16, 30, 32)
+"""Rows of the batches of some steps, in four units; those of 30 are units of different sizes and shares."""
+
+
+def changing_shapes(rank: int, device: str, num_ranks: int | None = None) -> Any:
+    from device_cases import OPTIMIZERS, batches, with_skip
     from torch import nn
 
     from vpipe import Pipeline
+    from vpipe.runtime.transport.shm import ShmTransport
 
+    told: list[list[int]] = []
+    send = ShmTransport.send
+
+    def counted(self: Any, envelope: Any, *args: Any) -> None:
+        told[-1][envelope.step >= 0 and envelope.source >= 0] += 1
+        send(self, envelope, *args)
+
+    ShmTransport.send = counted  # type: ignore[method-assign]
+    told.append([0, 0])
     pipe = Pipeline(
-        plain(4), nn.functional.mse_loss, num_microbatches=4, device="emu", optimizer=OPTIMIZERS["sgd"], timeout=3
-    )
-    for rows in (16, 16, 32):
-        pipe.train_step(*batches(1, rows)[0])
+        with_skip(), nn.functional.mse_loss, num_microbatches=4, device=device, optimizer=OPTIMIZERS["sgd"],
+        num_ranks=num_ranks, timeout=20,
+    )  # fmt: skip
+    losses = []
+    for rows in ROWS:
+        told.append([0, 0])
+        losses.append(pipe.train_step(*batches(1, rows)[0]))
+    losses.append(pipe.evaluate(*batches(1, 20)[0]))
+    if 0 in pipe.modules():
+        pipe.modules()[0].requires_grad_(False)  # what stage 0 sends no longer needs a gradient
+    losses += [pipe.train_step(*batches(1, 16)[0]) for _ in range(2)]
+    pipe.close()
+    ShmTransport.send = send  # type: ignore[method-assign]
+    return losses, [step[1] for step in told[1:]]
 
 
-def test_a_message_of_another_form_is_refused_in_words() -> None:
-    found = on_ranks(another_shape, 2, timeout=8)
-    assert "messages between devices keep their form: give batches of one shape" in found[0]
-    assert "float32[8, 16]" in found[0]
-    assert "float32[4, 16] in the program's first step" in found[0]
+def test_messages_may_change_their_form() -> None:
+    """Shapes are told when they change and not otherwise; a skip between ranks that also share a chain has a
+    communicator of its own; a unit's share, a number of the host, travels beside its tensors."""
+    found = on_ranks(changing_shapes, 2, "emu", timeout=20)
+    expected, _ = changing_shapes(0, "cpu", 2)
+    assert [losses for losses, _ in found] == [expected, expected]
+    for _, told in found:
+        assert [number > 0 for number in told] == [True, False, True, False, True, False]
 
 
 def mutated(rank: int, how: str) -> list[float]:

@@ -34,7 +34,6 @@ from vpipe.runtime.transport.wire import flatten, unflatten
 from vpipe.runtime.updates.replicas import share_states
 from vpipe.runtime.updates.ties import share_tied
 from vpipe.schedule.layout import Layout, Seat
-from vpipe.schedule.program import Program
 
 SETUP_STEP = -1
 
@@ -134,18 +133,6 @@ def agree(programs: Programs, seed: int) -> None:
 def thread_safe(layers: Sequence[Layer]) -> bool:
     """Whether the layers say that ranks of one process may run them at the same time (they draw no random numbers)."""
     return all(getattr(layer.module, "vpipe_thread_safe", False) for layer in layers)
-
-
-def neighbours(program: Program) -> list[tuple[int, int]]:
-    """All pairs (sender, receiver) of ranks that exchange messages, in the same order on every rank."""
-    found: dict[tuple[int, int], None] = {}
-    for stage, readers in enumerate(program.readers):
-        for reader in readers:
-            for unit in range(program.num_microbatches):
-                here, there = program.placement.rank(stage, unit), program.placement.rank(reader, unit)
-                if here != there:
-                    found |= {(here, there): None, (there, here): None}
-    return list(found)
 
 
 def groups(tied: Sequence[TiedWeight], layout: Layout) -> list[list[int]]:

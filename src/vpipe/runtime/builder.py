@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight, as_layers
 from vpipe.runtime import assembly
 from vpipe.runtime.assembly import Wires
@@ -35,6 +34,7 @@ from vpipe.runtime.threaded import ThreadedEngine, choose_executor
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.device import DeviceTransport
 from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.routes import routes
 from vpipe.runtime.updates.ties import check_owners, refuse_sharing, tie_layers
 from vpipe.runtime.updates.update import LossScale, UpdateOptions, Updater, checked_scale
 from vpipe.schedule import catalog
@@ -66,8 +66,6 @@ class Builder:
         self._lock = None if alone else threading.Lock()
         self._finishing: list[Callable[[Engine], None]] = []
         self._transport: DistributedTransport | DeviceTransport | None = None
-        self._pairs: list[tuple[int, int]] | None = None
-        """Neighbours whose devices are joined, where devices have ways of their own."""
 
     def finish(self, change: Callable[[Engine], None]) -> None:
         """Every engine that is made from now on goes through ``change`` at last."""
@@ -88,17 +86,6 @@ class Builder:
             stages_with(recomputed, layout.bounds),
             stages_with(swapped, layout.bounds),
         )
-
-    def check(self, programs: Programs) -> None:
-        """Refuse a layout that these ranks cannot change to."""
-        pairs = self._pairs
-        for here, there in assembly.neighbours(programs.author) if pairs is not None else ():
-            if pairs is not None and (here, there) not in pairs:
-                raise UserError(
-                    f"the new layout makes ranks {here} and {there} neighbours, whose devices have no way to each "
-                    "other yet; give it when the pipeline is built, or let messages go through main memory "
-                    "(device_messages=False)"
-                )
 
     def prepare(self, programs: Programs) -> None:
         """Make the groups of ranks that these programs need. Every rank calls this at the same place."""
@@ -127,9 +114,9 @@ class Builder:
         if self._transport is None:
             self._transport = host
             if not is_host(device):
-                direct, pairs = self.options.ranks.device_messages, assembly.neighbours(programs.author)
-                self._transport = DeviceTransport(host, device, pairs, direct)
-                self._pairs = pairs if direct else None
+                self._transport = DeviceTransport(host, device, self.options.ranks.device_messages)
+        if isinstance(self._transport, DeviceTransport):
+            self._transport.prepare_routes(routes(programs.training()))
         self._transport.prepare_groups(assembly.groups(self.parts.tied, programs.flow.layout))
         return self._transport
 
@@ -161,7 +148,7 @@ class Builder:
         options = UpdateOptions(programs.synchronous, update.clip_norm, update.skip_nonfinite, update.exact_reduction)
         alone = self._lock is None and transport.num_ranks == 1
         scale = parts.loss_scale if alone else copy.copy(parts.loss_scale)
-        updater = Updater(transport, placement, stages, optimizers, parts.tied, options, scale)
+        updater = Updater(transport, placement, stages, optimizers, parts.tied, options, scale, device)
         make = partial(ThreadedEngine, policy=parts.policy) if parts.policy is not None else Engine
         engine = make(stages, flow, transport, updater, self.options.seed, update.autocast, self._lock, device)
         for change in self._finishing:

@@ -153,16 +153,3 @@ def share(tensors: Sequence[Tensor], stream: torch.Stream) -> None:
 def tensors_of(value: Any) -> list[Tensor]:
     """All tensors of a value."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-@contextmanager
-def found_inf(optimizer: Any, finite: bool | Tensor) -> Iterator[bool]:
-    """Whether to update. An optimizer that decides on the device (``fused=True``) is told there; others cost a wait."""
-    if isinstance(finite, bool):
-        yield finite
-    elif getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf, optimizer.grad_scale = 1.0 - finite.float(), None
-        yield True
-        del optimizer.found_inf, optimizer.grad_scale
-    else:
-        yield bool(finite)

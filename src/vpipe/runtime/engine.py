@@ -7,7 +7,7 @@ because the program has decided everything.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from vpipe.runtime.device import HOST, Number, current, is_host, number
+from vpipe.runtime.device_times import DeviceTimes
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.memory.swap import Passage, Swapper
 from vpipe.runtime.memory.swap_device import DeviceSwapper
@@ -60,7 +61,8 @@ class Job:
 class Record:
     """When an action began, had what it needed, and ended, in nanoseconds of this rank's clock.
 
-    A swap begins where the rank hands it over, is ready when the swap lane takes it up, and ends there.
+    A swap begins where the rank hands it over, is ready when the swap lane takes it up, and ends there. On a device the
+    times are the device's, on the host's clock (``device_times``).
     """
 
     action: Action
@@ -68,6 +70,8 @@ class Record:
     ready: int
     end: int
     bytes: int = 0
+    enqueued: int = 0
+    """On a device, when the host had handed the action over; elsewhere 0."""
 
 
 @dataclass
@@ -116,9 +120,14 @@ class Engine:
         self._seed = seed
         self._autocast = autocast
         self._guard: AbstractContextManager[Any] = lock or threading.Lock()  # cheaper than a nullcontext
-        self._swapper = Swapper() if is_host(device) else DeviceSwapper(device)
+        self._times = None if is_host(device) else DeviceTimes(device)
+        self._events: list[tuple[torch.Event, torch.Event, torch.Event]] = []
+        self._swapper = Swapper() if self._times is None else DeviceSwapper(device, self._times)
         self._feeding = None if is_host(device) else torch.Stream(device)
+        self._feeds: list[Prefetch] = []
         self._moves: dict[Action, Passage] = {}
+        self._lanes: dict[Action, tuple[torch.Event, torch.Event]] = {}
+        """On a device, when each passage of the swap lane began and ended."""
         self._ready = 0
         self.annotates = False
         """Whether actions appear under their names in a torch.profiler trace."""
@@ -174,11 +183,17 @@ class Engine:
         last = self.flow.num_stages - 1
         row = [action for action in compiled.program.rows[self.rank] if action.kind is Kind.F]
         orders = [[action.microbatch for action in row if action.stage == stage] for stage in (0, last)]
-        inputs, targets = (
+        self._feeds = [
             Prefetch(get, order, self.device, self._feeding)
             for get, order in zip((job.inputs, job.targets), orders, strict=True)
-        )
+        ]
+        inputs, targets = self._feeds
         return replace(job, inputs=inputs, targets=targets)
+
+    def _form_of_data(self) -> Hashable:
+        """What decides the form of the messages that this rank sends, as far as this rank knows."""
+        trained = [p.requires_grad for stage in self.stages.values() for p in stage.weights.parameters.values()]
+        return (*[feed.forms() for feed in self._feeds], trained)
 
     def _run(self, compiled: Compiled, job: Job) -> Result:
         self._program, self._versions, self._job = compiled.program, compiled.versions, job
@@ -190,9 +205,14 @@ class Engine:
             if job.training:
                 stage.weights.begin(compiled.uses[index])
         try:
-            self.transport.begin_program((compiled.program, self.flow.layout, job.training, job.wants_loss))
+            self.transport.begin_program(
+                (compiled.program, self.flow.layout, job.training, job.wants_loss), self._form_of_data
+            )
             self.transport.begin_step(job.step)
-            self._execute(compiled.calls, self._result.records)
+            if self._times is None:
+                self._execute(compiled.calls, self._result.records)
+            else:
+                self._enqueue(self._times, compiled.calls, self._result.records)
             self._settle(self._result.records)
             if job.training:
                 share_buffers(self.stages, compiled.program.placement, self.transport, job.step)
@@ -223,6 +243,39 @@ class Engine:
             times.append((begin, self._ready, perf_counter_ns()))
         records.extend([Record(action, *each) for (action, _), each in zip(calls, times, strict=True)])
 
+    def _enqueue(self, times: DeviceTimes, calls: Sequence[Call], records: list[Record]) -> None:
+        """The loop on a device: what it writes down is dated when the device has come to the end."""
+        times.start()
+        self._events.clear()
+        begun = time = perf_counter_ns()
+        begin = times.mark()
+        for action, call in _annotated(calls) if self.annotates else calls:
+            self.current = action
+            self._ready_event = begin
+            call()
+            end = times.mark()
+            self._events.append((begin, self._ready_event, end))
+            begun, time = time, perf_counter_ns()
+            records.append(Record(action, begun, begun, time, 0, time))
+            begin = end
+
+    def date(self, records: Sequence[Record]) -> None:
+        """Give the records of the last job the device's times; called when the host has read its numbers."""
+        if self._times is None:
+            return
+        for record, events in zip(records, self._events, strict=True):
+            record.begin, record.ready, record.end = map(self._times.at, events)
+        for record in records if self._lanes else ():
+            if record.action in self._lanes:
+                record.ready, record.end = map(self._times.at, self._lanes[record.action])
+        self._lanes.clear()
+
+    def _is_ready(self) -> None:
+        """The action has what it needs; on a device, will have when its stream comes here."""
+        self._ready = perf_counter_ns()
+        if self._times is not None:
+            self._ready_event = self._times.mark()
+
     def _settle(self, records: Sequence[Record]) -> None:
         """The swap lane is done: write down when it did what."""
         self._swapper.settle()
@@ -230,6 +283,8 @@ class Engine:
             if record.action in self._moves:
                 move = self._moves[record.action]
                 record.ready, record.end, record.bytes = move.begin, move.end, move.bytes
+                if move.events is not None:
+                    self._lanes[record.action] = move.events
         self._moves.clear()
 
     def _abandon(self) -> None:
@@ -260,7 +315,7 @@ class Engine:
         seed = self._seed if job.training else evaluation_seed(self._seed)
         run = Run(seed, job.first_unit + microbatch, job.training, self._autocast)
         targets = job.targets(microbatch) if stage.is_last else None
-        self._ready = perf_counter_ns()
+        self._is_ready()
         given: dict[Value, Any]
         with self._guard:
             if job.training:
@@ -301,7 +356,7 @@ class Engine:
             for value, readers in zip(hop.values, self._arrive(hop), strict=True):
                 pending.setdefault(value, []).extend((layer, gradients) for layer, *gradients in readers)
         self._await_swap(task)
-        self._ready = perf_counter_ns()
+        self._is_ready()
         with self._guard:
             task.stage.backward(task.microbatch, pending, defer_weights)
         for hop in task.input_gradients:
@@ -318,7 +373,7 @@ class Engine:
     def _recompute(self, task: Task) -> None:
         """Roughly: ``y = stage(x)`` once more, keeping the graph."""
         self._await_swap(task)
-        self._ready = perf_counter_ns()
+        self._is_ready()
         with self._guard:
             task.stage.recompute(task.microbatch)
 

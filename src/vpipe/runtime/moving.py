@@ -310,7 +310,6 @@ def move(
 ) -> tuple[list[Engine], Moved]:
     """From the layout of ``engines`` to that of ``programs``; a ``UserError`` where it stays the old one."""
     begin = perf_counter()
-    builder.check(programs)
     moving = Move(builder, engines, programs.flow.layout, notice)
     try:
         problem, updates = verdict(gather(report(next(filter(None, on_all(moving.prepare)), ""), engines)))

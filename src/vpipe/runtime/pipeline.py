@@ -206,6 +206,8 @@ class Pipeline(Holdings):
             self._torn = torn(self.step, before, self._updates_made())
             raise
         losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
+        for engine, result in zip(self.engines, results, strict=True):
+            engine.date(result.records)
         self.step += 1
         self.num_units += program.num_microbatches
         self.num_updates += self.programs.num_updates(program)

@@ -29,7 +29,8 @@ class Prefetch:
     """One kind of a step's data (inputs or targets), for one rank. ``order`` is that of the rank's forwards."""
 
     def __init__(self, get: Callable[[int], Any], order: Sequence[int], device: torch.device, stream: torch.Stream):
-        self._get, self._device, self._stream = get, device, stream
+        self._get, self._order, self._device, self._stream = get, order, device, stream
+        self._read: dict[int, Any] = {}
         self._following = dict(pairwise(order))
         self._ahead: dict[int, Sent] = {}
         self._underway: list[Sent] = []
@@ -46,6 +47,15 @@ class Prefetch:
         self._underway = [sent for sent in [*self._underway, found] if not sent.arrived.query()]
         return found.value
 
+    def forms(self) -> list[tuple[int, list[tuple[Any, ...]]]]:
+        """The shapes of all units; they are read now, once, and kept until they are sent."""
+        for unit in self._order:
+            self._read[unit] = self._get(unit)
+        return [
+            (unit, [(t.dtype, tuple(t.shape), t.stride()) for t in tensors_of(value)])
+            for unit, value in self._read.items()
+        ]
+
     def _send(self, unit: int) -> Sent:
         pinned: list[Tensor] = []
 
@@ -56,7 +66,7 @@ class Prefetch:
             pinned.append(source)
             return source.to(self._device, non_blocking=True)
 
-        value = self._get(unit)
+        value = self._read.pop(unit) if unit in self._read else self._get(unit)
         with self._stream:
             moved = tree_map(move, value)
             return Sent(moved, pinned, self._stream.record_event())

@@ -17,8 +17,10 @@ static at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef str, std
 static at::Tensor copy_from(const at::Tensor& src, const at::Tensor& dst, bool nb) {
   if (!dst.numel()) return dst;
   auto bytes = (double)dst.nbytes();
-  double us = cfg().copy_bytes_per_us > 0 ? bytes / cfg().copy_bytes_per_us : 0;
   bool se = src.device().type() == kEmu, de = dst.device().type() == kEmu;
+  bool link = se && de && src.device().index() != dst.device().index();
+  double rate = link ? cfg().link_bytes_per_us : cfg().copy_bytes_per_us;
+  double us = (rate > 0 ? bytes / rate : 0) + (link ? cfg().link_latency_us : 0);
   auto copy = [us](at::Tensor a, at::Tensor b) {
     auto t0 = Clock::now();
     a.copy_(b);

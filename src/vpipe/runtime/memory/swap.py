@@ -72,6 +72,8 @@ class Passage:
     begin: int = 0
     end: int = 0
     bytes: int = 0
+    events: tuple[torch.Event, torch.Event] | None = None
+    """On a device, where the passage begins and ends."""
 
     def wait(self) -> None:
         """What follows may use what was moved."""

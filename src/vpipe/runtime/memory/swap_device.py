@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from vpipe.runtime.device import compute_stream
+from vpipe.runtime.device_times import DeviceTimes
 from vpipe.runtime.memory.swap import Passage, Slot
 
 
@@ -41,8 +42,8 @@ class DevicePassage(Passage):
 class DeviceSwapper:
     """The swap lane of one rank."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, times: DeviceTimes) -> None:
+        self._device, self._times = device, times
         self._out, self._in = torch.Stream(device), torch.Stream(device)
         self._leaving: list[tuple[Sequence[Slot], torch.Event]] = []
         self._free: dict[int, list[tuple[Tensor, torch.Event]]] = defaultdict(list)
@@ -55,14 +56,17 @@ class DeviceSwapper:
         self._used = True
         move = DevicePassage(what, begin=perf_counter_ns())
         self._out.wait_event(compute_stream(self._device).record_event())
+        begun = self._times.mark(self._out)
         with self._out:
             for slot in slots:
                 storage = slot.full()
                 slot.place = self._pinned(storage.nbytes())
                 slot.place.copy_(_as_tensor(storage), non_blocking=True)
                 move.bytes += storage.nbytes()
+            ended = self._times.mark(self._out)
             left = self._out.record_event()
         self._leaving.append((slots, left))
+        move.events = (begun, ended)
         move.end = perf_counter_ns()
         return move
 
@@ -74,12 +78,14 @@ class DeviceSwapper:
         move = DevicePassage(what, begin=perf_counter_ns(), device=self._device)
         storages = [slot.refill() for slot in slots]
         self._in.wait_event(compute_stream(self._device).record_event())
+        begun = self._times.mark(self._in)
         with self._in:
             for slot, storage in zip(slots, storages, strict=True):
                 host, slot.place = slot.place, None
                 _as_tensor(storage).copy_(host, non_blocking=True)
                 self._free[host.numel()].append((host, self._in.record_event()))
                 move.bytes += storage.nbytes()
+            move.events = (begun, self._times.mark(self._in))
             move.arrived = self._in.record_event()
         move.end = perf_counter_ns()
         return move

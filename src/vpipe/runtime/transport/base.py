@@ -7,7 +7,7 @@ collective operations serve what concerns several ranks at once: initial weights
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,8 +21,9 @@ class Transport(Protocol):
     rank: int
     num_ranks: int
 
-    def begin_program(self, program: Hashable) -> None:
-        """Called before ``begin_step`` with what tells programs apart: messages of one look alike from step to step."""
+    def begin_program(self, program: Hashable, data: Callable[[], Hashable]) -> None:
+        """Called before ``begin_step`` with what tells programs apart: messages of one look alike from step to step, as
+        long as ``data`` is the same on every rank."""
 
     def begin_step(self, step: int) -> None:
         """Called once before the actions of a step; every message of the step before has been taken."""

@@ -1,21 +1,25 @@
 """Ranks as processes, each on a device: tensors by the device's own backend (NCCL), everything else by the host's.
 
-The device's backend carries tensors whose form the receiver must know before they come; it matches them by order and
-takes no tags. So the first step of a program goes through main memory by the transport that describes its messages,
-and both ends write down what each message looked like. From the second step on the tensors go from device to device:
+The device's backend carries tensors whose form the receiver must know before they come. Forms repeat from step to step,
+so they are told once: in the first step of a program with data of this form, every message is described over the host's
+transport while its tensors go from device to device; from then on the tensors go alone.
 
-    post    memory for the tensors of the message, and their receives
-    send    a snapshot, which the sender's compute stream takes; a message of another form is refused in words
-    take    the compute stream waits, not the host
+                 first step of these forms                       every other step
+    begin        all ranks compare one number each: is the data of the form that they know? (host)
+    post         room for the description (host)                 room for the tensors, and their receives
+    send         the description (host), a snapshot (device)     a snapshot, which the compute stream takes
+    take         read the description, then as "post"            the compute stream waits, not the host
 
-Each neighbour has a communicator for what it gets and one for what it gives, so that neither direction waits for the
-other. What is not plain (numbers of the host, tensors with gaps) keeps going through main memory.
+Descriptions are read in the order in which the program posts, which is that of the sends: the backend takes no tags.
+Messages of a form that nobody could foresee (a layer whose output depends on values) are refused in words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -25,130 +29,168 @@ from torch.utils._pytree import tree_map
 from vpipe.errors import UserError
 from vpipe.runtime.device import is_host
 from vpipe.runtime.transport.distributed import DistributedTransport
-from vpipe.runtime.transport.wire import Envelope, Structure, flatten, unflatten
+from vpipe.runtime.transport.form import Form, form_of, room, seen, snapshot
+from vpipe.runtime.transport.routes import Route, route_of
+from vpipe.runtime.transport.wire import Envelope, unflatten
 
-Pair = tuple[int, int]
-"""(rank that sends, rank that receives)."""
 Place = tuple[int, int, int, int]
 """(source stage, target stage, microbatch, backward) of a message."""
+MOST_FORMS = 64
+"""Programs and forms of their data that are remembered."""
 
 
-class Form(NamedTuple):
-    """What a message looks like; ``travels`` says whether by the device's backend."""
+class Coming(NamedTuple):
+    """A message whose tensors are on their way."""
 
-    structure: Structure
-    tensors: tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
-    travels: bool
-
-    def __str__(self) -> str:
-        return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape, _ in self.tensors)
-
-
-def form_of(value: Any, backward: int) -> Form:
-    """The form of a message, the same at both ends. An activation that brings its unit's share brings a number of the
-    host; strides other than a tensor's own must be described."""
-    tensors: list[Tensor] = []
-    structure = flatten(value, tensors)
-    plain = all(tensor.is_contiguous() and tensor.numel() for tensor in tensors)
-    shared = not backward and value[0] is not None
-    facts = tuple((tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors)
-    return Form(structure, facts, bool(tensors) and plain and not shared)
+    form: Form
+    memory: list[Tensor]
+    works: list[Any]
+    numbers: tuple[Tensor, ...] | None
+    """The tensors on the host, where they have come with the description."""
 
 
 class DeviceTransport:
-    """One process's end. ``host`` carries what does not go from device to device; ``pairs`` are all ranks' neighbours,
-    the same list everywhere."""
+    """One process's end. ``host`` carries what does not go from device to device; where not ``direct``, everything."""
 
-    def __init__(self, host: DistributedTransport, device: torch.device, pairs: Sequence[Pair], direct: bool) -> None:
+    def __init__(self, host: DistributedTransport, device: torch.device, direct: bool) -> None:
         self.host, self.rank, self.num_ranks = host, host.rank, host.num_ranks
         self._device, self._direct = device, direct
         self._backend = dist.get_default_backend_for_device(device) if direct else ""
-        made = [(pair, self._group(sorted(pair))) for pair in (pairs if direct else ())]
-        self._groups = {pair: group for pair, group in made if self.rank in pair}
-        self._connect()
+        self._made: set[Route] = set()
+        self._groups: dict[Route, Any] = {}
         self._among: dict[tuple[int, ...], Any] = {}
         self._forms: dict[Hashable, dict[Place, Form]] = {}
         self._known: dict[Place, Form] = {}
         self._learns = True
-        self._posted: dict[Envelope, tuple[Form, list[Tensor], list[Any]]] = {}
-        self._under_way: list[tuple[Any, Tensor]] = []
+        self._undescribed: dict[Route, list[Envelope]] = defaultdict(list)
+        self._route_of: dict[Envelope, Route] = {}
+        self._coming: dict[Envelope, Coming] = {}
+        self._under_way: list[tuple[list[Any], list[Tensor]]] = []
 
     def _group(self, ranks: list[int]) -> Any:
         return dist.new_group(ranks, timeout=self.host.patience, backend=self._backend)
 
-    def _connect(self) -> None:
-        """Make every communicator now: the first transfer of one makes its host wait for the other, and in a program
-        two ranks could wait for each other in two of them."""
-        for (source, target), group in self._groups.items():
+    def prepare_routes(self, routes: Sequence[Route]) -> None:
+        """Make communicators: every rank calls this with the same list of all ranks' routes. Each is used once now: the
+        first transfer makes its host wait for the other, and in a program two could wait for each other in two."""
+        for route in routes if self._direct else ():
+            if route in self._made:
+                continue
+            self._made.add(route)
+            group = self._group(sorted(route[:2]))
             nothing = torch.zeros(1, device=self._device)
-            if self.rank == source:
-                dist.send(nothing, target, group=group)
-            else:
-                dist.recv(nothing, source, group=group)
+            if self.rank == route.source:
+                dist.send(nothing, route.target, group=group)
+            elif self.rank == route.target:
+                dist.recv(nothing, route.source, group=group)
+            if self.rank in route[:2]:
+                self._groups[route] = group
 
     def prepare_groups(self, groups: Sequence[Sequence[int]]) -> None:
         self.host.prepare_groups(groups)
-        for ranks in groups if self._direct else ():
+        everyone = list(range(self.num_ranks))
+        for ranks in [*groups, everyone] if self._direct else ():
             key = tuple(ranks)
             if key not in self._among:
                 self._among[key] = self._group(list(key))
 
-    def begin_program(self, program: Hashable) -> None:
-        """What follows is a step of this program: its first, in which messages are described, or another."""
-        self._learns = not self._direct or program not in self._forms
-        self._known = self._forms.setdefault(program, {})
+    def begin_program(self, program: Hashable, data: Callable[[], Hashable]) -> None:
+        """What follows is a step of this program; ``data`` is whatever decides the form of this rank's messages."""
+        if not self._direct:
+            return
+        mine = torch.tensor([crc32(repr(data()).encode())], dtype=torch.int64)
+        everyone = range(self.num_ranks)
+        key = (program, *[int(part) for part in self.host.all_gather(mine, everyone, [1] * self.num_ranks)])
+        self._learns = key not in self._forms
+        self._known = self._forms.pop(key, {})
+        self._forms[key] = self._known
+        if len(self._forms) > MOST_FORMS:
+            del self._forms[next(iter(self._forms))]
 
     def begin_step(self, step: int) -> None:
+        if step < 0:  # before the first program: weights that all start with
+            self._learns, self._known = True, {}
         self.host.begin_step(step)
 
     def post(self, envelope: Envelope, source_rank: int) -> None:
-        form = self._known.get(_place(envelope))
-        if self._learns or form is None or not form.travels:
+        route = route_of(envelope, source_rank, self.rank)
+        if self._learns or route not in self._groups:
             self.host.post(envelope, source_rank)
+            if route in self._groups:
+                self._route_of[envelope] = route
+                self._undescribed[route].append(envelope)
             return
-        group = self._groups[source_rank, self.rank]
-        buffers = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape, _ in form.tensors]
-        works = [dist.irecv(buffer, source_rank, group=group) for buffer in buffers]
-        self._posted[envelope] = (form, buffers, works)
+        form = self._known[_place(envelope)]
+        if form.brings_numbers:
+            self.host.post(envelope, source_rank)
+        self._coming[envelope] = self._receive(form, route, None)
+
+    def _receive(self, form: Form, route: Route, numbers: tuple[Tensor, ...] | None) -> Coming:
+        memory = [room(fact, self._device) for fact in form.moving]
+        return Coming(form, memory, self._transfer(dist.irecv, memory, route, route.source), numbers)
+
+    def _transfer(self, call: Any, memory: Iterable[Tensor], route: Route, peer: int) -> list[Any]:
+        """Begin to send or receive a message: several tensors as one batch."""
+        group = self._groups[route]
+        blocks = [block for block in memory if block.numel()]
+        if len(blocks) > 1:
+            return dist.batch_isend_irecv([dist.P2POp(call, block, peer, group) for block in blocks])
+        return [call(block, peer, group=group) for block in blocks]
 
     def take(self, envelope: Envelope) -> Any:
-        if envelope not in self._posted:
+        route = self._route_of.pop(envelope, None)
+        if route is not None:
+            self._understand(route, envelope)
+        if envelope not in self._coming:
             value = self.host.take(envelope)
-            self._note(envelope, value)
             return tree_map(self._from_host, value) if value is not None else None
-        form, buffers, works = self._posted.pop(envelope)
+        form, memory, works, numbers = self._coming.pop(envelope)
+        if numbers is None:
+            numbers = self.host.take(envelope) if form.brings_numbers else ()
         for work in works:
             work.wait()
-        facts = zip(buffers, form.tensors, strict=True)
-        tensors = iter([buffer.requires_grad_(needs_grad) for buffer, (_, _, needs_grad) in facts])
-        return unflatten(form.structure, tensors.__next__)
+        here, there = iter(numbers), iter(memory)
+        tensors = [
+            (seen(next(there), fact) if moves else next(here)).requires_grad_(fact.needs_grad)
+            for fact, moves in zip(form.facts, form.there, strict=True)
+        ]
+        return unflatten(form.structure, iter(tensors).__next__)
+
+    def _understand(self, route: Route, wanted: Envelope) -> None:
+        """Read the descriptions of a route up to that of a message, in their order, and receive what they describe."""
+        queue = self._undescribed[route]
+        while wanted in queue:
+            envelope = queue.pop(0)
+            structure, facts, there, *numbers = self.host.take(envelope)
+            form = self._known[_place(envelope)] = Form.understood(structure, facts, there)
+            self._coming[envelope] = self._receive(form, route, tuple(numbers))
 
     def send(self, envelope: Envelope, target_rank: int, value: Any) -> None:
-        form = self._known.get(_place(envelope))
-        if self._learns or form is None or not form.travels:
-            self._note(envelope, value)
+        route = route_of(envelope, self.rank, target_rank)
+        if route not in self._groups:
             self.host.send(envelope, target_rank, tree_map(_to_host, value))
             return
-        self._check(envelope, form, value)
-        tensors: list[Tensor] = []
-        flatten(value, tensors)
-        self._under_way = [each for each in self._under_way if not each[0].is_completed()]
-        for tensor in tensors:
-            snapshot = tensor.detach().clone()
-            work = dist.isend(snapshot, target_rank, group=self._groups[self.rank, target_rank])
-            self._under_way.append((work, snapshot))
+        form, tensors = form_of(value)
+        numbers = [tensor for tensor, there in zip(tensors, form.there, strict=True) if not there]
+        if self._learns:
+            self._known[_place(envelope)] = form
+            self.host.send(envelope, target_rank, (*form.described(), *numbers))
+        else:
+            self._check(envelope, form)
+            if form.brings_numbers:
+                self.host.send(envelope, target_rank, tuple(numbers))
+        moving = [tensor for tensor, there in zip(tensors, form.there, strict=True) if there]
+        memory = [snapshot(tensor, fact) for tensor, fact in zip(moving, form.moving, strict=True)]
+        self._under_way = [each for each in self._under_way if not all(work.is_completed() for work in each[0])]
+        self._under_way.append((self._transfer(dist.isend, memory, route, target_rank), memory))
 
-    def _note(self, envelope: Envelope, value: Any) -> None:
-        if self._learns and envelope.step >= 0:
-            self._known[_place(envelope)] = form_of(value, envelope.backward)
-
-    def _check(self, envelope: Envelope, form: Form, value: Any) -> None:
-        found = form_of(value, envelope.backward)
+    def _check(self, envelope: Envelope, found: Form) -> None:
+        form = self._known[_place(envelope)]
         if found != form:
             raise UserError(
-                f"the {envelope} are {found}, but {form} in the program's first step; messages between devices keep "
-                "their form: give batches of one shape, or send through main memory by parallel.backend: gloo "
-                "(Pipeline(device_messages=False))"
+                f"the {envelope} are {found}, but were {form} with data of the same form; a layer whose output depends "
+                "on the values of its input needs parallel.backend: gloo (Pipeline(device_messages=False)), which "
+                "sends through main memory"
             )
 
     def _from_host(self, leaf: Any) -> Any:
@@ -163,12 +205,13 @@ class DeviceTransport:
         if is_host(value.device):
             return self.host.all_gather(value, ranks, sizes)
         group = self._among.get(tuple(ranks))
-        if group is None or sizes is None or len(set(sizes)) > 1:
+        if group is None or sizes is None:
             return [block.to(self._device) for block in self.host.all_gather(value.cpu(), ranks, sizes)]
-        flat = value.detach().contiguous().view(-1)
-        blocks = [torch.empty_like(flat) for _ in ranks]
-        dist.all_gather(blocks, flat, group=group)
-        return blocks
+        mine = torch.zeros(max(sizes), dtype=value.dtype, device=self._device)
+        mine[: value.numel()] = value.detach().reshape(-1)
+        blocks = [torch.empty_like(mine) for _ in ranks]
+        dist.all_gather(blocks, mine, group=group)
+        return [block[:size] for block, size in zip(blocks, sizes, strict=True)]
 
     def all_reduce(self, value: Tensor, ranks: Sequence[int]) -> None:
         group = self._among.get(tuple(ranks))
@@ -185,6 +228,7 @@ class DeviceTransport:
         self.host.barrier()
 
     def fail(self, error: BaseException) -> None:
+        self._forms.clear()  # what a failed step has told is not all
         self.host.fail(error)
 
     def close(self) -> None:

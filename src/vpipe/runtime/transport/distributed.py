@@ -12,7 +12,7 @@ every send waits.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ class DistributedTransport:
         self._tails: list[tuple[Channel, Any, Tensor]] = []
         self._groups: dict[tuple[int, ...], Any] = {}
 
-    def begin_program(self, program: Hashable) -> None:
+    def begin_program(self, program: Hashable, data: Callable[[], Hashable]) -> None:
         pass
 
     def begin_step(self, step: int) -> None:

@@ -69,7 +69,7 @@ class InProcessTransport:
         self.rank = rank
         self.num_ranks = hub.num_ranks
 
-    def begin_program(self, program: Hashable) -> None:
+    def begin_program(self, program: Hashable, data: Callable[[], Hashable]) -> None:
         pass
 
     def begin_step(self, step: int) -> None:

@@ -31,6 +31,18 @@ def norms(parameters: Sequence[Tensor]) -> Tensor:
     return torch.stack(sizes) if sizes else torch.empty(0, dtype=torch.float64)
 
 
+def norms_there(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The same of gradients on a device, with those told apart whose norm alone is infinite; nobody waits."""
+    found = norms(parameters).to(device)
+    held = [values_of(p.grad) for p in parameters if p.grad is not None]
+    largest = iter(torch._foreach_norm(held, torch.inf) if held else ())
+    overflows = [
+        torch.isfinite(next(largest)) if p.grad is not None else torch.zeros((), dtype=torch.bool, device=device)
+        for p in parameters
+    ]
+    return torch.where(found.isinf() & torch.stack(overflows), OVERFLOWED, found) if overflows else found
+
+
 def values_of(gradient: Tensor) -> Tensor:
     """The numbers of a gradient."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -51,6 +63,14 @@ def judge(found: Tensor, dtype: torch.dtype) -> tuple[bool, Tensor]:
     finite = bool(torch.isfinite(found).all())
     found = torch.where(found == OVERFLOWED, torch.inf, found).to(dtype)
     return finite, torch.linalg.vector_norm(found) if len(found) else torch.zeros((), dtype=dtype)
+
+
+def judge_there(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same of numbers on a device, where both answers stay. Parameters without a gradient add a zero each: to leave
+    them out, the host would have to know."""
+    finite = torch.isfinite(found).all()
+    found = torch.where(found == NO_GRADIENT, 0.0, found)
+    return finite, torch.linalg.vector_norm(torch.where(found == OVERFLOWED, torch.inf, found).to(dtype))
 
 
 def judge_here(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[bool | Tensor, Tensor]:

@@ -18,11 +18,23 @@ from torch.optim import Optimizer
 
 from vpipe.errors import UserError
 from vpipe.layer import TiedWeight
-from vpipe.runtime.device import Number, beside, floats, found_inf, number, read
+from vpipe.runtime.device import HOST, Number, beside, floats, is_host, number, read
 from vpipe.runtime.modes import forget_casts
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.updates.norms import divide, judge, judge_here, multiply, norms, told_apart
+from vpipe.runtime.updates.losses import LossBlocks, LossKey
+from vpipe.runtime.updates.norms import (
+    divide,
+    judge,
+    judge_here,
+    judge_there,
+    multiply,
+    norms,
+    norms_there,
+    told_apart,
+)
+from vpipe.runtime.updates.skipping import TakeBack, step_if
+from vpipe.runtime.updates.tied_gradients import TiedGradients, dense
 from vpipe.schedule.placement import Placement
 
 BUCKET = 1 << 20
@@ -82,7 +94,9 @@ class Updater:
         tied: Sequence[TiedWeight] = (),
         options: UpdateOptions | None = None,
         loss_scale: LossScale | None = None,
+        device: torch.device = HOST,
     ) -> None:
+        self._device = device
         self.options = options or UpdateOptions()
         self.optimizers = dict(optimizers)
         self.scaler = loss_scale or LossScale()
@@ -92,11 +106,16 @@ class Updater:
         self._placement = placement
         self._stages = dict(stages)
         self._tied = tuple(tied)
-        self._flow = next(iter(stages.values())).flow
-        self._losses: dict[tuple[int, int], Number] = {}
+        flow = next(iter(stages.values())).flow
+        self._ties = TiedGradients(transport, placement, flow, self._tied)
+        self._blocks = LossBlocks(flow, placement)
+        self._losses: dict[LossKey, Number] = {}
         self._num_units = 0
-        self._verdict: tuple[bool, Tensor | None] | None = None
-        self.shared_losses: dict[tuple[int, int], float] | None = None
+        self._verdict: tuple[bool | Tensor, Tensor | None] | None = None
+        self._told: list[Tensor] | None = None
+        """Every rank's losses, still on the device: read when the step is over."""
+        self._take_back: list[TakeBack] = []
+        self.shared_losses: dict[LossKey, float] | None = None
         self._counts: list[list[tuple[int, int, int]]] | None = None
         self.learning_rate: Callable[[int], float] | None = None
         """The learning rate of update n, the same on all stages; the optimizers' own if not given."""
@@ -124,9 +143,10 @@ class Updater:
         read(self._norm)
         return floats(self._norm).get(0)
 
-    def begin(self, losses: dict[tuple[int, int], Number], num_units: int) -> None:
+    def begin(self, losses: dict[LossKey, Number], num_units: int) -> None:
         self._losses, self._num_units = losses, num_units
-        self._verdict = None
+        self._verdict = self._told = None
+        self._take_back.clear()
         self.shared_losses = None
 
     def reduce(self, stage: Stage) -> None:
@@ -137,7 +157,7 @@ class Updater:
         anyone = torch.stack(self._transport.all_gather(mine, ranks, [len(trained)] * len(ranks))).any(0).tolist()
         # A parameter that no replica has used gets no gradient, as in one process: an optimizer leaves it alone.
         for bucket in _buckets([p for p, has in zip(trained, anyone, strict=True) if has]):
-            parts = [_dense(p, "between the replicas of a stage").flatten() for p in bucket]
+            parts = [dense(p, "between the replicas of a stage").flatten() for p in bucket]
             total = torch.cat(parts)
             self._sum(total, ranks)
             if not self.options.synchronous:
@@ -172,12 +192,15 @@ class Updater:
             finite, factor = self._verdict_of(*judge_here(parameters, dtype)) if self._judges else (True, None)
             self._skipped[0] = self._skipped[0] + (1.0 - finite if isinstance(finite, bool) else 1.0 - finite.double())
         stage.weights.before_update()
-        with found_inf(self.optimizers[stage.index], finite) as steps:
-            if steps:
-                if factor is not None and gradients:
-                    multiply(gradients, beside(factor, gradients[0]))
-                self._set_learning_rate(stage.index)
-                self.optimizers[stage.index].step()
+
+        def update() -> None:
+            if factor is not None and gradients:
+                multiply(gradients, beside(factor, gradients[0]))
+            self._set_learning_rate(stage.index)
+            self.optimizers[stage.index].step()
+
+        take_back = step_if(finite, self.optimizers[stage.index], update, once=self.options.synchronous)
+        self._take_back += [take_back] if take_back is not None else []
         self.optimizers[stage.index].zero_grad(set_to_none=True)
         self.num_updates[stage.index] += 1
         stage.weights.after_update()
@@ -202,8 +225,8 @@ class Updater:
         """One exchange between all ranks: whether to update, and by what factor to clip."""
         self._verdict = self._agree()
 
-    def _agree(self) -> tuple[bool, Tensor | None]:
-        self._sum_tied()
+    def _agree(self) -> tuple[bool | Tensor, Tensor | None]:
+        self._ties.add_up(self._stages)
         if self.loss_scale != 1.0:
             for stage in self._stages.values():
                 divide([p.grad for p in stage.weights.parameters.values() if p.grad is not None], self.loss_scale)
@@ -211,27 +234,41 @@ class Updater:
             return True, None
         order = self._parameter_order()
         counted = [_counted(self._stages[stage], self._tied) for stage in sorted(self._stages)]
-        mine = read(self._losses, *map(norms, counted))  # the only wait of a synchronous step
-        mine = list(map(told_apart, mine, counted))
-        losses = self.local_losses()
         sizes = [sum(count for _, count, _ in counts) + self._num_losses(rank) for rank, counts in enumerate(order)]
         everyone = range(self._transport.num_ranks)
-        found = self._transport.all_gather(torch.cat([*mine, losses]), everyone, sizes)
-        self.shared_losses = {}
+        found = self._transport.all_gather(
+            torch.cat([*map(self._norms, counted), self.local_losses()]), everyone, sizes
+        )
         by_layer: dict[int, Tensor] = {}
-        for rank, (block, counts) in enumerate(zip(found, order, strict=True)):
+        self._told = []
+        for block, counts in zip(found, order, strict=True):
             at = 0
             for layer, count, _ in counts:
                 by_layer.setdefault(layer, block[at : at + count])  # replicas agree: the first will do
                 at += count
-            self.shared_losses.update(self._read_losses(rank, block[at:]))
+            self._told.append(block[at:])
         dtype = _promoted([_FLOATS[code] for counts in order for _, _, code in counts])
-        everything = [by_layer[layer] for layer in sorted(by_layer)] or [torch.empty(0, dtype=torch.float64)]
-        finite, factor = self._verdict_of(*judge(torch.cat(everything), dtype))
-        assert isinstance(finite, bool), "what all ranks have said is on the host"
+        empty = torch.empty(0, dtype=torch.float64, device=self._device)
+        everything = torch.cat([by_layer[layer] for layer in sorted(by_layer)] or [empty])
+        if not is_host(self._device):
+            return self._verdict_of(*judge_there(everything, dtype))
+        finite, factor = self._verdict_of(*judge(everything, dtype))
+        self._learn(bool(finite))
+        return finite, factor
+
+    def _norms(self, parameters: list[Tensor]) -> Tensor:
+        """Of one stage, where this rank computes."""
+        if not is_host(self._device):
+            return norms_there(parameters, self._device)
+        return told_apart(norms(parameters), parameters)
+
+    def _learn(self, finite: bool) -> None:
+        """What the host does once it knows whether all ranks could update."""
         self._skipped[0] = self._skipped[0] + (not finite)
         self.scaler.update(finite)
-        return finite, factor
+        for take_back in self._take_back if not finite else ():
+            take_back()
+        self._take_back.clear()
 
     def _verdict_of(self, finite: bool | Tensor, total: Tensor) -> tuple[bool | Tensor, Tensor | None]:
         """Whether to update, and the factor of ``torch.nn.utils.clip_grad_norm_``; on a device they stay there."""
@@ -256,86 +293,42 @@ class Updater:
             self._counts = [[(int(a), int(b), int(c)) for a, b, c in block.view(-1, 3)] for block in found]
         return self._counts
 
-    def _sum_tied(self) -> None:
-        """Add the gradients of tied parameters, the latest owner's first as in autograd; every owner gets the sum."""
-        for tie in self._tied:
-            by_stage = {layer: stage for stage in self._stages.values() for layer in stage.owned}
-            ranks = self._ranks_of(tie)
-            owned = [(by_stage[layer], f"{layer}.{name}") for layer, name in tie.owners if layer in by_stage]
-            if not owned:
-                continue
-            parameters = [stage.weights.parameters[name] for stage, name in owned]
-            own = [_dense(p, "between the owners of a tied weight") for p in parameters]
-            blocks = (
-                self._transport.all_gather(torch.cat([g.flatten() for g in own]), ranks) if len(ranks) > 1 else None
-            )
-            total = self._sum_owners(tie, ranks, own, blocks)
-            for parameter in parameters:
-                parameter.grad = total.clone()
-
-    def _sum_owners(
-        self, tie: TiedWeight, ranks: Sequence[int], own: list[Tensor], blocks: list[Tensor] | None
-    ) -> Tensor:
-        if blocks is None:
-            parts = own
-        else:
-            owners = {
-                rank: [owner for owner in tie.owners if rank in self._holders(owner[0])] for rank in ranks
-            }  # what a rank sends is what it owns, in this order: more than what it is the first home of
-            held = {
-                rank: dict(zip(owners[rank], block.view(-1, *own[0].shape), strict=True))
-                for rank, block in zip(ranks, blocks, strict=True)
-            }
-            parts = [held[self._holders(owner[0])[0]][owner] for owner in tie.owners]
-        order = sorted(range(len(parts)), key=lambda place: -tie.owners[place][0])
-        total = parts[order[0]]
-        for place in order[1:]:
-            total = total + parts[place]
-        return total
-
-    def _holders(self, layer: int) -> tuple[int, ...]:
-        """The ranks that hold a layer, replica 0 first."""
-        return self._placement.ranks_of[self._flow.stage_of(("", layer))]
-
-    def _ranks_of(self, tie: TiedWeight) -> list[int]:
-        stages = {self._flow.stage_of(("", layer)) for layer, _ in tie.owners}
-        return sorted({rank for stage in stages for rank in self._placement.ranks_of[stage]})
-
     def local_losses(self) -> Tensor:
-        """What this rank's layers contribute to each unit's loss, as ``_read_losses`` reads it."""
-        rows = {layer: row for row, layer in enumerate(self._loss_rows(self._transport.rank))}
-        values = [0.0] * (len(rows) * self._num_units)
-        read(self._losses)
-        for (layer, unit), value in floats(self._losses).items():
-            values[rows[layer] * self._num_units + unit] = value
-        return torch.tensor(values, dtype=torch.float64)
-
-    def _loss_rows(self, rank: int) -> list[int]:
-        """The layers of a rank; after the last of all come the loss and the unit's share."""
-        bounds = self._flow.bounds
-        rows = [layer for stage in self._placement.stages_of[rank] for layer in range(*bounds[stage])]
-        end = len(self._flow.layers)
-        return [*rows, end, end + 1] if len(bounds) - 1 in self._placement.stages_of[rank] else rows
+        """What this rank's layers contribute to each unit's loss, where it computes."""
+        return self._blocks.written(self._losses, self._transport.rank, self._num_units, self._device)
 
     def _num_losses(self, rank: int) -> int:
-        return len(self._loss_rows(rank)) * self._num_units
+        return self._blocks.size(rank, self._num_units)
 
-    def _read_losses(self, rank: int, block: Tensor) -> dict[tuple[int, int], float]:
-        """Those that are not zero: of a stage's replicas, each knows its own units."""
-        rows, places = self._loss_rows(rank), block.nonzero().flatten()
-        found = zip(places.tolist(), block[places].tolist(), strict=True)
-        return {(rows[place // self._num_units], place % self._num_units): value for place, value in found}
-
-    def gather_losses(self) -> dict[tuple[int, int], float]:
-        """Every layer's contribution to every unit's loss; exchanged here unless the agreement has done so."""
+    def gather_losses(self) -> dict[LossKey, float]:
+        """Every layer's contribution to every unit's loss; exchanged here unless the agreement has done so. On a device
+        this is the only wait of a step."""
         if self.shared_losses is None:
-            everyone = range(self._transport.num_ranks)
-            sizes = [self._num_losses(rank) for rank in everyone]
-            blocks = self._transport.all_gather(self.local_losses(), everyone, sizes)
+            blocks = self._read_told() if self._told is not None else self._read_and_tell()
             self.shared_losses = {}
             for rank, block in enumerate(blocks):
-                self.shared_losses.update(self._read_losses(rank, block))
+                self.shared_losses.update(self._blocks.read(rank, self._num_units, block))
         return self.shared_losses
+
+    def _read_told(self) -> list[Tensor]:
+        """What the agreement has exchanged; on a device its verdict too."""
+        assert self._told is not None
+        finite = self._verdict[0] if self._verdict is not None else True
+        if isinstance(finite, bool):
+            return read(self._norm, *self._told)
+        *blocks, answer = read(self._norm, *self._told, finite.reshape(1))
+        self._learn(bool(answer))
+        return blocks
+
+    def _read_and_tell(self) -> list[Tensor]:
+        """Without an agreement ranks read their own, with whatever else there is to read, and tell each other."""
+        numbers: dict[object, Number] = {"skipped": self._skipped[0]}
+        numbers |= {"norm": self._norm[0]} if self._norm else {}
+        (mine,) = read(numbers, self.local_losses())
+        self._skipped[0] = numbers["skipped"]
+        self._norm |= {0: numbers["norm"]} if self._norm else {}
+        everyone = range(self._transport.num_ranks)
+        return self._transport.all_gather(mine, everyone, [self._num_losses(rank) for rank in everyone])
 
 
 def _promoted(dtypes: Sequence[torch.dtype]) -> torch.dtype:
@@ -364,12 +357,3 @@ def _named(stage: Stage, tied: Sequence[TiedWeight]) -> list[str]:
 
 def _counted(stage: Stage, tied: Sequence[TiedWeight]) -> list[Tensor]:
     return [stage.weights.parameters[name] for name in _named(stage, tied)]
-
-
-def _dense(parameter: Tensor, why: str) -> Tensor:
-    """A gradient that can be exchanged."""
-    if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    if parameter.grad.is_sparse:
-        raise UserError(f"a sparse gradient cannot be exchanged {why}; make the embedding with sparse=False")
-    return parameter.grad

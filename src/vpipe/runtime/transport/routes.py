@@ -1,0 +1,46 @@
+"""The communicators between devices: which messages share an order.
+
+A device's backend matches messages by their order alone. The verifier has checked that order queue by queue
+(``semantics.channel``): the messages between neighbouring stages from one rank to another are one queue, and every skip
+is one of its own. So is each a communicator, and neither direction ever waits for the other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vpipe.runtime.transport.wire import Envelope
+from vpipe.schedule.program import Program
+
+CHAIN = (-1, -1)
+
+
+class Route(NamedTuple):
+    """A queue of messages from one rank to another."""
+
+    source: int
+    target: int
+    skip: tuple[int, int] = CHAIN
+    """(stage that sends, stage that receives) of a skip."""
+
+
+def route_of(envelope: Envelope, source: int, target: int) -> Route:
+    """The route of a message between two ranks. What replicas of one stage tell each other goes with the chain."""
+    neighbours = abs(envelope.source - envelope.target) <= 1
+    return Route(source, target, CHAIN if neighbours else (envelope.source, envelope.target))
+
+
+def routes(program: Program) -> list[Route]:
+    """All routes of a program, in the same order on every rank."""
+    found: dict[Route, None] = {}
+    placement = program.placement
+    for stage, readers in enumerate(program.readers):
+        for reader in readers:
+            for unit in range(min(program.num_microbatches, placement.period)):
+                here, there = placement.rank(stage, unit), placement.rank(reader, unit)
+                if here != there:
+                    found[route_of(Envelope(0, stage, reader, unit, 0), here, there)] = None
+                    found[route_of(Envelope(0, reader, stage, unit, 1), there, here)] = None
+    for first, *others in placement.ranks_of:
+        found |= {Route(first, other): None for other in others}
+    return list(found)
