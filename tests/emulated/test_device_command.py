@@ -87,3 +87,77 @@ def test_more_ranks_than_devices_is_a_sentence(
     with emulated.visible(1):
         assert code_of("train", str(config), "--output-dir", str(tmp_path / "run")) == 2
     assert "this machine has 1 of the device emu, but its ranks are 2" in "".join(capsys.readouterr())
+
+
+OLD = """
+model: {name: gpt, hidden_size: 16, num_layers: 2, num_heads: 2, sequence_length: 8}
+dataset: {name: synthetic, batch_size: 4}
+training: {num_microbatches: 2, max_iterations: 2}
+parallel: {model_parallel_size: 2, transport: inprocess, scheduler: 1f1b, backend: nccl}
+launch: {machines: [MACHINES]}
+"""
+
+
+def devices_of(folder: Path, machines: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
+    from vpipe.runtime.pipeline import Pipeline
+
+    seen: list[str] = []
+    train_step = Pipeline.train_step
+    monkeypatch.setattr(
+        Pipeline,
+        "train_step",
+        lambda self, *args, **more: (
+            seen.extend(str(engine.device) for engine in self.engines),
+            train_step(self, *args, **more),
+        )[1],
+    )
+    monkeypatch.delenv("VPIPE_DEVICES", raising=False)
+    config = folder / "job.yaml"
+    config.write_text(OLD.replace("MACHINES", machines))
+    code = code_of("train", str(config), "--output-dir", str(folder / "run"))
+    monkeypatch.delenv("VPIPE_DEVICES", raising=False)
+    return code, seen
+
+
+@pytest.mark.parametrize(
+    ("machines", "expected"),
+    [
+        ("'localhost:3', 'localhost:1'", ["emu:3", "emu:1"]),
+        ("'localhost:2', 'localhost:2'", ["emu:2", "emu:2"]),
+    ],
+)
+def test_the_machine_list_of_old_configs_chooses_devices(
+    machines: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And asks for sharing where it names one twice; backend nccl means the device's own."""
+    code, seen = devices_of(tmp_path, machines, monkeypatch)
+    assert code == 0
+    assert seen[:2] == expected
+
+
+def test_a_device_that_a_machine_has_not_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = devices_of(tmp_path, "'localhost:0', 'localhost:9'", monkeypatch)
+    assert code == 2
+    assert "shall compute on emu:9, but there are 8, counted from 0" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(("first", "second"), [("cpu", "emu"), ("emu", "cpu")])
+def test_a_run_goes_on_on_another_kind_of_device(first: str, second: str, tmp_path: Path) -> None:
+    """Two iterations here and two there are four on the CPU, to the bit: weights, buffers, the optimizer's state."""
+    whole = weights(tmp_path / "whole", 4, "cpu")
+    weights(tmp_path / "run", 2, first)
+    assert weights(tmp_path / "run", 4, second, "--resume", "latest") == whole
+
+
+def weights(folder: Path, iterations: int, device: str, *more: str) -> dict[str, bytes]:
+    """The files of the last checkpoint."""
+    folder.mkdir(exist_ok=True)
+    config = folder / "job.yaml"
+    config.write_text(CONFIG.replace("DEVICE", device) + "checkpoint: {interval: 2}\n")
+    found = ("--resume", str(folder / "run")) if more else ()
+    words = ("--output-dir", str(folder / "run"), "--set", f"training.max_iterations={iterations}")
+    assert code_of("train", str(config), *words, *found) == 0
+    last = sorted((folder / "run" / "checkpoints").glob("iteration-*"))[-1]
+    return {path.name: path.read_bytes() for path in sorted(last.glob("*.safetensors"))}

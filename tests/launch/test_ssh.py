@@ -38,7 +38,7 @@ import os, sys, torch
 from vpipe import Pipeline
 torch.set_num_threads(1); torch.manual_seed(0)
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-told = ("LOCAL_RANK", "GROUP_RANK", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+told = ("LOCAL_RANK", "GROUP_RANK", "VPIPE_DEVICES", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
 print("rank", rank, *(os.environ[name] for name in told))
 pipe = Pipeline([torch.nn.Linear(8, 8) for _ in range(size)], torch.nn.functional.mse_loss, num_microbatches=4)
 x = torch.randn(8, 8)

@@ -158,15 +158,18 @@ def _forks(config: configs.PipelineConfig) -> bool:
 def _here(config: configs.PipelineConfig, taken: Claim, arguments: dict[str, Any]) -> int:
     """All ranks on this machine: threads of this process, or processes."""
     from vpipe.launch.environment import interface_variables, orion_preload
+    from vpipe.launch.hosts import device_variables
 
+    devices = device_variables(config.launch.machines)
     if not _forks(config):
         from vpipe.train import worker
 
+        os.environ.update(devices)
         return worker.train(**arguments)
     from vpipe.launch import local
     from vpipe.rundir import claim
 
-    variables = interface_variables(config.launch.interface)
+    variables = interface_variables(config.launch.interface) | devices
     variables[claim.COMMAND] = json.dumps(claim.command())
     if config.parallel.use_orion_scheduler:
         variables |= orion_preload(os.environ)

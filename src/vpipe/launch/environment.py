@@ -21,6 +21,7 @@ from pathlib import Path
 from vpipe import network
 from vpipe.errors import UserError
 from vpipe.launch import valid
+from vpipe.launch.hosts import DEVICES
 from vpipe.launch.mpi import from_mpi
 
 SECRET = "VPIPE_SECRET"
@@ -84,7 +85,14 @@ def from_slurm(environ: Mapping[str, str], ask: Ask) -> dict[str, str]:
         "GROUP_RANK": str(node),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or master_address(environ, ask),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(master_port(environ)),
+        **_devices_of_task(environ),
     }
+
+
+def _devices_of_task(environ: Mapping[str, str]) -> dict[str, str]:
+    """Where SLURM shows each task its own devices alone, a rank takes the first that it sees, whatever its place."""
+    alone = "SLURM_GPUS_PER_TASK" in environ or "per_task" in environ.get("SLURM_GPU_BIND", "")
+    return {DEVICES: ",".join(["0"] * (int(environ["SLURM_LOCALID"]) + 1))} if alone else {}
 
 
 def master_port(environ: Mapping[str, str]) -> int:

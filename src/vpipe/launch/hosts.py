@@ -16,6 +16,8 @@ from vpipe.errors import UserError
 from vpipe.launch import valid
 from vpipe.network import is_loopback
 
+DEVICES = "VPIPE_DEVICES"
+"""An index for every local rank: see ``runtime.device.DEVICES``, which a launcher does not load."""
 LOCAL = frozenset({"localhost", "127.0.0.1"})
 
 
@@ -30,9 +32,9 @@ class Node:
     """One GPU per rank."""
 
     @property
-    def visible_gpus(self) -> str:
-        """``CUDA_VISIBLE_DEVICES`` of the node: local rank k finds its GPU in place k where no two ranks share one."""
-        return ",".join(str(gpu) for gpu in dict.fromkeys(self.gpus))
+    def variables(self) -> dict[str, str]:
+        """How the ranks of the node are told their devices, of whichever kind: by local rank, two may share one."""
+        return {DEVICES: ",".join(map(str, self.gpus))}
 
 
 def nodes(machines: Sequence[str]) -> list[Node]:
@@ -48,6 +50,12 @@ def nodes(machines: Sequence[str]) -> list[Node]:
         Node(index, host, tuple(rank for rank, _ in places), tuple(gpu for _, gpu in places))
         for index, (host, places) in enumerate(found.items())
     ]
+
+
+def device_variables(machines: Sequence[str]) -> dict[str, str]:
+    """The same where all machines are this one, whatever they call it: local ranks are ranks."""
+    gpus = {rank: gpu for node in nodes(machines) for rank, gpu in zip(node.ranks, node.gpus, strict=True)}
+    return {DEVICES: ",".join(str(gpus[rank]) for rank in sorted(gpus))} if gpus else {}
 
 
 def all_local(machines: Sequence[str]) -> bool:

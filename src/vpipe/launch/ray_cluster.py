@@ -21,7 +21,7 @@ from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.launch.environment import carried, interface_variables
-from vpipe.launch.hosts import free_port
+from vpipe.launch.hosts import DEVICES, free_port
 from vpipe.launch.remote import NodeRanks, Order
 
 Show = Callable[[str], None]
@@ -114,6 +114,8 @@ def orders(job: RayJob, hosts: Sequence[str], port: int, environ: Mapping[str, s
             "LOCAL_RANK": str(hosts[:rank].count(host)),
             "LOCAL_WORLD_SIZE": str(hosts.count(host)),
         }
+        if job.gpus_per_task:  # Ray shows each its own alone
+            own[DEVICES] = ",".join(["0"] * hosts.count(host))
         found.append(Order(job.command, job.directory, common, {str(rank): own}))
     return found
 

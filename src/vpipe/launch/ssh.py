@@ -113,7 +113,7 @@ def order(node: Node, launch: SshLaunch, meeting: str, port: int, hello: Hello) 
             "GROUP_RANK": str(node.index),
             "MASTER_ADDR": meeting,
             "MASTER_PORT": str(port),
-            "CUDA_VISIBLE_DEVICES": node.visible_gpus,
+            **node.variables,
             "PYTHONUNBUFFERED": "1",
         }
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
-from vpipe.runtime.device import chosen, is_host
+from vpipe.runtime.device import DEVICES, chosen, is_host
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.options import Ranks
 from vpipe.runtime.programs import Programs
@@ -98,10 +98,13 @@ def gather_text(transport: Transport, text: str) -> list[str]:
 
 def _devices_here(wanted: str, world: int, in_process: bool, threads: bool) -> list[torch.device]:
     """The devices of this process's ranks; a launcher tells a rank of several which one of its machine it is."""
+    told = os.environ.get(DEVICES)
+    listed = [int(index) for index in told.split(",")] if told else None
     if in_process:
-        found = chosen(wanted, world)
+        found = chosen(wanted, world, listed=listed)
     else:
-        found = chosen(wanted, world, int(os.environ["LOCAL_RANK"] if "LOCAL_RANK" in os.environ else dist.get_rank()))
+        local = int(os.environ["LOCAL_RANK"] if "LOCAL_RANK" in os.environ else dist.get_rank())
+        found = chosen(wanted, world, local, listed)
     if threads and not all(map(is_host, found)):
         raise UserError(
             f"worker threads run on the CPU, but the device is {found[0]}; give executor='plain', or device='cpu'"

@@ -26,23 +26,35 @@ Number = float | Tensor
 """A float, or a float that is still on a device."""
 
 
-def chosen(wanted: str, num_ranks: int, local_rank: int | None = None) -> list[torch.device]:
+DEVICES = "VPIPE_DEVICES"
+"""The variable by which a launcher tells the ranks of a machine their devices: an index for every local rank."""
+
+
+def chosen(
+    wanted: str, num_ranks: int, local_rank: int | None = None, listed: Sequence[int] | None = None
+) -> list[torch.device]:
     """The device of every rank of this process: of all ``num_ranks`` here, or of the one with this ``local_rank``.
 
     "auto" is the accelerator where there is one, else the CPU. A type ("cuda") gives every rank of a machine a device
-    of its own; a device with its index ("cuda:0") is shared by all.
+    of its own, or the one that is ``listed`` for it; a device with its index ("cuda:0") is shared by all.
     """
     device = _parsed(wanted)
     ranks = range(num_ranks) if local_rank is None else [local_rank]
     if is_host(device) or _has_index(device):
         return [device for _ in ranks]
+    if listed is not None and len(listed) <= max(ranks):
+        raise UserError(f"{DEVICES} lists {len(listed)} devices, but this machine has {max(ranks) + 1} ranks")
     offered = torch.accelerator.device_count()
-    if max(ranks) >= offered:
+    places = [rank if listed is None else listed[rank] for rank in ranks]
+    if max(places) >= offered:
         raise UserError(
             f"this machine has {offered} of the device {device.type}, but its ranks are {max(ranks) + 1}; "
             f"start {offered} a machine, or let them share one by device {device.type}:0"
+            if listed is None
+            else f"rank {places.index(max(places))} of this machine shall compute on {device.type}:{max(places)}, but "
+            f"there are {offered}, counted from 0; see launch.machines"
         )
-    return [torch.device(device.type, rank) for rank in ranks]
+    return [torch.device(device.type, place) for place in places]
 
 
 def _parsed(wanted: str) -> torch.device:

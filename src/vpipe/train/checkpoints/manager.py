@@ -230,4 +230,13 @@ def load_layer(tensors: Mapping[str, Tensor], module: nn.Module, optimizer: Any 
             else:
                 places[key].copy_(tensor)
     for name, state in states.items() if hasattr(optimizer, "state") else ():
-        optimizer.state[parameters[name]] = state
+        parameter = parameters[name]
+        optimizer.state[parameter] = {part: _placed(part, value, parameter, optimizer) for part, value in state.items()}
+
+
+def _placed(part: str, value: Tensor, parameter: Tensor, optimizer: Any) -> Tensor:
+    """A part of an optimizer's state where the optimizer wants it: with the weights, but a count on the host, unless
+    the optimizer counts on the device (torch's own rule in ``load_state_dict``)."""
+    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    counts = part == "step" and not (group.get("fused") or group.get("capturable"))
+    return value if counts else value.to(parameter.device)
