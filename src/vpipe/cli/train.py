@@ -10,9 +10,10 @@ import json
 import os
 import sys
 from contextlib import redirect_stdout, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,6 +28,9 @@ from vpipe.rundir.endings import Ending, EndingKind
 from vpipe.rundir.layout import CONFIG, LOGS
 from vpipe.rundir.state import Beat
 
+if TYPE_CHECKING:
+    from vpipe.launch.elastic import Elastic
+
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
@@ -38,6 +42,9 @@ from vpipe.rundir.state import Beat
 @set_option
 @plugin_option
 @click.option("--nproc", type=click.IntRange(1), help="Ranks of one pipeline: sets parallel.model_parallel_size.")
+@click.option(
+    "--elastic", metavar="MIN:MAX", help="Go on with MIN to MAX ranks when ranks are lost: sets launch.elastic."
+)
 @click.option(
     "--output-dir",
     type=click.Path(path_type=Path),
@@ -54,6 +61,7 @@ def command(
     overrides: tuple[str, ...],
     plugins: tuple[str, ...],
     nproc: int | None,
+    elastic: str | None,
     output_dir: Path | None,
     resume: str | None,
     overwrite: bool,
@@ -69,11 +77,14 @@ def command(
       vpipe train configs/gpt_small.yaml --scheduler zb-h1 --set training.learning_rate=3e-4
       vpipe train configs/default.yaml --resume latest
       vpipe train configs/default.yaml --quiet --json > summary.json
+      vpipe train configs/gpt_1f1b_cpu.yaml --elastic 2:4
       torchrun --nproc_per_node=4 -m vpipe train configs/gpt_small.yaml
       mpirun -n 4 vpipe train configs/gpt_small.yaml
     """
     if nproc is not None:
         overrides = (*overrides, f"parallel.model_parallel_size={nproc}")
+    if elastic is not None:
+        overrides = (*overrides, f'launch.elastic="{elastic}"')
     overrides = with_plugins(overrides, plugins)
     with redirect_stdout(sys.stderr if as_json else sys.stdout):  # a plugin may print
         loaded = loading.load(config, overrides, scheduler)
@@ -108,6 +119,7 @@ def run(
     if not rank:
         for warning in warnings:
             click.echo(f"vpipe: warning: {warning}", err=True)
+    elastic = _elastic(config, rank)
     start = _resume_from(config, output_dir, resume)
     arguments: dict[str, Any] = {"config": config.to_dict(), "resume": str(start) if start else None}
     arguments["quiet"] = quiet
@@ -131,7 +143,9 @@ def run(
         if code is not None:
             return code
         vpipe_files.keep(taken.directory, config, claim.command(), source, _forks(config))
-        return _here(config, taken, arguments | {"directory": str(taken.directory), "run": taken.run})
+        if elastic is not None:
+            elastic = replace(elastic, directory=taken.directory)
+        return _here(config, taken, arguments | {"directory": str(taken.directory), "run": taken.run}, elastic)
 
 
 def _refuse(config: configs.PipelineConfig, taken: Claim) -> None:
@@ -155,7 +169,25 @@ def _forks(config: configs.PipelineConfig) -> bool:
     return config.parallel.transport != "inprocess" and config.num_ranks > 1 and not _elsewhere(config)
 
 
-def _here(config: configs.PipelineConfig, taken: Claim, arguments: dict[str, Any]) -> int:
+def _elastic(config: configs.PipelineConfig, rank: int | None) -> Elastic | None:
+    """How many ranks there may be, where the config lets them come and go."""
+    if config.launch.elastic is None:
+        return None
+    from vpipe.launch.elastic import Elastic
+    from vpipe.train.sizes import bounds
+
+    if rank is not None:
+        raise UserError(
+            "launch.elastic leads the ranks that 'vpipe train' starts on this machine, but here another launcher "
+            "(torchrun, srun, mpirun, ssh) has started them; remove it, or start 'vpipe train' without that launcher"
+        )
+    replaces = config.launch.on_loss == "replace"
+    return Elastic(*bounds(config), config.parallel.data_parallel_size, replaces)
+
+
+def _here(
+    config: configs.PipelineConfig, taken: Claim, arguments: dict[str, Any], elastic: Elastic | None = None
+) -> int:
     """All ranks on this machine: threads of this process, or processes."""
     from vpipe.launch.environment import interface_variables, orion_preload
     from vpipe.launch.hosts import device_variables
@@ -174,18 +206,20 @@ def _here(config: configs.PipelineConfig, taken: Claim, arguments: dict[str, Any
     if config.parallel.use_orion_scheduler:
         variables |= orion_preload(os.environ)
     sys.stdout.flush()
+    worker_module = "vpipe.train.worker" if elastic is None else "vpipe.train.elastic"
     return local.run(
-        "vpipe.train.worker:train",
+        f"{worker_module}:train",
         config.num_ranks,
         arguments=arguments,
         log_dir=taken.directory / LOGS,
         environment=variables,
         threads=config.launch.threads,
         port=config.launch.master_port,
-        preload=(*local.PRELOAD, "vpipe.train.worker"),
+        preload=(*local.PRELOAD, worker_module),
         grace=lambda: config.launch.grace or Beat.patience(taken.directory),
         concluded=lambda ending: _conclude(taken, ending),
         check=loading.check(config),
+        elastic=elastic,
     )
 
 

@@ -113,6 +113,13 @@ class LaunchConfig(Section):
     """Processor threads of each rank inside one operation; 0 shares the cores among the ranks of a machine."""
     grace: Annotated[float, Field(gt=0, le=86400)] | None = worded(None, "seconds above 0, at most 86400, or null")
     """Seconds that ranks get to end their update and save when asked to stop; null: as measured, at least 10."""
+    elastic: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,4}:[1-9][0-9]{0,4}$")] | None = worded(
+        None, "MIN:MAX, two whole numbers of ranks, or null"
+    )
+    """MIN:MAX ranks: a rank of this machine that is killed or stopped is replaced, or the others go on without it, and
+    the run ends as if nothing had happened; null ends the run. --elastic overrides it."""
+    on_loss: Literal["replace", "shrink"] = "replace"
+    """For elastic: what follows the loss of a rank: a new process in its place, or fewer ranks."""
     interface: Name | None = worded(None, WORD)
     """Network interface that gloo and NCCL use, such as eth0; null lets them choose."""
     master_port: Annotated[int, Field(ge=0, le=65535)] = 0

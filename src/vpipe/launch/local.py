@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from vpipe.errors import UserError
+from vpipe.launch.elastic import Elastic, ElasticLaunch
 from vpipe.launch.loop import Launch
 from vpipe.launch.output import Output, Stream
 from vpipe.launch.process import num_cores
@@ -49,6 +50,7 @@ def run(
     stderr: Stream | None = None,
     concluded: Callable[[Ending], str] | None = None,
     check: Mapping[str, Any] | None = None,
+    elastic: Elastic | None = None,
 ) -> int:
     """Run ``target`` as ranks 0..num_ranks-1 and wait for all of them; the exit code.
 
@@ -60,6 +62,7 @@ def run(
     ``grace`` are the seconds from a request to stop to the end of patience. ``concluded`` is told an ending that the
     ranks could not tell themselves, and returns what else to say. ``check`` is asked before any rank starts:
     ``{"function": "package.module:function", "arguments": {...}}``, which raises a ``UserError`` against the run.
+    ``elastic``: ranks may be lost and replaced.
     """
     if num_ranks < 1:
         raise UserError(f"{num_ranks} ranks cannot run anything; give at least 1")
@@ -72,13 +75,14 @@ def run(
     output = Output(
         stdout or sys.stdout.buffer,
         stderr or sys.stderr.buffer,
-        num_ranks,
+        num_ranks if elastic is None else elastic.most,
         Path(log_dir) if log_dir is not None else None,
         quiet,
     )
     with ExitStack() as stack:
         stack.callback(output.close)
-        launch = Launch(num_ranks, output, grace if callable(grace) else lambda: grace)
+        patience = grace if callable(grace) else lambda: grace
+        launch = ElasticLaunch(num_ranks, output, patience, elastic) if elastic else Launch(num_ranks, output, patience)
         stack.callback(launch.close)
         launch.start(
             {

@@ -18,7 +18,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -56,6 +56,12 @@ class Launch:
         self._broken: str | None = None
         self._code: int | None = None
         self._zygote: subprocess.Popen[bytes] | None = None
+        self._shared: list[int] = []
+        """Descriptors that all ranks get, and those that are forked later."""
+
+    def _variables(self) -> dict[str, str]:
+        """What else the environment of the ranks has."""
+        return {}
 
     def start(self, spec: dict[str, Any], environment: dict[str, str], port: int = 0) -> None:
         """Start the zygote and hand it the spec."""
@@ -79,14 +85,15 @@ class Launch:
                 SECRET: secrets.token_hex(32),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": "0",
+                **self._variables(),
             },
         }
-        passed = [fd for three in fds for fd in three]
+        passed = [fd for given in fds for fd in given]
         self._zygote = subprocess.Popen(
             [sys.executable, "-m", "vpipe.launch.zygote", str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             env=environment,
-            pass_fds=[*passed, listener.fileno(), theirs.fileno()],
+            pass_fds=[*passed, *self._shared, listener.fileno(), theirs.fileno()],
             start_new_session=True,
         )
         for fd in passed:
@@ -96,7 +103,7 @@ class Launch:
         self._selector.register(self._control, selectors.EVENT_READ, self._read_control)
         self._control.sendall(json.dumps(spec).encode() + b"\n")
 
-    def _streams(self, rank: int) -> tuple[int, int, int]:
+    def _streams(self, rank: int) -> list[int]:
         """The descriptors that a rank writes to: stdout, stderr, report. Rank 0 gets a terminal where we have one."""
         given = []
         for number in (0, 1):
@@ -109,19 +116,23 @@ class Launch:
         os.set_blocking(reader, False)
         self._reports[rank] = (reader, b"")
         self._selector.register(reader, selectors.EVENT_READ, lambda _, rank=rank: self._read_report(rank))
-        return given[0], given[1], writer
+        return [*given, writer]
 
     def _reader_of(self, rank: int, number: int) -> Callable[[Any], bool]:
         def read(fd: Any) -> bool:
             data = _read(fd)
             if data:
-                self._output.feed(rank, number, data)
+                self._output.feed(rank, number, data, self._shown_as(rank))
             elif data is not None:
                 self._selector.unregister(fd)
                 os.close(fd)
             return bool(data)
 
         return read
+
+    def _shown_as(self, rank: int) -> int:
+        """The number under which lines of a rank appear."""
+        return rank
 
     def _read_report(self, rank: int) -> bool:
         reader, kept = self._reports[rank]
@@ -146,16 +157,22 @@ class Launch:
             return False
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            event = json.loads(line)
-            if "ended" in event:
-                rank = int(event["ended"])
-                while self._read_report(rank):
-                    pass
-                self._verdict.ended(rank, int(event["status"]))
-            elif "failed" in event or "refused" in event:
-                self._broken = str(event.get("failed") or event["refused"])
-                self._code = MISTAKE if "refused" in event else None
+            self._heard(json.loads(line))
         return True
+
+    def _heard(self, event: dict[str, Any]) -> None:
+        """Something that the zygote tells."""
+        if "ended" in event:
+            rank = int(event["ended"])
+            while self._read_report(rank):
+                pass
+            self._ended(rank, int(event["status"]))
+        elif "failed" in event or "refused" in event:
+            self._broken = str(event.get("failed") or event["refused"])
+            self._code = MISTAKE if "refused" in event else None
+
+    def _ended(self, rank: int, status: int) -> None:
+        self._verdict.ended(rank, status)
 
     def loop(self) -> int:
         """Relay, until every rank has ended; the exit code."""
@@ -179,6 +196,10 @@ class Launch:
             self._kill_at = float("inf")
             self._out_of_patience = True
             self._signal(signal.SIGKILL)
+        self._judge(now)
+
+    def _judge(self, now: float) -> None:
+        """End everything where a rank has failed, once it is known which one was the first."""
         if self._verdict.failed and not self._stop_signal and not self._verdict.ended_by_us:
             if self._verdict.settled or now >= self._judge_at:
                 self._end(signal.SIGTERM, FAILURE_GRACE)
@@ -198,8 +219,11 @@ class Launch:
         self._signal(signum)
 
     def _signal(self, signum: int) -> None:
+        self._tell_zygote({"signal": int(signum)})
+
+    def _tell_zygote(self, order: dict[str, Any], fds: Sequence[int] = ()) -> None:
         try:
-            self._control.sendall(json.dumps({"signal": int(signum)}).encode() + b"\n")
+            socket.send_fds(self._control, [json.dumps(order).encode() + b"\n"], fds)
         except OSError:
             self._broken = self._broken or "the process that started the ranks has ended"
 

@@ -82,11 +82,12 @@ class Output:
             log_dir.mkdir(parents=True, exist_ok=True)
             self._logs = [(log_dir / f"rank{rank}.log").open("ab", buffering=0) for rank in range(num_ranks)]
 
-    def feed(self, rank: int, number: int, data: bytes) -> None:
-        """Bytes that ``rank`` wrote to stream ``number``: 0 is its stdout, 1 its stderr."""
+    def feed(self, rank: int, number: int, data: bytes, shown: int | None = None) -> None:
+        """Bytes that ``rank`` wrote to stream ``number``: 0 is its stdout, 1 its stderr. ``shown`` is the number that
+        its lines carry, where ranks change their numbers."""
         self.log(rank, data)
         if not self._quiet:
-            self.sinks[number].write(rank, data)
+            self.sinks[number].write(rank if shown is None else shown, data)
 
     def log(self, rank: int, data: bytes) -> None:
         """Bytes for the rank's log file alone."""

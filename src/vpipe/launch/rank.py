@@ -25,7 +25,7 @@ _GLOO = ("third_party/gloo", "gloo/transport")
 
 def become_rank(spec: dict[str, Any], rank: int) -> None:
     """Run the target as ``rank``; returns, or raises what the target raises."""
-    stdout, stderr, report = spec["fds"][rank]
+    stdout, stderr, report, *control = spec["fds"][rank]
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     os.close(stdout)
@@ -35,6 +35,8 @@ def become_rank(spec: dict[str, Any], rank: int) -> None:
     os.environ.update(
         spec["environment"] | {"RANK": str(rank), "LOCAL_RANK": str(rank), "VPIPE_REPORT_FD": str(report)}
     )
+    if control:  # of an elastic run: rank is a slot, and the launcher will say which rank it is
+        os.environ.update({"VPIPE_CONTROL_FD": str(control[0]), "VPIPE_SLOT": str(rank)})
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # as in processes that were started one by one
     sys.excepthook = Reporter(rank, report)

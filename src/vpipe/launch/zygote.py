@@ -9,8 +9,10 @@ and make the end of every rank a second longer.
 It speaks with the launcher over a socket, one JSON object a line:
 
     launcher → zygote   the spec; then {"signal": 15} for all living ranks; the end of the stream means: kill everything
-    zygote → launcher   {"started": [pids]}, {"ended": rank, "status": code}; instead {"failed": sentence} where it
-                        cannot start them, {"refused": sentence} where the user must mend something first
+                        in an elastic run also {"kill": rank}, and {"fork": rank} with the descriptors of a new one
+    zygote → launcher   {"started": [pids]}, {"forked": rank, "pid": pid}, {"ended": rank, "status": code}; instead
+                        {"failed": sentence} where it cannot start them, {"refused": sentence} where the user must mend
+                        something first
 
 Before any rank is forked a child may be asked whether the run makes sense (``check`` of the spec): what it loads and
 prints is gone with it, and what it imports was imported already.
@@ -35,6 +37,8 @@ from vpipe.launch.process import die_with_parent, kill_own_group
 from vpipe.launch.rank import become_rank
 
 SAVE_AND_LEAVE = json.dumps({"signal": int(signal.SIGUSR1)}).encode()
+MOST_DESCRIPTORS = 64
+"""Of one message."""
 
 
 class Zygote:
@@ -44,6 +48,8 @@ class Zygote:
         self._control = control
         self._spec = spec
         self._unread = rest
+        self._given: list[int] = []
+        """Descriptors that came for ranks that are not forked yet."""
         self._ranks: dict[int, int] = {}
         self._keeper = 0
 
@@ -90,7 +96,7 @@ class Zygote:
         gc.freeze()
         gc.enable()
         zygote = os.getpid()
-        fds = [*self._spec["fds"]]
+        fds = self._spec["fds"]
         listener = self._spec["listener"]
         self._keeper = os.fork()
         if self._keeper == 0:
@@ -112,8 +118,8 @@ class Zygote:
         self.tell({"started": pids})
         return None
 
-    def serve(self) -> None:
-        """Reap and pass signals on, until the launcher goes."""
+    def serve(self) -> int | None:
+        """Reap and pass signals on, until the launcher goes. Returns a rank in the child that was forked for it."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         os.set_blocking(reader, False)
@@ -125,11 +131,17 @@ class Zygote:
             if reader in ready:
                 os.read(reader, 4096)
             if self._control.fileno() in ready:
-                data = self._control.recv(4096)
+                data, given, _, _ = socket.recv_fds(self._control, 4096, MOST_DESCRIPTORS)
                 if not data:
                     kill_own_group()
                 self._unread += data
-                self._obey()
+                self._given += given
+                rank = self._obey()
+                if rank is not None:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    _close([reader, writer])
+                    return rank
 
     def _reap(self) -> None:
         while True:
@@ -142,14 +154,39 @@ class Zygote:
             if pid in self._ranks:
                 self.tell({"ended": self._ranks.pop(pid), "status": os.waitstatus_to_exitcode(status)})
 
-    def _obey(self) -> None:
+    def _obey(self) -> int | None:
+        """Do what the launcher says. Returns a rank in the child that was forked for it."""
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
-            signum = int(json.loads(line)["signal"])
-            for pid in self._ranks:
+            order = json.loads(line)
+            if "fork" in order:
+                if self._fork_one(int(order["fork"])):
+                    return int(order["fork"])
+                continue
+            chosen = [pid for pid, rank in self._ranks.items() if order.get("kill", rank) == rank]
+            signum = int(order.get("signal", signal.SIGKILL))
+            for pid in chosen:
                 os.kill(pid, signum)
                 if signum != signal.SIGKILL:
                     os.kill(pid, signal.SIGCONT)  # a stopped rank could not obey
+        return None
+
+    def _fork_one(self, rank: int) -> bool:
+        """A new process for a rank, with the streams that came along; whether this is it."""
+        count = len(self._spec["fds"][0])
+        given, self._given = self._given[:count], self._given[count:]
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _be_child(zygote)
+            self._control.close()
+            _close(self._given)
+            self._spec["fds"] = {rank: given}
+            return True
+        _close(given)
+        self._ranks[pid] = rank
+        self.tell({"forked": rank, "pid": pid})
+        return False
 
     def tell(self, event: dict[str, Any]) -> None:
         try:
@@ -229,8 +266,8 @@ def main() -> None:
     die_with_parent(launcher, 0)  # from here on the end of the stream tells, and the whole group goes
     rank = zygote.fork()
     if rank is None:
-        zygote.serve()
-    else:
+        rank = zygote.serve()
+    if rank is not None:
         become_rank(spec, rank)
 
 

@@ -8,6 +8,7 @@ state.json              the heartbeat: where the run is, and whose run it is (``
 run.json                what runs: schedule, program, placement, stages, versions of the software
 metrics.jsonl           one line per training iteration or evaluation, and one where a run was resumed
 events/rank<r>.jsonl    the last steps of a rank, action by action
+crew.json, wanted.json  of an elastic run: its processes, and how many its user wants (``crew``)
 summary.json            written at the end, however the run ends, with its ending (``endings``)
 checkpoints/iteration-<n>/, logs/rank<r>.log, report.html, trace.json.gz
 """
@@ -24,12 +25,14 @@ STATE = "state.json"
 RUN = "run.json"
 METRICS = "metrics.jsonl"
 EVENTS = "events"
+CREW = "crew.json"
+WANTED = "wanted.json"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 
 OF_A_RUN = (
-    *(CONFIG, PLAN, LINEAGE, STATE, RUN, METRICS, EVENTS, SUMMARY, CHECKPOINTS, LOGS),
+    *(CONFIG, PLAN, LINEAGE, STATE, RUN, METRICS, EVENTS, CREW, WANTED, SUMMARY, CHECKPOINTS, LOGS),
     *("report.html", "trace.json.gz", "tensorboard", "wandb", "command_history.log", "machinefile"),
     "output.log.0",
 )

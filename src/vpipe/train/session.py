@@ -47,6 +47,8 @@ class Session:
     feed: Feed
     device: Backend | None = None
     """Who orders the work on a device that ranks share."""
+    epoch: int = 0
+    """Of an elastic run: how often its ranks have met."""
     _programs: dict[int, Programs] = field(default_factory=dict)
 
     @property
@@ -127,11 +129,11 @@ def schedule_options(config: PipelineConfig) -> dict[str, Any]:
     return chosen | ({BATCHES: 1} if entry.chains is Chain.BATCHES else {})
 
 
-def open_session(config: PipelineConfig) -> Session:
-    """Build everything that this rank needs."""
+def open_session(config: PipelineConfig, data: DataSet | None = None) -> Session:
+    """Build everything that this rank needs; ``data`` where it is loaded already."""
     plugins.load(config.plugins)
     refuse(config)
-    data = load_data(config)
+    data = data or load_data(config)
     model = load_model(config, data.vocab_size)
     _check_vocabulary(config, model, data)
     skeleton = Skeleton.of(config.model.name, model)

@@ -9,14 +9,18 @@ Every rank runs this loop in the same order.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from signal import Signals
 from time import perf_counter
 from typing import Any
 
+from torch import Tensor
+
 from vpipe.observe.console import Console
 from vpipe.rundir import lineage
 from vpipe.rundir.endings import Ending, EndingKind
+from vpipe.rundir.manifest import Standing
 from vpipe.rundir.state import Beat
 from vpipe.schedule.entry import Chain
 from vpipe.schedule.own import short_name
@@ -74,13 +78,30 @@ class Trainer:
         self._updates: deque[float] = deque(maxlen=16)
         """Seconds of the latest updates."""
         self._since_update = perf_counter()
+        self.updated: Callable[[], None] | None = None
+        """Called between two updates, when all that belongs to the one before is done."""
         self._accumulating: list[Units] = []
         """The iterations of this update that are read but not yet trained on."""
 
     def resume(self, where: Path) -> None:
         """Go on from the newest whole checkpoint of ``where``."""
-        self.position = self.checkpoints.resume(where)
-        self.iteration = self.position[0] * self.session.feed.num_batches + self.position[1]
+        self._go_on(self.checkpoints.resume(where))
+
+    def restore(self, standing: Standing, tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Go on from a copy in memory of this very run."""
+        self._go_on(self.checkpoints.restore(standing, tensors))
+        self._owes_checkpoint = self._owed()
+
+    def _owed(self) -> bool:
+        """Whether the update that was restored asked for a checkpoint, which may have got lost with a rank."""
+        interval, step = self.session.config.checkpoint.interval, self.session.config.training.gradient_accumulation
+        if interval <= 0:
+            return interval == 0 and (self.position[1] < step or self.iteration == self.num_iterations)
+        return self._due(interval) or self.iteration // interval != (self.iteration - step) // interval
+
+    def _go_on(self, position: Position) -> None:
+        self.position = position
+        self.iteration = position[0] * self.session.feed.num_batches + position[1]
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or until somebody asks to stop; the summary. ``ended`` says how."""
@@ -96,11 +117,16 @@ class Trainer:
                 )
             if self.evaluation is not None and not self.evaluation.num_batches:
                 self.log.say(f"warning: there is no evaluation: {self.evaluation.why_not}")
+            if self._owes_checkpoint:
+                self.checkpoints.save(self.iteration, self.position)
+                self._owes_checkpoint = False
             with self.stop_requests.listening():
                 self._since_update = perf_counter()
                 while self.iteration < self.num_iterations and not self._stops():
                     self._train()
                     self._evaluate_and_save()
+                    if self.updated is not None and self._ends_update(self.iteration):
+                        self.updated()
                     if training.exit_after_profile and self._profiles(self.iteration - 1):
                         break
             self.checkpoints.settle()

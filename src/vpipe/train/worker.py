@@ -61,7 +61,7 @@ def train(
             conclusion.claim = taken
             if told is not None:
                 told(taken)
-        console = _console(checked, quiet) if rank == 0 else None
+        console = make_console(checked, quiet) if rank == 0 else None
         trainer = Trainer(session, taken.directory, console, taken.run)
         if resume is not None:
             trainer.resume(Path(resume))
@@ -71,7 +71,8 @@ def train(
         return trainer.ended.code
 
 
-def _console(config: PipelineConfig, quiet: bool) -> Console:
+def make_console(config: PipelineConfig, quiet: bool) -> Console:
+    """What rank 0 speaks through."""
     kind = QuietConsole if quiet else Console
     return kind(line_format=config.observe.line_format, log_interval=config.observe.log_interval)
 

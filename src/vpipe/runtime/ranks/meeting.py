@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vpipe.errors import UserError
+from vpipe.runtime.ranks.control import CONTROL
 from vpipe.runtime.ranks.failure import PeerLost, reason
 from vpipe.runtime.ranks.secret import SECRET, prefix
 
@@ -38,6 +39,8 @@ class LaunchedRank:
     report_fd: int | None = None
     secret: str = ""
     """Of this run; empty where no launcher of ours gave one."""
+    watched: bool = True
+    """Whether a watchdog ends this rank with the others; in an elastic run the launcher decides."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> LaunchedRank:
@@ -52,6 +55,7 @@ class LaunchedRank:
                 f"{environ.get('TORCHELASTIC_RUN_ID', '')}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
                 int(report) if report else None,
                 environ.get(SECRET, ""),
+                CONTROL not in environ,
             )
         except (KeyError, ValueError) as error:
             raise UserError(

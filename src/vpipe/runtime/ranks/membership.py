@@ -115,6 +115,10 @@ class Membership:
         if process is not None:
             process.kill()
 
+    @property
+    def is_watched(self) -> bool:
+        return self._place.watched
+
     def start(self) -> None:
         """From now on this rank ends with the others, and soon: an interpreter that has loaded torch spends a second on
         looking for garbage while it ends."""
@@ -136,7 +140,9 @@ def join(place: LaunchedRank | None, timeout: float) -> int:
     global _current
     if _current is not None or place is None:
         return dist.get_world_size()
-    sys.excepthook = hook = Hook(place)
+    hook = Hook(place)
+    if place.watched:
+        sys.excepthook = hook
     if dist.is_initialized():
         store = _stores.PrefixStore(
             prefix(place.secret, place.generation), _stores.distributed_c10d._get_default_store()
@@ -148,7 +154,8 @@ def join(place: LaunchedRank | None, timeout: float) -> int:
         store, watched = connected(place, min(timeout, COME_WITHIN))
         hook.member = member = Membership(place, timeout, store, watched)
         member.meet()
-        member.start()  # before gloo connects: a rank that cannot, ends those that wait for it
+        if place.watched:
+            member.start()  # before gloo connects: a rank that cannot, ends those that wait for it
         _connect(place, _stores.PrefixStore("group", store), timedelta(seconds=timeout + SLACK))
         _current = member
         return place.num_ranks
@@ -202,7 +209,15 @@ def _to_stderr(sentence: str) -> None:
     os.write(2, f"vpipe: {sentence}\n".encode())
 
 
+def leave() -> None:
+    """Forget the others: an elastic rank joins again, perhaps as another one. Its connections are shut already."""
+    global _current
+    _current = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def failed(error: BaseException) -> None:
-    """Tell the other ranks that this one cannot go on; without other ranks, nothing."""
-    if _current is not None:
+    """Tell the other ranks that this one cannot go on; without other ranks, or where a launcher tells them, nothing."""
+    if _current is not None and _current.is_watched:
         _current.watchdog.failed(error)

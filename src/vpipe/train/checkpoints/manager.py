@@ -48,8 +48,10 @@ class CheckpointManager:
         self._lock: Lock | None = None
         self._is_leader = pipeline.is_leader
         processes = (0, 1) if pipeline.in_process else (pipeline.rank, pipeline.layout.num_ranks)
-        self._saver = Saver(CheckpointPlace(self.directory, *processes, section.keep), blocking=section.blocking)
+        place = CheckpointPlace(self.directory, *processes, section.keep, session.epoch)
+        self._saver = Saver(place, blocking=section.blocking)
         self._pending = False
+        self._whole: frozenset[int] = frozenset()
 
     def enter(self) -> None:
         """From now on the directories are this run's: it is listed there, with its parent. Rank 0 does it."""
@@ -69,7 +71,7 @@ class CheckpointManager:
 
     def save(self, iteration: int, position: Position) -> None:
         """Write a checkpoint beside what follows; where it cannot be written the run goes on and says so."""
-        if iteration == self._kept:
+        if iteration == self._kept or iteration in self._whole:
             return
         self.settle()
         session = self._session
@@ -77,7 +79,7 @@ class CheckpointManager:
         if session.model.vocab_size > 0:  # a checkpoint must stand without the data set
             config["model"]["vocab_size"] = session.model.vocab_size
         self._beat(lambda beat: setattr(beat, "phase", "saving"))
-        self._saver.begin(Save(self._standing(iteration, position), self.line, config), self._layers())
+        self._saver.begin(Save(self.standing(iteration, position), self.line, config), self.layers())
         self._kept, self._pending = iteration, True
         self.poll()
 
@@ -106,11 +108,16 @@ class CheckpointManager:
         self._saver.wait()
         self.poll()
 
+    def abandon(self) -> None:
+        """The ranks part in the middle of whatever they did: nobody waits for another one's receipt."""
+        self._saver.call_off()
+        self._saver.wait()
+
     def close(self) -> None:
         if self._lock is not None:
             self._lock.release()
 
-    def _standing(self, iteration: int, position: Position) -> Standing:
+    def standing(self, iteration: int, position: Position) -> Standing:
         session, pipeline = self._session, self._session.pipeline
         epoch, batch = position
         stats = pipeline.stats
@@ -127,7 +134,7 @@ class CheckpointManager:
             session.skeleton.fingerprint,
         )
 
-    def _layers(self) -> Layers:
+    def layers(self) -> Layers:
         """The layers of which this process holds the first replica."""
         return {
             held.layer: layer_file.tensors_of(held.module, held.optimizer)
@@ -155,6 +162,23 @@ class CheckpointManager:
             self._say(f"resumed from {path}: epoch {position[0]}, batch {position[1]}")
             return position
         raise UserError(f"no checkpoint of {where} is whole; start anew, or restore one from a copy")
+
+    def restore(self, standing: Standing, tensors: Mapping[int, Mapping[str, Tensor]]) -> Position:
+        """Go on from a copy in memory of this very run; the position of the next batch."""
+        self._restore(standing, tensors)
+        entry = lineage.current(self._run_directory)
+        if entry is not None and entry.line.run == self.line.run:
+            self.line, self._parent = entry.line, Path(entry.checkpoint) if entry.checkpoint else None
+        whole: dict[int, Path] = {}
+        for path in checkpoint.checkpoints(self.directory):
+            with suppress(DamagedCheckpoint):
+                found = Checkpoint.open(path)
+                if found.manifest.line.run == self.line.run:
+                    whole[found.standing.iteration] = path
+        if whole:
+            self._beat(lambda beat: _note(beat, max(whole), whole[max(whole)], 0.0))
+        self._whole = frozenset(whole)
+        return self._position(standing)
 
     def _continue(self, found: Checkpoint) -> None:
         """This run is a child of the one that wrote the checkpoint."""

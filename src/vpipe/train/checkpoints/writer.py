@@ -49,6 +49,8 @@ class CheckpointPlace:
     """Which of the processes this is; 0 leads."""
     num_processes: int
     keep: int
+    epoch: int = 0
+    """Of an elastic run: what ranks that are gone have left of a save is not taken for a part of this one."""
 
 
 @dataclass
@@ -119,7 +121,8 @@ class Saver:
         save.seconds = perf_counter() - begin
 
     def _partial(self, save: Save) -> Path:
-        return self._place.directory / f".iteration-{save.standing.iteration:06d}-{save.line.run}.partial"
+        turn = f"-{self._place.epoch}" if self._place.epoch else ""
+        return self._place.directory / f".iteration-{save.standing.iteration:06d}-{save.line.run}{turn}.partial"
 
     def _leave_receipt(self, partial: Path, save: Save, files: Mapping[str, FileFacts]) -> None:
         told = {"problem": save.problem, "files": {name: asdict(facts) for name, facts in files.items()}}

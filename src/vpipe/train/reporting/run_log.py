@@ -79,6 +79,15 @@ class RunLog:
         if self._heart is not None:
             self._heart.tell(change)
 
+    def recovered(self, iteration: int, num_ranks: int, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
+        """An elastic run goes on after a loss or a change: who was lost, and what the time until now went to."""
+        if self._journal is not None:
+            line = {"kind": "recovery", "iteration": iteration, "ranks": num_ranks, **facts, "seconds": dict(seconds)}
+            self._journal.metrics(line | {"time": time()})
+            parts = ", ".join(f"{name} {spent:.2f}" for name, spent in seconds.items())
+            lost = "; ".join(facts.get("lost", ()))
+            self.say(f"{lost}: {num_ranks} ranks go on after {sum(seconds.values()):.2f} s ({parts})")
+
     def align_clocks(self, iteration: int) -> None:
         """Before an iteration, on all ranks."""
         if self._clocks is None:

@@ -1,0 +1,102 @@
+"""Who trains with whom: the decisions of the launcher of an elastic run, without its sockets.
+
+A *slot* is a place for a process; a rank is what it is called in one epoch. The processes of all slots are in one of
+these states, and a new epoch begins when nobody is on the way:
+
+    STARTING ──ready──▶ READY ──order──▶ RUNNING ──finished──▶ FINISHED
+                          ▲                 │ another one is lost: abort
+                          └──ready──── LEAVING
+
+Only here is an epoch numbered, so there is never more than one group that goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+MOST_IN_VAIN = 5
+"""Epochs in a row without a step, after which the run ends: what kills a rank again and again is not chance."""
+
+
+class State(Enum):
+    STARTING = auto()
+    READY = auto()
+    RUNNING = auto()
+    LEAVING = auto()
+    FINISHED = auto()
+
+
+@dataclass
+class Crew:
+    """The processes of an elastic run. ``by`` is what their number must be a multiple of."""
+
+    wanted: int
+    least: int
+    by: int = 1
+    epoch: int = 0
+    states: dict[int, State] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
+    """Slot → rank in the current epoch."""
+    lost: list[str] = field(default_factory=list)
+    """Why there must be another epoch, in words."""
+    in_vain: int = 0
+
+    def started(self, slot: int) -> None:
+        self.states[slot] = State.STARTING
+
+    def ready(self, slot: int) -> None:
+        self.states[slot] = State.READY
+
+    def finished(self, slot: int, epoch: int) -> None:
+        if epoch == self.epoch and self.states.get(slot) is State.RUNNING:
+            self.states[slot] = State.FINISHED
+
+    def stepped(self, epoch: int) -> None:
+        if epoch == self.epoch:
+            self.in_vain = 0
+
+    def gone(self, slot: int) -> bool:
+        """A process has ended; whether it had done its part."""
+        return self.states.pop(slot, None) is State.FINISHED and self.all_finished
+
+    @property
+    def all_finished(self) -> bool:
+        training = [state for slot, state in self.states.items() if slot in self.ranks]
+        return all(state is State.FINISHED for state in training)
+
+    def interrupt(self, why: str) -> list[int]:
+        """The epoch is over: the slots that must be told."""
+        self.lost.append(why)
+        told = [slot for slot, state in self.states.items() if state is State.RUNNING]
+        for slot, state in self.states.items():
+            if state is State.FINISHED:
+                self.states[slot] = State.READY
+        for slot in told:
+            self.states[slot] = State.LEAVING
+        return told
+
+    @property
+    def num_ranks(self) -> int:
+        """How many can train now."""
+        return min(self.wanted, len(self.states)) // self.by * self.by
+
+    @property
+    def can_begin(self) -> bool:
+        return self.num_ranks >= self.least and all(state is State.READY for state in self.states.values())
+
+    def begin(self) -> dict[int, dict[str, Any]]:
+        """Begin the next epoch: slot → order. Who is not needed waits as a spare."""
+        self.epoch += 1
+        self.in_vain += 1
+        slots = sorted(self.states)[: self.num_ranks]
+        self.ranks = {slot: rank for rank, slot in enumerate(slots)}
+        for slot in slots:
+            self.states[slot] = State.RUNNING
+        facts: dict[str, Any] = {"lost": self.lost} if self.lost else {}
+        self.lost = []
+        return {
+            slot: {"epoch": self.epoch, "rank": rank, "num_ranks": len(slots), **facts}
+            for slot, rank in self.ranks.items()
+        }

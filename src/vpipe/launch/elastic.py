@@ -1,0 +1,217 @@
+"""The launcher of an elastic run: it notices a lost rank, interrupts the others, finds a replacement and leads them on.
+
+    rank is killed ──▶ zygote reaps it ──▶ abort to the others ──▶ all ready ──▶ order: epoch, ranks
+    rank is stopped ─▶ /proc says so ─▶ it is killed         └─ meanwhile a replacement is forked, or fewer go on
+
+A rank that fails by an exception of its own ends the run as always: its error would come again. What is decided is in
+``crew``; this class has the sockets, the streams and the memory of the copies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from vpipe.launch.crew import MOST_IN_VAIN, Crew
+from vpipe.launch.loop import Launch
+from vpipe.launch.output import Output
+from vpipe.launch.process import is_stopped, signal_name
+from vpipe.launch.verdict import IN_ORDER
+from vpipe.rundir.crew import Roster
+
+STOPPED_FOR = 0.75
+"""Seconds without a sign after which a process that is stopped is taken for lost."""
+SILENT_FOR = 30.0
+"""The same for one that the kernel runs: on a busy machine a well process may be late."""
+SHELVES = "VPIPE_SHELVES"
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """How many ranks there may be. ``replaces``: a lost one is replaced by a new process of this machine."""
+
+    least: int
+    most: int
+    by: int = 1
+    replaces: bool = True
+    directory: Path | None = None
+    """Where those who look from outside are told who is in the run, and say how many they want."""
+
+
+@dataclass
+class Member:
+    """The process of a slot."""
+
+    connection: socket.socket
+    pid: int = 0
+    seen: float = field(default_factory=monotonic)
+    longest: float = 0.0
+    """Seconds between two of its signs, at most so far: patience adapts to it."""
+    unread: bytes = b""
+
+
+class ElasticLaunch(Launch):
+    """A run whose ranks come and go."""
+
+    def __init__(self, num_ranks: int, output: Output, grace: Callable[[], float], elastic: Elastic) -> None:
+        super().__init__(num_ranks, output, grace)
+        self._elastic = elastic
+        self._crew = Crew(num_ranks, elastic.least, elastic.by)
+        self._members: dict[int, Member] = {}
+        self._noticed = 0.0
+        self._shelves = [[os.memfd_create("vpipe-copy") for _ in range(2)] for _ in range(elastic.most)]
+        self._shared = [fd for pair in self._shelves for fd in pair]
+
+    def _variables(self) -> dict[str, str]:
+        return {SHELVES: json.dumps(self._shelves)}
+
+    def _streams(self, rank: int) -> list[int]:
+        ours, theirs = socket.socketpair()
+        self._members[rank] = member = Member(ours)
+        self._crew.started(rank)
+        self._selector.register(ours, selectors.EVENT_READ, lambda _: self._read_member(rank, member))
+        return [*super()._streams(rank), theirs.detach()]
+
+    def _shown_as(self, rank: int) -> int:
+        return self._crew.ranks.get(rank, rank)
+
+    def _heard(self, event: dict[str, Any]) -> None:
+        if "started" in event:
+            for slot, pid in enumerate(event["started"]):
+                self._members[slot].pid = pid
+            self._show()
+        elif "forked" in event and int(event["forked"]) in self._members:
+            self._members[int(event["forked"])].pid = int(event["pid"])
+            self._show()
+        super()._heard(event)
+
+    def _show(self) -> None:
+        """Tell those who look from outside."""
+        crew, elastic = self._crew, self._elastic
+        if elastic.directory is not None:
+            pids = {slot: member.pid for slot, member in self._members.items() if member.pid}
+            has_stepped = crew.epoch > 0 and crew.in_vain == 0
+            with suppress(OSError):
+                Roster(crew.epoch, elastic.least, elastic.most, crew.wanted, has_stepped, pids, dict(crew.ranks)).write(
+                    elastic.directory
+                )
+
+    def _read_member(self, slot: int, member: Member) -> bool:
+        try:
+            data = member.connection.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(member.connection)
+            return False
+        now = monotonic()
+        member.longest = max(member.longest, now - member.seen)
+        member.seen = now
+        *lines, member.unread = (member.unread + data).split(b"\n")
+        for line in lines:
+            self._obey(slot, json.loads(line))
+        return True
+
+    def _obey(self, slot: int, message: dict[str, Any]) -> None:
+        crew = self._crew
+        if "stepped" in message:
+            in_vain = crew.in_vain
+            crew.stepped(int(message["stepped"]))
+            if in_vain != crew.in_vain:
+                self._show()
+        if "finished" in message:
+            crew.finished(slot, int(message["finished"]))
+            if crew.all_finished:
+                for each in self._members.values():
+                    _tell(each, {"leave": True})
+        if message.get("lost") == crew.epoch and not crew.lost:
+            self._output.say(f"vpipe: {message['sentence']}")
+            self._interrupt(f"rank {crew.ranks.get(slot, slot)} lost a connection")
+        if "ready" in message:
+            crew.ready(slot)
+            self._begin_if_all_are_ready()
+
+    def _ended(self, rank: int, status: int) -> None:
+        """A process has ended: as it should, by a failure of its own, or lost."""
+        shown, was_rank = self._shown_as(rank), rank in self._crew.ranks
+        done = self._crew.gone(rank) or status in (0, *IN_ORDER)
+        member = self._members.pop(rank, None)
+        if member is not None:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(member.connection)
+            member.connection.close()
+        if done or rank in self._verdict.reports or self._stop_signal or self._verdict.ended_by_us or status > 0:
+            self._verdict.ended(rank, 0 if done and status < 0 else status)
+            return
+        why = f"rank {shown} was killed by {signal_name(-status)}"
+        if self._crew.in_vain >= MOST_IN_VAIN:
+            self._output.say(f"vpipe: {MOST_IN_VAIN} times in a row no step was done before a rank was lost")
+            self._verdict.ended(rank, status)
+            return
+        if was_rank or not self._crew.ranks:
+            self._interrupt(why)
+        if self._elastic.replaces and len(self._members) < self._crew.wanted:
+            self._fork(rank)
+        elif self._crew.num_ranks < self._crew.least:
+            self._output.say(
+                f"vpipe: {len(self._members)} ranks are left, fewer than {self._crew.least} (launch.elastic)"
+            )
+            self._verdict.ended(rank, status)
+            return
+        self._begin_if_all_are_ready()
+
+    def _interrupt(self, why: str) -> None:
+        if not self._crew.lost:
+            self._noticed = monotonic()
+        epoch = self._crew.epoch
+        for slot in self._crew.interrupt(why):
+            _tell(self._members[slot], {"abort": epoch})
+
+    def _fork(self, slot: int) -> None:
+        """A new process for a slot; its streams are as those of the one before."""
+        fds = self._streams(slot)
+        self._tell_zygote({"fork": slot}, fds)
+        for fd in fds:
+            os.close(fd)
+
+    def _begin_if_all_are_ready(self) -> None:
+        crew = self._crew
+        if not crew.can_begin or self._verdict.ended_by_us:
+            return
+        facts = {"noticed": self._noticed} if crew.lost else {}
+        for slot, order in crew.begin().items():
+            _tell(self._members[slot], order | facts)
+        self._show()
+
+    def _judge(self, now: float) -> None:
+        for slot, member in list(self._members.items()):
+            silent = now - member.seen
+            stopped = silent > STOPPED_FOR and member.pid and is_stopped(member.pid)
+            if (stopped or silent > max(SILENT_FOR, 3 * member.longest)) and not self._verdict.ended_by_us:
+                how = "is stopped" if stopped else "gives no sign"
+                self._output.say(f"vpipe: rank {self._shown_as(slot)} {how} for {silent:.1f} s; it is ended")
+                member.seen = now
+                self._tell_zygote({"kill": slot})
+        super()._judge(now)
+
+    def close(self) -> None:
+        super().close()
+        for member in self._members.values():
+            member.connection.close()
+        for fd in self._shared:
+            os.close(fd)
+
+
+def _tell(member: Member, order: dict[str, Any]) -> None:
+    """A process that is gone will be reaped."""
+    with suppress(OSError):
+        member.connection.sendall(json.dumps(order).encode() + b"\n")

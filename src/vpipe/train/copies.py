@@ -1,0 +1,212 @@
+"""Copies of a run's state in memory that outlives the ranks.
+
+Every slot of an elastic run has two pieces of memory without a name (memfd). The launcher makes them, the zygote and
+all ranks inherit them: whoever is killed, the memory stays while one of them lives. After each update a rank writes
+what a checkpoint would have of its layers into the older of its two pieces:
+
+    ┌ head ───────────────────────────────────────────────┬ table ┬ tensors, aligned to 64 ─────
+    │ magic, iteration, epoch, sizes, sum of all the rest │ JSON  │ raw bytes
+    └─────────────────────────────────────────────────────┴───────┴────────────────────────────
+
+The magic is erased first and written last, and the sum of all words must be right: a copy whose writer died on the way
+is none. **Why two are enough**: a rank writes copy t+2 over copy t only after a step in which all ranks took part, so
+each of them had finished its copy t+1 before. So there is always a *generation* that all ranks have whole, at most one
+update old.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vpipe.rundir.manifest import Standing
+
+SHELVES = "VPIPE_SHELVES"
+"""The variable in which a launcher tells its ranks the descriptors: a JSON list of pairs, one a slot."""
+_HEAD = struct.Struct("<8sqqqqq")
+_MAGIC = b"vpcopy\x00\x01"
+_ALIGN = 64
+_ROOM = 4096
+"""Bytes of the table beyond its entries."""
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+Layers = Mapping[int, Mapping[str, Tensor]]
+"""Layer → what is kept of it."""
+Key = tuple[int, str]
+Entry = tuple[str, list[int], int]
+"""(dtype, shape, where it begins)."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of the copies of one generation this is: every writer's together make it whole."""
+
+    epoch: int
+    number: int
+    num_parts: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A whole copy, found and checked."""
+
+    iteration: int
+    part: Part
+    standing: Standing
+    table: Mapping[int, Mapping[str, Entry]]
+    memory: Tensor
+
+    def read(self, layer: int) -> dict[str, Tensor]:
+        """The tensors of a layer, as they lie in the copy."""
+        return {name: _view(self.memory, entry) for name, entry in self.table[layer].items()}
+
+
+class Shelf:
+    """The two pieces of memory of one slot."""
+
+    def __init__(self, descriptors: Sequence[int]) -> None:
+        self._pieces = [_Piece(descriptor) for descriptor in descriptors]
+        self._last: _Piece | None = None
+
+    def keep(self, found: Sequence[Copy]) -> None:
+        """The run goes on from these copies: the one that is here is overwritten last. What is newer here was written
+        by a rank that had come further than others, and is worth nothing now."""
+        generations = {(copy.iteration, copy.part.epoch) for copy in found}
+        self._last = next((piece for piece in self._pieces if piece.order() in generations), None)
+
+    def write(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[Key] = ()) -> int:
+        """Keep the state after an update, beside the one before; bytes that were copied. What is ``frozen`` is copied
+        once."""
+        piece = next(piece for piece in self._pieces if piece is not self._last)
+        copied = piece.write(standing, part, layers, frozen)
+        self._last = piece
+        return copied
+
+    def copies(self) -> list[Copy]:
+        """The whole ones."""
+        return [copy for piece in self._pieces if (copy := piece.read()) is not None]
+
+
+class _Piece:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._form: list[Any] = []
+        self._table: dict[int, dict[str, Entry]] = {}
+        self._text = b""
+        self._begin = self._end = 0
+        self._frozen: set[Key] = set()
+
+    def order(self) -> tuple[int, int]:
+        """(iteration, epoch); nothing, or a torn copy, is older than any."""
+        head = self._head()
+        return head[1:3] if head is not None else (-1, -1)
+
+    def _head(self) -> tuple[bytes, int, int, int, int, int] | None:
+        data = os.pread(self._descriptor, _HEAD.size, 0)
+        if len(data) < _HEAD.size or not data.startswith(_MAGIC):
+            return None
+        return _HEAD.unpack(data)
+
+    def write(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[Key]) -> int:
+        os.pwrite(self._descriptor, bytes(len(_MAGIC)), 0)
+        form = [(layer, name, t.dtype, t.shape) for layer, tensors in layers.items() for name, t in tensors.items()]
+        if form != self._form:
+            self._lay_out(layers)
+            self._form = form
+        memory = self._memory
+        told = json.dumps([asdict(standing), part.number, part.num_parts]).encode()
+        memory[_HEAD.size : self._begin] = _bytes((told + b"\n" + self._text).ljust(self._begin - _HEAD.size))
+        copied = 0
+        for layer, tensors in layers.items():
+            for name, tensor in tensors.items():
+                if (layer, name) in self._frozen and (layer, name) in frozen:
+                    continue
+                place = _view(memory, self._table[layer][name])
+                place.copy_(tensor)
+                copied += place.nbytes
+        self._frozen = set(frozen)
+        head = (standing.iteration, part.epoch, self._begin, self._end, _sum(memory[_HEAD.size : self._end]))
+        memory[len(_MAGIC) : _HEAD.size] = _bytes(_HEAD.pack(b"", *head)[len(_MAGIC) :])
+        memory[: len(_MAGIC)] = _bytes(_MAGIC)
+        return copied
+
+    def _lay_out(self, layers: Layers) -> None:
+        """Where every tensor goes, in memory that is large enough."""
+        offset, places = 0, {}
+        for layer, tensors in layers.items():
+            for name, tensor in tensors.items():
+                places[layer, name] = offset
+                offset = _aligned(offset + tensor.nbytes)
+        self._begin = _aligned(_HEAD.size + _ROOM + sum(len(name) + 160 for _, name in places))
+        self._end = self._begin + offset
+        self._table = {
+            layer: {
+                name: (str(t.dtype).removeprefix("torch."), list(t.shape), self._begin + places[layer, name])
+                for name, t in tensors.items()
+            }
+            for layer, tensors in layers.items()
+        }
+        self._text = json.dumps(self._table, separators=(",", ":")).encode()
+        self._frozen = set()
+        if os.fstat(self._descriptor).st_size < self._end:
+            os.ftruncate(self._descriptor, self._end)
+        self._memory = torch.frombuffer(mmap.mmap(self._descriptor, 0), dtype=torch.uint8)
+
+    def read(self) -> Copy | None:
+        head = self._head()
+        size = os.fstat(self._descriptor).st_size
+        if head is None or not _HEAD.size <= head[3] <= head[4] <= size:
+            return None
+        _, iteration, epoch, begin, end, told = head
+        memory = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
+        if _sum(memory[_HEAD.size : end]) != told:
+            return None
+        first, second = bytes(memory[_HEAD.size : begin].tolist()).split(b"\n", 1)
+        standing, number, num_parts = json.loads(first)
+        table = {int(layer): entries for layer, entries in json.loads(second).items()}
+        part = Part(epoch, number, num_parts)
+        return Copy(iteration, part, Standing.parse(standing), table, memory)
+
+
+def newest(shelves: Sequence[Shelf]) -> list[Copy]:
+    """The newest generation of which all parts are whole; empty where there is none."""
+    found: dict[tuple[int, int], dict[int, Copy]] = {}
+    for shelf in shelves:
+        for copy in shelf.copies():
+            found.setdefault((copy.iteration, copy.part.epoch), {})[copy.part.number] = copy
+    for _, parts in sorted(found.items(), reverse=True):
+        if len(parts) == next(iter(parts.values())).part.num_parts:
+            return [parts[number] for number in sorted(parts)]
+    return []
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN
+
+
+def _view(memory: Tensor, entry: Entry) -> Tensor:
+    dtype, shape, offset = _DTYPES[entry[0]], entry[1], entry[2]
+    count = dtype.itemsize
+    for size in shape:
+        count *= size
+    return memory[offset : offset + count].view(dtype).view(shape)
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _sum(memory: Tensor) -> int:
+    """The sum of all 64-bit words: at the speed of memory, and a word that is old or missing shows."""
+    whole = memory.numel() // 8 * 8
+    rest = int.from_bytes(bytes(memory[whole:].numpy()), "little") if whole < memory.numel() else 0
+    return (int(memory[:whole].view(torch.int64).sum()) + rest + 2**63) % 2**64 - 2**63

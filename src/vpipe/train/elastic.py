@@ -1,0 +1,204 @@
+"""What every rank of an elastic run does: train, be interrupted, and go on with whoever is there.
+
+    ┌▶ order ─▶ meet (store, gloo, shared memory) ─▶ build ─▶ newest whole copy ─▶ train, a copy after each update ─┐
+    └───────────────────────── abort: the sockets are shut, all of it is dropped ◀──────────────────────────────────┘
+
+Nothing is mended in place. A pipeline that lost a rank is thrown away with its groups and its step, and the next one
+begins from a copy in memory exactly as a resumed run begins from a checkpoint. Resuming is exact: random numbers depend
+on (seed, unit, layer), the order of the data on the iteration, and no bit on the partition. So a run with any number of
+losses ends as if none had happened. The data set and the process stay.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+
+from vpipe import plugins
+from vpipe.config import PipelineConfig
+from vpipe.data.dataset import DataSet
+from vpipe.rundir.endings import BY_SIGNAL
+from vpipe.runtime import assembly
+from vpipe.runtime.ranks import membership
+from vpipe.runtime.ranks.control import Aborted, Control, Order
+from vpipe.runtime.ranks.failure import PeerLost
+from vpipe.train import copies
+from vpipe.train.copies import SHELVES, Copy, Part, Shelf
+from vpipe.train.session import load_data, open_session
+from vpipe.train.sizes import resized
+from vpipe.train.trainer import Trainer
+from vpipe.train.worker import make_console
+
+CONSEQUENCE = 0.5
+"""Seconds within which an error must be explained by an abort; later it is this rank's own."""
+
+
+def train(config: dict[str, Any], directory: str, run: str, resume: str | None = None, quiet: bool = False) -> int:
+    """Train as whatever rank the launcher says, again and again; the exit code."""
+    checked = PipelineConfig.from_dict(config)
+    plugins.load(checked.plugins)
+    if checked.launch.threads:
+        torch.set_num_threads(checked.launch.threads)
+    atexit.register(gc.freeze)  # an interpreter that has loaded torch spends a second on looking for garbage
+    rank = Rank(checked, Path(directory), run, Path(resume) if resume else None, quiet)
+    return rank.live()
+
+
+class Rank:
+    """One process of an elastic run."""
+
+    def __init__(self, config: PipelineConfig, directory: Path, run: str, resume: Path | None, quiet: bool) -> None:
+        self._config = config
+        self._directory = directory
+        self._run = run
+        self._resume = resume
+        self._quiet = quiet
+        self._control = Control.read(os.environ)
+        self._shelves = [Shelf(pair) for pair in json.loads(os.environ[SHELVES])]
+        self._data: DataSet | None = None
+        self._code = 0
+
+    def live(self) -> int:
+        control = self._control
+        for number in BY_SIGNAL:
+            signal.signal(number, self._hear)
+        self._data = load_data(self._config)
+        control.tell(ready=True)
+        while (order := control.next()) is not None:
+            try:
+                with control.epoch(order):
+                    self._code = self._attempt(order)
+                    control.tell(finished=order.epoch, code=self._code)
+                continue
+            except Aborted:
+                lost = ""
+            except Exception as error:
+                if not control.aborted(CONSEQUENCE) and not isinstance(error, PeerLost):
+                    raise
+                lost = str(error)
+            self._part()
+            control.tell(**({"lost": order.epoch, "sentence": lost} if lost else {}), ready=True)
+        return self._code
+
+    def _hear(self, number: int, _: Any) -> None:
+        """Asked to stop between two epochs; within one, the trainer listens."""
+        if number == signal.SIGINT and self._control.heard == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._control.heard = number
+
+    def _part(self) -> None:
+        """Drop everything that belongs to the ranks of before."""
+        self._control.sockets.shut()
+        with suppress(RuntimeError, AssertionError):
+            membership.leave()
+        gc.collect()
+
+    def _attempt(self, order: Order) -> int:
+        """One epoch: from meeting the others to the end of the run, or to an exception."""
+        took = Marks(order)
+        if membership.current() is not None:  # it had finished, and another one had not
+            self._part()
+        config = resized(self._config, order.num_ranks)
+        os.environ.update(_environment(order))
+        with self._control.sockets.noting():
+            assembly.join(config.parallel.timeout)
+            took.mark("met")
+            session = open_session(config, self._data)
+        session.epoch = order.epoch
+        took.mark("groups")
+        console = make_console(config, self._quiet) if order.rank == 0 else None
+        trainer = Trainer(session, self._directory, console, self._run)
+        try:
+            self._restore(trainer)
+            took.mark("state")
+            trainer.stop_requests.heard = self._control.heard
+            trainer.updated = partial(self._keep, trainer, order, took)
+            trainer.run()
+        finally:
+            trainer.checkpoints.abandon()
+        return trainer.ended.code
+
+    def _restore(self, trainer: Trainer) -> None:
+        """Go on from the newest copy that is whole, else from where the run began."""
+        found = copies.newest(self._shelves)
+        pipeline = trainer.session.pipeline
+        generation = [float(found[0].iteration), float(found[0].part.epoch)] if found else [-1.0, -1.0]
+        everybody = pipeline.gather_numbers(generation)
+        if any(numbers != generation for numbers in everybody):
+            raise RuntimeError(f"the ranks would go on from different copies: {everybody}")
+        self._shelves[self._control.slot].keep(found)
+        if not found:
+            if self._resume is not None:
+                trainer.resume(self._resume)
+            return
+        where: dict[int, Copy] = {layer: copy for copy in found for layer in copy.table}
+        tensors: Mapping[int, Any] = {layer: where[layer].read(layer) for layer in pipeline.modules()}
+        trainer.restore(found[0].standing, tensors)
+
+    def _keep(self, trainer: Trainer, order: Order, took: Marks) -> None:
+        """After an update: copy what it made of this rank's layers, and tell the launcher how far we are."""
+        pipeline, kept = trainer.session.pipeline, trainer.checkpoints
+        writers = sorted({ranks[0] for ranks in pipeline.placement.ranks_of})
+        if order.rank in writers:
+            layers = kept.layers()
+            frozen = {
+                (layer, f"param/{name}")
+                for layer, module in pipeline.modules().items()
+                for name, parameter in module.named_parameters()
+                if not parameter.requires_grad
+            }
+            part = Part(order.epoch, writers.index(order.rank), len(writers))
+            with self._control.undisturbed():
+                shelf = self._shelves[self._control.slot]
+                shelf.write(kept.standing(trainer.iteration, trainer.position), part, layers, frozen)
+        if took.ends():
+            trainer.log.recovered(trainer.iteration, order.num_ranks, order.facts or {}, took.seconds)
+        self._control.stepped(trainer.iteration)
+
+
+class Marks:
+    """When this epoch came how far, in seconds after the launcher noticed what it recovers from."""
+
+    def __init__(self, order: Order) -> None:
+        facts = order.facts or {}
+        self._last = float(facts.get("noticed", monotonic()))
+        self._open = "lost" in facts
+        self.seconds: dict[str, float] = {}
+        self.mark("agreed")
+
+    def mark(self, name: str) -> None:
+        """``name`` took from the mark before until now. The clock is the machine's, the same in the launcher."""
+        now = monotonic()
+        self.seconds[name] = now - self._last
+        self._last = now
+
+    def ends(self) -> bool:
+        """After the first step; whether there is anything to tell."""
+        if not self._open:
+            return False
+        self._open = False
+        self.seconds["groups"] += self.seconds.pop("met")
+        self.mark("replay")
+        return True
+
+
+def _environment(order: Order) -> dict[str, str]:
+    """What torch and ``membership`` read. The count of restarts names the keys of this epoch in the store."""
+    return {
+        "RANK": str(order.rank),
+        "LOCAL_RANK": str(order.rank),
+        "WORLD_SIZE": str(order.num_ranks),
+        "LOCAL_WORLD_SIZE": str(order.num_ranks),
+        "TORCHELASTIC_RESTART_COUNT": str(order.epoch),
+    }

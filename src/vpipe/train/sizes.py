@@ -1,0 +1,67 @@
+"""An elastic run on another number of ranks than it began with.
+
+Only the number of stages changes: the batch, and with it the replicas, stay what they are, so a synchronous run ends
+with the same bits. What a config says about single stages cannot be kept for another number of them.
+"""
+
+from __future__ import annotations
+
+from vpipe.config import PipelineConfig
+from vpipe.errors import UserError
+from vpipe.schedule import catalog
+
+
+def resized(config: PipelineConfig, num_ranks: int) -> PipelineConfig:
+    """The config for so many ranks; a partition that was given for another number is cut anew."""
+    if num_ranks == config.num_ranks:
+        return config
+    values = config.to_dict()
+    values["parallel"]["model_parallel_size"] = num_ranks // config.parallel.data_parallel_size
+    values["parallel"]["partition"] = "auto"
+    return PipelineConfig.from_dict(values)
+
+
+def bounds(config: PipelineConfig) -> tuple[int, int]:
+    """The fewest and the most ranks of an elastic run; refuses in words what it cannot be."""
+    text = config.launch.elastic
+    assert text is not None
+    least, most = (int(part) for part in text.split(":"))
+    parallel, ranks = config.parallel, config.num_ranks
+    _refuse(config)
+    if not least <= ranks <= most:
+        raise UserError(
+            f"launch.elastic is {text}, but the run has {ranks} ranks; give MIN:MAX so that MIN <= {ranks} <= MAX"
+        )
+    if least == most:
+        return least, most
+    told = [key for key in ("recompute", "swap") if isinstance(getattr(parallel, key), tuple)]
+    told += [key for key in ("replicas", "depths") if getattr(parallel, key) is not None]
+    if told:
+        raise UserError(
+            f"parallel.{told[0]} says something about each of {parallel.model_parallel_size} stages, but "
+            f"launch.elastic {text} allows other numbers of them; give one value for all stages, or launch.elastic: "
+            f"{ranks}:{ranks}"
+        )
+    replicas = parallel.data_parallel_size
+    if least % replicas or most % replicas:
+        raise UserError(
+            f"launch.elastic is {text}, but with parallel.data_parallel_size {replicas} ranks come and go by "
+            f"{replicas}; give multiples of {replicas}"
+        )
+    return least, most
+
+
+def _refuse(config: PipelineConfig) -> None:
+    parallel, launch = config.parallel, config.launch
+    remedy = "; remove launch.elastic (--elastic)"
+    if launch.machines:
+        raise UserError(f"launch.machines starts ranks by ssh, and --elastic leads ranks of one machine only{remedy}")
+    if parallel.transport == "inprocess" or config.num_ranks == 1:
+        raise UserError(f"--elastic needs a process for every rank, and at least two, but this run has one{remedy}")
+    if catalog.get(parallel.scheduler).runs_threads(parallel.scheduler):
+        raise UserError(
+            f"parallel.scheduler {parallel.scheduler} runs worker threads, which cannot be interrupted; --elastic "
+            "takes the other schedules, such as --scheduler 1f1b"
+        )
+    if parallel.use_orion_scheduler or parallel.device not in ("auto", "cpu"):
+        raise UserError(f"--elastic leads ranks that compute on the CPU, not on {parallel.device}{remedy}")
