@@ -31,6 +31,8 @@ from vpipe.errors import UserError, nearest
 COMMANDS = {
     "init": "Write a first config with comments.",
     "train": "Train a model from a config file.",
+    "scale": "Change the number of ranks of an elastic run that is going on.",
+    "chaos": "Break a run on purpose, and prove that it ended equal.",
     "run": "Run a script of your own on N local ranks.",
     "schedules": "The catalogue of schedules, or its ranking under your costs.",
     "draw": "Draw a schedule: terminal, SVG or CSV.",

@@ -78,6 +78,17 @@ class Crew:
         return told
 
     @property
+    def has_newcomers(self) -> bool:
+        """Whether more could train than do, and nobody is on the way."""
+        settled = all(state in (State.READY, State.RUNNING) for state in self.states.values())
+        return settled and State.RUNNING in self.states.values() and self.num_ranks > len(self.ranks)
+
+    @property
+    def superfluous(self) -> list[int]:
+        """The slots that nobody wants any more."""
+        return sorted(self.states)[self.wanted :]
+
+    @property
     def num_ranks(self) -> int:
         """How many can train now."""
         return min(self.wanted, len(self.states)) // self.by * self.by

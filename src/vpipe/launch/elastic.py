@@ -25,7 +25,7 @@ from vpipe.launch.loop import Launch
 from vpipe.launch.output import Output
 from vpipe.launch.process import is_stopped, signal_name
 from vpipe.launch.verdict import IN_ORDER
-from vpipe.rundir.crew import Roster
+from vpipe.rundir.crew import Roster, take_wanted
 
 STOPPED_FOR = 0.75
 """Seconds without a sign after which a process that is stopped is taken for lost."""
@@ -66,6 +66,8 @@ class ElasticLaunch(Launch):
         self._elastic = elastic
         self._crew = Crew(num_ranks, elastic.least, elastic.by)
         self._members: dict[int, Member] = {}
+        self._released: set[int] = set()
+        """Slots whose process was told to leave for good."""
         self._noticed = 0.0
         self._shelves = [[os.memfd_create("vpipe-copy") for _ in range(2)] for _ in range(elastic.most)]
         self._shared = [fd for pair in self._shelves for fd in pair]
@@ -77,6 +79,7 @@ class ElasticLaunch(Launch):
         ours, theirs = socket.socketpair()
         self._members[rank] = member = Member(ours)
         self._crew.started(rank)
+        self._count()
         self._selector.register(ours, selectors.EVENT_READ, lambda _: self._read_member(rank, member))
         return [*super()._streams(rank), theirs.detach()]
 
@@ -99,10 +102,9 @@ class ElasticLaunch(Launch):
         if elastic.directory is not None:
             pids = {slot: member.pid for slot, member in self._members.items() if member.pid}
             has_stepped = crew.epoch > 0 and crew.in_vain == 0
+            limits = (elastic.least, elastic.most, crew.by, crew.wanted)
             with suppress(OSError):
-                Roster(crew.epoch, elastic.least, elastic.most, crew.wanted, has_stepped, pids, dict(crew.ranks)).write(
-                    elastic.directory
-                )
+                Roster(crew.epoch, *limits, has_stepped, pids, dict(crew.ranks)).write(elastic.directory)
 
     def _read_member(self, slot: int, member: Member) -> bool:
         try:
@@ -138,6 +140,8 @@ class ElasticLaunch(Launch):
             self._interrupt(f"rank {crew.ranks.get(slot, slot)} lost a connection")
         if "ready" in message:
             crew.ready(slot)
+            if crew.has_newcomers:
+                self._interrupt(f"{crew.num_ranks} instead of {len(crew.ranks)} ranks")
             self._begin_if_all_are_ready()
 
     def _ended(self, rank: int, status: int) -> None:
@@ -149,8 +153,13 @@ class ElasticLaunch(Launch):
             with suppress(KeyError, ValueError):
                 self._selector.unregister(member.connection)
             member.connection.close()
+        if rank in self._released:
+            self._released.discard(rank)
+            self._count()
+            return
         if done or rank in self._verdict.reports or self._stop_signal or self._verdict.ended_by_us or status > 0:
             self._verdict.ended(rank, 0 if done and status < 0 else status)
+            self._count()
             return
         why = f"rank {shown} was killed by {signal_name(-status)}"
         if self._crew.in_vain >= MOST_IN_VAIN:
@@ -167,6 +176,23 @@ class ElasticLaunch(Launch):
             )
             self._verdict.ended(rank, status)
             return
+        self._begin_if_all_are_ready()
+
+    def _count(self) -> None:
+        """The run has ended when nobody is left."""
+        self._verdict.num_ranks = len(self._members) + len(self._verdict.statuses)
+
+    def _resize(self, wanted: int) -> None:
+        """The user wants another number of ranks."""
+        crew = self._crew
+        if not self._elastic.least <= wanted <= self._elastic.most or wanted % crew.by or not crew.ranks:
+            return
+        before, crew.wanted = len(crew.ranks), wanted
+        for slot in range(self._elastic.most):
+            if slot not in self._members and len(self._members) < wanted:
+                self._fork(slot)
+        if wanted < before:
+            self._interrupt(f"{wanted} instead of {before} ranks")
         self._begin_if_all_are_ready()
 
     def _interrupt(self, why: str) -> None:
@@ -190,9 +216,15 @@ class ElasticLaunch(Launch):
         facts = {"noticed": self._noticed} if crew.lost else {}
         for slot, order in crew.begin().items():
             _tell(self._members[slot], order | facts)
+        for slot in crew.superfluous:
+            self._released.add(slot)
+            crew.gone(slot)
+            _tell(self._members[slot], {"leave": True})
         self._show()
 
     def _judge(self, now: float) -> None:
+        if self._elastic.directory is not None and (wanted := take_wanted(self._elastic.directory)) is not None:
+            self._resize(wanted)
         for slot, member in list(self._members.items()):
             silent = now - member.seen
             stopped = silent > STOPPED_FOR and member.pid and is_stopped(member.pid)

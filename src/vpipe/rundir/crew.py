@@ -1,7 +1,7 @@
 """Who is in an elastic run, for whoever looks from outside; and how many ranks its user wants.
 
-crew.json is written by the launcher with every change. wanted.json is written by ``vpipe scale``; the launcher looks at
-it once a second.
+crew.json is written by the launcher with every change. wanted.json is written by ``vpipe scale``; the launcher takes
+it within a second.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class Roster:
     epoch: int
     least: int
     most: int
+    by: int
+    """What the number of ranks is a multiple of."""
     wanted: int
     has_stepped: bool
     """Whether a step was done in this epoch."""
@@ -52,7 +54,11 @@ def want(directory: Path, num_ranks: int) -> None:
     writing.replace(directory / WANTED, {"ranks": num_ranks})
 
 
-def wanted(directory: Path) -> int | None:
-    """How many ranks the user has asked for, if he has."""
-    found = (writing.read(directory / WANTED) or {}).get("ranks")
+def take_wanted(directory: Path) -> int | None:
+    """How many ranks the user has asked for since the last call, if he has."""
+    path = directory / WANTED
+    if not path.exists():
+        return None
+    found = (writing.read(path) or {}).get("ranks")
+    path.unlink(missing_ok=True)
     return found if isinstance(found, int) and found > 0 else None

@@ -1,0 +1,214 @@
+"""Breaking a run on purpose, and the proof that it ended equal.
+
+One run is left alone; others of the same config lose ranks at random moments: killed, stopped, now and then while the
+run is still recovering from the loss before. Each must end well, leave no process behind, and have written the same
+bytes: every layer's weights, buffers and optimizer state, where it stands, and the loss of every iteration.
+
+The judge shares nothing with what it judges: it compares files by their bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from vpipe.errors import UserError
+from vpipe.rundir.crew import Roster
+from vpipe.rundir.layout import CHECKPOINTS, METRICS
+from vpipe.rundir.manifest import MANIFEST, checkpoints
+
+MARK = "VPIPE_CHAOS"
+"""A variable that all processes of a broken run carry, so that none can hide."""
+POLL = 0.01
+IMPATIENT = 0.15
+"""Share of the blows that fall while the run still recovers from the one before."""
+HANG = 600.0
+"""Seconds without a new iteration or epoch that mean a hang."""
+
+
+@dataclass
+class Found:
+    """What came of all runs."""
+
+    runs: int = 0
+    kills: int = 0
+    stops: int = 0
+    recoveries: list[dict[str, float]] = field(default_factory=list)
+    """Seconds of each part of every recovery that came to a step."""
+    noticed: list[float] = field(default_factory=list)
+    """Seconds from each blow to the moment when the launcher knew of it."""
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Breaker:
+    """``command`` is ``vpipe train …`` without its run directory; ``folder`` takes the runs. ``elastic`` is added where
+    a run is broken: the one that is left alone is a plain one."""
+
+    command: Sequence[str]
+    elastic: Sequence[str]
+    folder: Path
+    say: Callable[[str], None] = lambda text: None
+
+    def undisturbed(self) -> Path:
+        """The run that the others are compared with."""
+        directory = self.folder / "undisturbed"
+        with self._started(directory, "undisturbed", ()) as run:
+            code = run.wait()
+        if code:
+            log = (self.folder / "undisturbed.log").read_text(errors="replace").splitlines()
+            raise UserError(f"the run fails without being broken: {log[-1] if log else f'exit code {code}'}")
+        return directory
+
+    def broken(self, number: int, blows: list[signal.Signals], chance: random.Random, found: Found) -> Path:
+        """One run that gets blows until it ends or there are none left; those that fell are taken off the list."""
+        name = f"broken-{number}"
+        directory = self.folder / name
+        with self._started(directory, name, self.elastic) as run:
+            sign, since = _sign(directory), time.monotonic()
+            while run.poll() is None and blows:
+                if self._strike(directory, blows[-1], chance, found):
+                    blows.pop()
+                sign, since = (sign, since) if sign == _sign(directory) else (_sign(directory), time.monotonic())
+                if time.monotonic() - since > HANG:
+                    break
+                time.sleep(POLL)
+            try:
+                code = run.wait(HANG)
+            except subprocess.TimeoutExpired:
+                code = -1
+                run.kill()
+                found.problems.append(f"{name} hung; its output is in {self.folder / name}.log")
+        found.runs += 1
+        if code > 0:
+            found.problems.append(f"{name} ended with exit code {code}; its output is in {self.folder / name}.log")
+        found.problems += [f"{name} left process {pid} behind" for pid in self._left(name)]
+        return directory
+
+    def _strike(self, directory: Path, blow: signal.Signals, chance: random.Random, found: Found) -> bool:
+        """Wait for the moment, then hit a rank; whether it was hit."""
+        roster = Roster.read(directory)
+        if roster is None or not roster.pids or not (roster.has_stepped or chance.random() < IMPATIENT * POLL):
+            return False
+        time.sleep(chance.random() ** 2 * 0.5)
+        slot = chance.choice(sorted(roster.pids))
+        try:
+            os.kill(roster.pids[slot], blow)
+        except ProcessLookupError:
+            return False
+        struck = time.monotonic()
+        self.say(f"{blow.name} to slot {slot} in epoch {roster.epoch}")
+        if blow is signal.SIGKILL:
+            found.kills += 1
+        else:
+            found.stops += 1
+        while (now := Roster.read(directory)) is not None and now.pids.get(slot) == roster.pids[slot]:
+            if time.monotonic() - struck > 60 or not psutil.pid_exists(roster.pids[slot]):
+                break
+            time.sleep(POLL)
+        found.noticed.append(time.monotonic() - struck)
+        return True
+
+    def _started(self, directory: Path, name: str, more: Sequence[str]) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", "vpipe", *self.command, *more, "--output-dir", str(directory)]
+        with (self.folder / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {MARK: f"{os.getpid()}-{name}"},
+            )
+
+    def _left(self, name: str) -> list[int]:
+        """Processes that are still there a moment after the run has ended."""
+        until = time.monotonic() + 5
+        while (left := _marked(f"{os.getpid()}-{name}")) and time.monotonic() < until:
+            time.sleep(0.05)
+        return left
+
+
+def _sign(directory: Path) -> tuple[int, int]:
+    """What changes while a run lives."""
+    with suppress(OSError):
+        return (directory / METRICS).stat().st_size, (directory / "crew.json").stat().st_mtime_ns
+    return 0, 0
+
+
+def _marked(mark: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def differences(left: Path, right: Path) -> list[str]:
+    """Where two finished runs differ, in words; empty where they are the same run."""
+    first, second = (checkpoints(each / CHECKPOINTS) for each in (left, right))
+    if not first or not second:
+        return [f"{(right if first else left)} has no checkpoint to compare"]
+    return [*_of_checkpoints(first[-1], second[-1]), *_of_losses(left, right)]
+
+
+def _of_checkpoints(left: Path, right: Path) -> Iterator[str]:
+    stands = [json.loads((path / MANIFEST).read_text())["position"] for path in (left, right)]
+    if stands[0] != stands[1]:
+        yield f"{right} stands at {stands[1]}, not at {stands[0]}"
+    names = [sorted(path.name for path in each.glob("layer-*.safetensors")) for each in (left, right)]
+    if names[0] != names[1]:
+        yield f"{right} has {len(names[1])} layers, not {len(names[0])}"
+    for name in names[0]:
+        other = right / name
+        if other.exists() and (left / name).read_bytes() != other.read_bytes():
+            yield f"{other} differs in {', '.join(_tensors(left / name, other)) or 'its form'}"
+
+
+def _tensors(left: Path, right: Path) -> list[str]:
+    """The names of the tensors that differ."""
+    (first, some), (second, others) = _parsed(left), _parsed(right)
+    return [name for name in first if name not in second or some[slice(*first[name])] != others[slice(*second[name])]]
+
+
+def _parsed(path: Path) -> tuple[dict[str, Any], bytes]:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    return {name: facts["data_offsets"] for name, facts in header.items() if name != "__metadata__"}, data[8 + size :]
+
+
+def _of_losses(left: Path, right: Path) -> Iterator[str]:
+    first, second = losses(left), losses(right)
+    for iteration in sorted(first.keys() | second.keys()):
+        if first.get(iteration) != second.get(iteration):
+            yield (f"{right} has loss {second.get(iteration)} at iteration {iteration}, not {first.get(iteration)}")
+            return
+
+
+def losses(directory: Path) -> dict[int, float]:
+    """Iteration → the loss that was told last: a step that was run again has told its loss twice."""
+    found: dict[int, float] = {}
+    for line in (directory / METRICS).read_text().splitlines():
+        facts = json.loads(line)
+        if facts.get("kind") == "train":
+            found[int(facts["iteration"])] = facts["loss"]
+    return found
+
+
+def recoveries(directory: Path) -> list[dict[str, float]]:
+    """Seconds of each part of the recoveries of a run."""
+    lines = [json.loads(line) for line in (directory / METRICS).read_text().splitlines()]
+    return [line["seconds"] for line in lines if line.get("kind") == "recovery"]

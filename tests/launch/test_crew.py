@@ -1,0 +1,107 @@
+"""Who trains with whom after a loss: the launcher's decisions, without processes."""
+
+from __future__ import annotations
+
+import random
+
+from vpipe.launch.crew import Crew, State
+
+
+def running(num_ranks: int, least: int = 1, by: int = 1) -> Crew:
+    crew = Crew(num_ranks, least, by)
+    for slot in range(num_ranks):
+        crew.started(slot)
+        assert not crew.can_begin
+    for slot in range(num_ranks):
+        crew.ready(slot)
+    assert crew.can_begin
+    orders = crew.begin()
+    assert {slot: order["rank"] for slot, order in orders.items()} == {slot: slot for slot in range(num_ranks)}
+    return crew
+
+
+def test_a_replacement_takes_the_rank_of_the_lost_one() -> None:
+    crew = running(3)
+    crew.gone(1)
+    assert crew.interrupt("rank 1 was killed") == [0, 2]
+    crew.started(1)
+    for slot in (0, 2):
+        crew.ready(slot)
+        assert not crew.can_begin
+    crew.ready(1)
+    orders = crew.begin()
+    assert {slot: (order["epoch"], order["rank"], order["num_ranks"]) for slot, order in orders.items()} == {
+        0: (2, 0, 3),
+        1: (2, 1, 3),
+        2: (2, 2, 3),
+    }
+    assert orders[0]["lost"] == ["rank 1 was killed"]
+
+
+def test_fewer_ranks_go_on_in_their_order() -> None:
+    crew = running(4, least=2)
+    crew.gone(0)
+    for slot in crew.interrupt("rank 0 was killed"):
+        crew.ready(slot)
+    assert {slot: order["rank"] for slot, order in crew.begin().items()} == {1: 0, 2: 1, 3: 2}
+
+
+def test_replicas_go_by_twos_and_the_third_waits_as_a_spare() -> None:
+    crew = running(4, least=2, by=2)
+    crew.gone(3)
+    for slot in crew.interrupt("lost"):
+        crew.ready(slot)
+    assert sorted(crew.begin()) == [0, 1]
+    assert crew.states[2] is State.READY
+    crew.gone(0)
+    assert crew.interrupt("lost") == [1]
+    crew.ready(1)
+    assert {slot: order["rank"] for slot, order in crew.begin().items()} == {1: 0, 2: 1}
+
+
+def test_too_few_do_not_begin() -> None:
+    crew = running(3, least=3)
+    crew.gone(2)
+    for slot in crew.interrupt("lost"):
+        crew.ready(slot)
+    assert not crew.can_begin
+
+
+def test_those_that_had_finished_take_part_again() -> None:
+    crew = running(2)
+    crew.finished(0, 1)
+    assert not crew.all_finished
+    assert not crew.gone(1)
+    assert crew.interrupt("rank 1 was killed") == []
+    crew.started(1)
+    crew.ready(1)
+    assert sorted(crew.begin()) == [0, 1]
+    for slot in (0, 1):
+        crew.finished(slot, 2)
+    assert crew.all_finished
+    assert crew.gone(1)
+
+
+def test_at_no_time_are_there_two_epochs() -> None:
+    """Random events: whoever runs, runs in the newest epoch, and each epoch has ranks 0..n-1."""
+    chance = random.Random(3)
+    crew = running(4, least=2)
+    epoch_of = dict.fromkeys(range(4), 1)
+    for _ in range(2000):
+        slot = chance.randrange(4)
+        if slot not in crew.states:
+            crew.started(slot)
+        elif chance.random() < 0.2:
+            was_rank = crew.states[slot] is State.RUNNING
+            crew.gone(slot)
+            if was_rank:
+                crew.interrupt("lost")
+        elif crew.states[slot] in (State.STARTING, State.LEAVING):
+            crew.ready(slot)
+        if crew.can_begin:
+            orders = crew.begin()
+            assert sorted(order["rank"] for order in orders.values()) == list(range(len(orders)))
+            epoch_of |= {slot: order["epoch"] for slot, order in orders.items()}
+        runs = [slot for slot, state in crew.states.items() if state is State.RUNNING]
+        assert {epoch_of[slot] for slot in runs} <= {crew.epoch}
+    assert crew.epoch > 20

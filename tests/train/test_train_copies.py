@@ -1,0 +1,132 @@
+"""Copies in memory: two generations, and a torn one never counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from vpipe.rundir.manifest import Standing
+from vpipe.train.copies import Part, Shelf, newest
+
+Pair = list[int]
+
+
+@pytest.fixture
+def memory() -> Iterator[list[Pair]]:
+    """Of two slots."""
+    made = [[os.memfd_create("test") for _ in range(2)] for _ in range(2)]
+    yield made
+    for pair in made:
+        for descriptor in pair:
+            os.close(descriptor)
+
+
+def standing(iteration: int) -> Standing:
+    return Standing(iteration, 0, 8 * iteration, 4 * iteration, iteration, 1.0, 0, 0, "adam", "model")
+
+
+def layer(value: float) -> dict[str, Tensor]:
+    return {"param/weight": torch.full((3, 5), value), "optimizer/weight/step": torch.tensor(value)}
+
+
+def write(shelf: Shelf, slot: int, iteration: int, epoch: int = 1, num_parts: int = 2) -> None:
+    shelf.write(standing(iteration), Part(epoch, slot, num_parts), {slot: layer(iteration + slot / 10)})
+
+
+def shelves(memory: list[Pair]) -> list[Shelf]:
+    """As another process sees them."""
+    return [Shelf(pair) for pair in memory]
+
+
+def test_the_newest_generation_that_all_have_is_found(memory: list[Pair]) -> None:
+    first, second = shelves(memory)
+    assert newest(shelves(memory)) == []
+    write(first, 0, 1)
+    assert newest(shelves(memory)) == []
+    write(second, 1, 1)
+    write(first, 0, 2)
+    found = newest(shelves(memory))
+    assert [copy.iteration for copy in found] == [1, 1]
+    for slot, copy in enumerate(found):
+        assert copy.standing == standing(1)
+        read = copy.read(slot)
+        assert all(torch.equal(read[name], tensor) for name, tensor in layer(1 + slot / 10).items())
+
+
+@pytest.mark.parametrize("place", [0, 9, 60, 4400, -1], ids=["magic", "iteration", "table", "padding", "tensors"])
+def test_one_flipped_bit_makes_a_copy_none(memory: list[Pair], place: int) -> None:
+    first, second = shelves(memory)
+    for iteration in (1, 2):
+        write(first, 0, iteration)
+        write(second, 1, iteration)
+    newer = max(memory[1], key=lambda each: os.pread(each, 16, 0)[8])
+    where = place % os.fstat(newer).st_size if place >= 0 else os.fstat(newer).st_size - 64
+    byte = os.pread(newer, 1, where)[0]
+    os.pwrite(newer, bytes([byte ^ 16]), where)
+    assert [copy.iteration for copy in newest(shelves(memory))] == [1, 1]
+
+
+def test_a_writer_that_dies_on_the_way_leaves_the_generation_before(memory: list[Pair]) -> None:
+    class Died(Exception):
+        pass
+
+    class Deadly(dict[str, Tensor]):
+        def items(self):  # type: ignore[no-untyped-def]
+            yield from list(super().items())[:1]
+            if died[0]:
+                raise Died
+
+    died = [False]
+    first, second = shelves(memory)
+    for iteration in (1, 2):
+        write(first, 0, iteration)
+        second.write(standing(iteration), Part(1, 1, 2), {1: Deadly(layer(iteration))})
+    write(first, 0, 3)
+    died[0] = True
+    with pytest.raises(Died):
+        second.write(standing(3), Part(1, 1, 2), {1: Deadly(layer(3))})
+    assert [copy.iteration for copy in newest(shelves(memory))] == [2, 2]
+
+
+def test_the_copy_that_a_run_went_on_from_is_overwritten_last(memory: list[Pair]) -> None:
+    """A rank that was ahead of a lost one has a newer copy, which it must overwrite instead."""
+    first, second = shelves(memory)
+    for iteration in (1, 2):
+        write(first, 0, iteration)
+        write(second, 1, iteration)
+    write(first, 0, 3)  # and the second rank is killed
+    again = shelves(memory)
+    found = newest(again)
+    assert found[0].iteration == 2
+    for shelf in again:
+        shelf.keep(found)
+    write(again[0], 0, 3, epoch=2)  # and the second is killed before it has its third
+    assert [copy.iteration for copy in newest(shelves(memory))] == [2, 2]
+    write(again[1], 1, 3, epoch=2)
+    assert [(copy.iteration, copy.part.epoch) for copy in newest(shelves(memory))] == [(3, 2), (3, 2)]
+
+
+def test_what_is_frozen_is_copied_once_and_again_when_it_is_unfrozen(memory: list[Pair]) -> None:
+    shelf = Shelf(memory[0])
+    frozen = {(0, "param/weight")}
+    tensors = {0: layer(1.0)}
+    sizes = [shelf.write(standing(n), Part(1, 0, 1), tensors, frozen if n < 5 else ()) for n in range(1, 7)]
+    assert sizes == [64, 64, 4, 4, 64, 64]
+    tensors[0]["param/weight"].fill_(7.0)
+    shelf.write(standing(7), Part(1, 0, 1), tensors)
+    (found,) = newest([Shelf(memory[0])])
+    assert torch.equal(found.read(0)["param/weight"], torch.full((3, 5), 7.0))
+
+
+def test_optimizer_state_that_appears_later_finds_room(memory: list[Pair]) -> None:
+    shelf = Shelf(memory[0])
+    shelf.write(standing(1), Part(1, 0, 1), {0: {"param/weight": torch.ones(3)}})
+    grown = {0: {"param/weight": torch.ones(3), "optimizer/weight/exp_avg": torch.rand(100_000)}}
+    for iteration in (2, 3):
+        shelf.write(standing(iteration), Part(1, 0, 1), grown)
+    (found,) = newest([Shelf(memory[0])])
+    assert torch.equal(found.read(0)["optimizer/weight/exp_avg"], grown[0]["optimizer/weight/exp_avg"])
