@@ -301,6 +301,7 @@ STEP = {"training.learning_rate_policy": "step", "training.learning_rate_steps":
 PIPEDREAM = {"parallel.scheduler": "pipedream"}
 HANAYO = {"parallel.scheduler": "hanayo", "model.num_layers": 6}
 PROCESSES = {"parallel.transport": "auto"}
+ELASTIC = PROCESSES | {"parallel.scheduler": "1f1b", "parallel.device": "cpu"}
 DOCKER = {"launch.container.kind": "docker", "launch.container.image": "vpipe"}
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 32}
 HUGGING = {"model": {"name": "huggingface", "sequence_length": 8, "config": GPT2}, "training.max_iterations": 1}
@@ -404,6 +405,8 @@ CASES: dict[str, Case] = {
     "launch.slurm.requeue": Case(submitted, False, {}, "--no-requeue"),
     "launch.threads": Case(threads, 2, SHORT, "2"),
     "launch.grace": Case(launched, 123.0, PROCESSES, "123.0"),
+    "launch.elastic": Case(launched, "2:2", ELASTIC, "least=2, most=2"),
+    "launch.on_loss": Case(launched, "shrink", ELASTIC | {"launch.elastic": "2:2"}, "replaces=False"),
     "launch.interface": Case(launched, "eth7", PROCESSES, "eth7"),
     "launch.master_port": Case(launched, 23456, PROCESSES, "23456"),
 }

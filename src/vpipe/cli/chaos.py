@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from vpipe import config as configs
-from vpipe.cli import completing
+from vpipe.cli import completion
 from vpipe.cli.names import KNOWN
 from vpipe.cli.plugin import plugin_option, with_plugins
 from vpipe.errors import UserError
@@ -30,7 +30,7 @@ from vpipe.errors import UserError
 @click.option(
     "--set",
     "overrides",
-    shell_complete=completing.settings,
+    shell_complete=completion.settings,
     multiple=True,
     metavar="SECTION.KEY=VALUE",
     help="Set a field of the config; may be repeated.",

@@ -21,10 +21,10 @@ from time import monotonic
 from typing import Any
 
 from vpipe.launch.crew import MOST_IN_VAIN, Crew
+from vpipe.launch.first_cause import IN_ORDER
 from vpipe.launch.loop import Launch
 from vpipe.launch.output import Output
 from vpipe.launch.process import is_stopped, signal_name
-from vpipe.launch.verdict import IN_ORDER
 from vpipe.rundir.crew import Roster, take_wanted
 
 STOPPED_FOR = 0.75
