@@ -13,10 +13,8 @@ from typing import Any
 
 import click
 
-from vpipe import config as configs
-from vpipe.cli import completion
-from vpipe.cli.names import KNOWN
-from vpipe.cli.plugin import plugin_option, with_plugins
+from vpipe.cli import loading
+from vpipe.cli.options import plugin_option, set_option, with_plugins
 from vpipe.errors import UserError
 
 
@@ -27,14 +25,7 @@ from vpipe.errors import UserError
 @click.option("--moves", type=click.IntRange(0), default=0, help="Layers that are moved; not there yet.")
 @click.option("--elastic", metavar="MIN:MAX", help="Ranks, instead of the config's launch.elastic or all of them.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Decides who is hit, and when.")
-@click.option(
-    "--set",
-    "overrides",
-    shell_complete=completion.settings,
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set a field of the config; may be repeated.",
-)
+@set_option
 @plugin_option
 @click.option("--output-dir", type=click.Path(path_type=Path), help="Keep the runs here; else they are removed.")
 @click.option("--json", "as_json", is_flag=True, help="What came of it as JSON, alone on standard output.")
@@ -68,7 +59,7 @@ def command(
     if not kills + stops:
         raise UserError("there is nothing to break; give --kills or --stops")
     overrides = with_plugins(overrides, plugins)
-    loaded = configs.load(config, overrides, names=KNOWN).config
+    loaded = loading.load(config, overrides).config
     size = f"{loaded.num_ranks}:{loaded.num_ranks}"
     chosen = elastic or loaded.launch.elastic or size
     kept = loaded.checkpoint.interval if loaded.checkpoint.interval >= 0 else 2**31
