@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from vpipe.launch.crew import Crew, State
+from vpipe.launch.crew import Crew, MemberState
 
 
 def running(num_ranks: int, least: int = 1, by: int = 1) -> Crew:
@@ -52,7 +52,7 @@ def test_replicas_go_by_twos_and_the_third_waits_as_a_spare() -> None:
     for slot in crew.interrupt("lost"):
         crew.ready(slot)
     assert sorted(crew.begin()) == [0, 1]
-    assert crew.states[2] is State.READY
+    assert crew.states[2] is MemberState.READY
     crew.gone(0)
     assert crew.interrupt("lost") == [1]
     crew.ready(1)
@@ -92,16 +92,16 @@ def test_at_no_time_are_there_two_epochs() -> None:
         if slot not in crew.states:
             crew.started(slot)
         elif chance.random() < 0.2:
-            was_rank = crew.states[slot] is State.RUNNING
+            was_rank = crew.states[slot] is MemberState.RUNNING
             crew.gone(slot)
             if was_rank:
                 crew.interrupt("lost")
-        elif crew.states[slot] in (State.STARTING, State.LEAVING):
+        elif crew.states[slot] in (MemberState.STARTING, MemberState.LEAVING):
             crew.ready(slot)
         if crew.can_begin:
             orders = crew.begin()
             assert sorted(order["rank"] for order in orders.values()) == list(range(len(orders)))
             epoch_of |= {slot: order["epoch"] for slot, order in orders.items()}
-        runs = [slot for slot, state in crew.states.items() if state is State.RUNNING]
+        runs = [slot for slot, state in crew.states.items() if state is MemberState.RUNNING]
         assert {epoch_of[slot] for slot in runs} <= {crew.epoch}
     assert crew.epoch > 20

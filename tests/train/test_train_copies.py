@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vpipe.rundir.manifest import Standing
-from vpipe.train.copies import Part, Shelf, newest
+from vpipe.train.copies import CopyShelf, Part, newest
 
 Pair = list[int]
 
@@ -33,13 +33,13 @@ def layer(value: float) -> dict[str, Tensor]:
     return {"param/weight": torch.full((3, 5), value), "optimizer/weight/step": torch.tensor(value)}
 
 
-def write(shelf: Shelf, slot: int, iteration: int, epoch: int = 1, num_parts: int = 2) -> None:
+def write(shelf: CopyShelf, slot: int, iteration: int, epoch: int = 1, num_parts: int = 2) -> None:
     shelf.write(standing(iteration), Part(epoch, slot, num_parts), {slot: layer(iteration + slot / 10)})
 
 
-def shelves(memory: list[Pair]) -> list[Shelf]:
+def shelves(memory: list[Pair]) -> list[CopyShelf]:
     """As another process sees them."""
-    return [Shelf(pair) for pair in memory]
+    return [CopyShelf(pair) for pair in memory]
 
 
 def test_the_newest_generation_that_all_have_is_found(memory: list[Pair]) -> None:
@@ -111,22 +111,22 @@ def test_the_copy_that_a_run_went_on_from_is_overwritten_last(memory: list[Pair]
 
 
 def test_what_is_frozen_is_copied_once_and_again_when_it_is_unfrozen(memory: list[Pair]) -> None:
-    shelf = Shelf(memory[0])
+    shelf = CopyShelf(memory[0])
     frozen = {(0, "param/weight")}
     tensors = {0: layer(1.0)}
     sizes = [shelf.write(standing(n), Part(1, 0, 1), tensors, frozen if n < 5 else ()) for n in range(1, 7)]
     assert sizes == [64, 64, 4, 4, 64, 64]
     tensors[0]["param/weight"].fill_(7.0)
     shelf.write(standing(7), Part(1, 0, 1), tensors)
-    (found,) = newest([Shelf(memory[0])])
+    (found,) = newest([CopyShelf(memory[0])])
     assert torch.equal(found.read(0)["param/weight"], torch.full((3, 5), 7.0))
 
 
 def test_optimizer_state_that_appears_later_finds_room(memory: list[Pair]) -> None:
-    shelf = Shelf(memory[0])
+    shelf = CopyShelf(memory[0])
     shelf.write(standing(1), Part(1, 0, 1), {0: {"param/weight": torch.ones(3)}})
     grown = {0: {"param/weight": torch.ones(3), "optimizer/weight/exp_avg": torch.rand(100_000)}}
     for iteration in (2, 3):
         shelf.write(standing(iteration), Part(1, 0, 1), grown)
-    (found,) = newest([Shelf(memory[0])])
+    (found,) = newest([CopyShelf(memory[0])])
     assert torch.equal(found.read(0)["optimizer/weight/exp_avg"], grown[0]["optimizer/weight/exp_avg"])

@@ -52,7 +52,7 @@ def command(
       vpipe chaos configs/gpt_1f1b_cpu.yaml --kills 5 --set training.max_iterations=50
       vpipe chaos configs/gpt_1f1b_cpu.yaml --kills 20 --stops 5 --seed 7 --json
     """
-    from vpipe.launch.chaos import Breaker, Found, differences, recoveries
+    from vpipe.launch.chaos import Breaker, ChaosResult, differences, recoveries
 
     if moves:
         raise UserError(f"--moves {moves} cannot be done yet: chaos kills and stops ranks; leave --moves out")
@@ -66,7 +66,7 @@ def command(
     words = ["train", str(config)]
     for override in (*overrides, f"checkpoint.interval={kept}", "checkpoint.directory=null", "launch.elastic=null"):
         words += ["--set", override]
-    chance, found = random.Random(seed), Found()
+    chance, found = random.Random(seed), ChaosResult()
     blows = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
     chance.shuffle(blows)
     with ExitStack() as stack:

@@ -39,7 +39,7 @@ HANG = 600.0
 
 
 @dataclass
-class Found:
+class ChaosResult:
     """What came of all runs."""
 
     runs: int = 0
@@ -72,7 +72,7 @@ class Breaker:
             raise UserError(f"the run fails without being broken: {log[-1] if log else f'exit code {code}'}")
         return directory
 
-    def broken(self, number: int, blows: list[signal.Signals], chance: random.Random, found: Found) -> Path:
+    def broken(self, number: int, blows: list[signal.Signals], chance: random.Random, found: ChaosResult) -> Path:
         """One run that gets blows until it ends or there are none left; those that fell are taken off the list."""
         name = f"broken-{number}"
         directory = self.folder / name
@@ -97,7 +97,7 @@ class Breaker:
         found.problems += [f"{name} left process {pid} behind" for pid in self._left(name)]
         return directory
 
-    def _strike(self, directory: Path, blow: signal.Signals, chance: random.Random, found: Found) -> bool:
+    def _strike(self, directory: Path, blow: signal.Signals, chance: random.Random, found: ChaosResult) -> bool:
         """Wait for the moment, then hit a rank; whether it was hit."""
         roster = Roster.read(directory)
         if roster is None or not roster.pids or not (roster.has_stepped or chance.random() < IMPATIENT * POLL):

@@ -20,7 +20,7 @@ MOST_IN_VAIN = 5
 """Epochs in a row without a step, after which the run ends: what kills a rank again and again is not chance."""
 
 
-class State(Enum):
+class MemberState(Enum):
     STARTING = auto()
     READY = auto()
     RUNNING = auto()
@@ -36,7 +36,7 @@ class Crew:
     least: int
     by: int = 1
     epoch: int = 0
-    states: dict[int, State] = field(default_factory=dict)
+    states: dict[int, MemberState] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)
     """Slot → rank in the current epoch."""
     lost: list[str] = field(default_factory=list)
@@ -44,14 +44,14 @@ class Crew:
     in_vain: int = 0
 
     def started(self, slot: int) -> None:
-        self.states[slot] = State.STARTING
+        self.states[slot] = MemberState.STARTING
 
     def ready(self, slot: int) -> None:
-        self.states[slot] = State.READY
+        self.states[slot] = MemberState.READY
 
     def finished(self, slot: int, epoch: int) -> None:
-        if epoch == self.epoch and self.states.get(slot) is State.RUNNING:
-            self.states[slot] = State.FINISHED
+        if epoch == self.epoch and self.states.get(slot) is MemberState.RUNNING:
+            self.states[slot] = MemberState.FINISHED
 
     def stepped(self, epoch: int) -> None:
         if epoch == self.epoch:
@@ -59,29 +59,29 @@ class Crew:
 
     def gone(self, slot: int) -> bool:
         """A process has ended; whether it had done its part."""
-        return self.states.pop(slot, None) is State.FINISHED and self.all_finished
+        return self.states.pop(slot, None) is MemberState.FINISHED and self.all_finished
 
     @property
     def all_finished(self) -> bool:
         training = [state for slot, state in self.states.items() if slot in self.ranks]
-        return all(state is State.FINISHED for state in training)
+        return all(state is MemberState.FINISHED for state in training)
 
     def interrupt(self, why: str) -> list[int]:
         """The epoch is over: the slots that must be told."""
         self.lost.append(why)
-        told = [slot for slot, state in self.states.items() if state is State.RUNNING]
+        told = [slot for slot, state in self.states.items() if state is MemberState.RUNNING]
         for slot, state in self.states.items():
-            if state is State.FINISHED:
-                self.states[slot] = State.READY
+            if state is MemberState.FINISHED:
+                self.states[slot] = MemberState.READY
         for slot in told:
-            self.states[slot] = State.LEAVING
+            self.states[slot] = MemberState.LEAVING
         return told
 
     @property
     def has_newcomers(self) -> bool:
         """Whether more could train than do, and nobody is on the way."""
-        settled = all(state in (State.READY, State.RUNNING) for state in self.states.values())
-        return settled and State.RUNNING in self.states.values() and self.num_ranks > len(self.ranks)
+        settled = all(state in (MemberState.READY, MemberState.RUNNING) for state in self.states.values())
+        return settled and MemberState.RUNNING in self.states.values() and self.num_ranks > len(self.ranks)
 
     @property
     def superfluous(self) -> list[int]:
@@ -95,7 +95,7 @@ class Crew:
 
     @property
     def can_begin(self) -> bool:
-        return self.num_ranks >= self.least and all(state is State.READY for state in self.states.values())
+        return self.num_ranks >= self.least and all(state is MemberState.READY for state in self.states.values())
 
     def begin(self) -> dict[int, dict[str, Any]]:
         """Begin the next epoch: slot → order. Who is not needed waits as a spare."""
@@ -104,7 +104,7 @@ class Crew:
         slots = sorted(self.states)[: self.num_ranks]
         self.ranks = {slot: rank for rank, slot in enumerate(slots)}
         for slot in slots:
-            self.states[slot] = State.RUNNING
+            self.states[slot] = MemberState.RUNNING
         facts: dict[str, Any] = {"lost": self.lost} if self.lost else {}
         self.lost = []
         return {

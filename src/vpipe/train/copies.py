@@ -69,7 +69,7 @@ class Copy:
         return {name: _view(self.memory, entry) for name, entry in self.table[layer].items()}
 
 
-class Shelf:
+class CopyShelf:
     """The two pieces of memory of one slot."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
@@ -177,7 +177,7 @@ class _Piece:
         return Copy(iteration, part, Standing.parse(standing), table, memory)
 
 
-def newest(shelves: Sequence[Shelf]) -> list[Copy]:
+def newest(shelves: Sequence[CopyShelf]) -> list[Copy]:
     """The newest generation of which all parts are whole; empty where there is none."""
     found: dict[tuple[int, int], dict[int, Copy]] = {}
     for shelf in shelves:

@@ -31,10 +31,10 @@ from vpipe.data.dataset import DataSet
 from vpipe.rundir.endings import BY_SIGNAL
 from vpipe.runtime import assembly
 from vpipe.runtime.ranks import membership
-from vpipe.runtime.ranks.control import Aborted, Control, Order
+from vpipe.runtime.ranks.control import Aborted, Control, EpochOrder
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.train import copies
-from vpipe.train.copies import SHELVES, Copy, Part, Shelf
+from vpipe.train.copies import SHELVES, Copy, CopyShelf, Part
 from vpipe.train.session import load_data, open_session
 from vpipe.train.sizes import resized
 from vpipe.train.trainer import Trainer
@@ -65,7 +65,7 @@ class Rank:
         self._resume = resume
         self._quiet = quiet
         self._control = Control.read(os.environ)
-        self._shelves = [Shelf(pair) for pair in json.loads(os.environ[SHELVES])]
+        self._shelves = [CopyShelf(pair) for pair in json.loads(os.environ[SHELVES])]
         self._data: DataSet | None = None
         self._code = 0
 
@@ -104,7 +104,7 @@ class Rank:
             membership.leave()
         gc.collect()
 
-    def _attempt(self, order: Order) -> int:
+    def _attempt(self, order: EpochOrder) -> int:
         """One epoch: from meeting the others to the end of the run, or to an exception."""
         took = Marks(order)
         if membership.current() is not None:  # it had finished, and another one had not
@@ -146,7 +146,7 @@ class Rank:
         tensors: Mapping[int, Any] = {layer: where[layer].read(layer) for layer in pipeline.modules()}
         trainer.restore(found[0].standing, tensors)
 
-    def _keep(self, trainer: Trainer, order: Order, took: Marks) -> None:
+    def _keep(self, trainer: Trainer, order: EpochOrder, took: Marks) -> None:
         """After an update: copy what it made of this rank's layers, and tell the launcher how far we are."""
         pipeline, kept = trainer.session.pipeline, trainer.checkpoints
         writers = sorted({ranks[0] for ranks in pipeline.placement.ranks_of})
@@ -170,7 +170,7 @@ class Rank:
 class Marks:
     """When this epoch came how far, in seconds after the launcher noticed what it recovers from."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: EpochOrder) -> None:
         facts = order.facts or {}
         self._last = float(facts.get("noticed", monotonic()))
         self._open = "lost" in facts
@@ -193,7 +193,7 @@ class Marks:
         return True
 
 
-def _environment(order: Order) -> dict[str, str]:
+def _environment(order: EpochOrder) -> dict[str, str]:
     """What torch and ``membership`` read. The count of restarts names the keys of this epoch in the store."""
     return {
         "RANK": str(order.rank),

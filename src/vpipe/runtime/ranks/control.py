@@ -47,7 +47,7 @@ class Aborted(BaseException):
 
 
 @dataclass(frozen=True)
-class Order:
+class EpochOrder:
     """Train as ``rank`` of ``num_ranks`` in ``epoch``; or leave, where ``epoch`` is 0."""
 
     epoch: int
@@ -66,7 +66,7 @@ class Control:
         """The signal that asks the run to stop, where it came between two epochs."""
         self.sockets = Sockets()
         self._connection = connection
-        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[EpochOrder | None] = queue.SimpleQueue()
         self._epoch = 0
         self._aborted = threading.Event()
         self._inside = False
@@ -81,7 +81,7 @@ class Control:
     def read(cls, environ: Mapping[str, str]) -> Control:
         return cls(socket.socket(fileno=int(environ[CONTROL])), int(environ[SLOT]))
 
-    def next(self) -> Order | None:
+    def next(self) -> EpochOrder | None:
         """Wait for an order; ``None`` means that the run is over."""
         while True:
             order = self._orders.get()
@@ -100,7 +100,7 @@ class Control:
             self.tell(stepped=self._epoch, iteration=iteration)
 
     @contextmanager
-    def epoch(self, order: Order) -> Iterator[None]:
+    def epoch(self, order: EpochOrder) -> Iterator[None]:
         """Around everything that is done for an order: only in here does an abort reach the main thread."""
         with self._lock:
             if self._epoch < order.epoch:  # else it was aborted before it began
@@ -156,7 +156,7 @@ class Control:
             self._orders.put(None)
         else:
             known = {key: int(message.pop(key)) for key in ("epoch", "rank", "num_ranks")}
-            self._orders.put(Order(**known, facts=message))
+            self._orders.put(EpochOrder(**known, facts=message))
 
     def _abort(self, epoch: int) -> None:
         with self._lock:
