@@ -193,6 +193,29 @@ def test_profile_plan_check_and_run(here: Any) -> None:
     assert here("parity", "tiny.yaml", *run, "--json").json()["equal"]
 
 
+@pytest.mark.slow
+def test_the_memory_of_a_plan_that_swaps_is_what_is_measured(here: Any) -> None:
+    """What the lane brings back was counted and its end was not: a swapped gpipe plan was called three times as large
+    as it was."""
+    Path("wide.yaml").write_text(
+        "model: {name: gpt, hidden_size: 64, num_layers: 6, num_heads: 4, sequence_length: 128, vocab_size: -1}\n"
+        "dataset: {name: synthetic, batch_size: 32}\n"
+        "training: {num_microbatches: 8}\n"
+        "parallel: {model_parallel_size: 2, scheduler: gpipe}\n"
+    )
+    assert here("profile", "wide.yaml", "-o", "wide.json", "--repeat", "1").code == 0
+    for schedule, ranks in (("gpipe", 2), ("1f1b", 3), ("zb-h1", 3)):
+        common = ("wide.yaml", "--profile", "wide.json", "--scheduler", schedule, "-p", str(ranks), "--no-recompute")
+        free = max(here("plan", *common, "--json").json()["rank_memory"])
+        caps = [str(int(free * share)) for share in (0.6, 0.7, 0.75, 0.8, 0.85, 0.9)]
+        cap = next(cap for cap in caps if '"swap": [[' in (out := here("plan", *common, "--memory", cap, "--json").out)
+                   and any(json.loads(out)["swap"]))  # fmt: skip
+        found = here("plan", *common, "--memory", cap, "--check", "--json")
+        assert found.code == 0, found.err
+        for pair in found.json()["check"]["rank_memory"]:
+            assert abs(pair["error"]) < 0.1, (schedule, pair)
+
+
 def test_a_plan_and_a_config_that_disagree(here: Any) -> None:
     """What the plan was made for is what runs, or nothing does."""
     plan = {"partition": [3, 3], "schedule": "1f1b", "num_ranks": 2, "num_microbatches": 4}

@@ -77,6 +77,11 @@ def random_profile(rng: random.Random, num_layers: int, *, swap: float = 0.0) ->
         )
         for i in range(num_layers)
     )
+    moments = random.Random(repr(layers))
+    layers = tuple(
+        replace(layer, deferred_bytes=moments.randint(0, 500), workspace_bytes=moments.choice([0, 0, 800, 3000]))
+        for layer in layers
+    )
     return Profile(
         layers=layers,
         input_bytes=size(heavy_cuts),

@@ -14,7 +14,6 @@ from vpipe.errors import UserError
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.layout import Layout, layout_from_json, to_ratio
 from vpipe.plan.memory import Choice
-from vpipe.plan.pipe import units_waiting
 from vpipe.plan.planner import plan
 from vpipe.plan.predict import Machine, Pipe, predict, stage_facts
 from vpipe.plan.vpipe_form import to_vpipe
@@ -37,9 +36,8 @@ def test_the_schedule_says_how_many_units_are_in_flight() -> None:
     assert units_in_flight(Pipe.of("1f1b", 4, 8).program) == [4, 3, 2, 1]
     assert units_in_flight(Pipe.of("1f1b", 4, 2).program) == [2, 2, 2, 1]
     assert units_in_flight(Pipe.of("gpipe", 4, 8).program) == [8, 8, 8, 8]
-    assert units_waiting(Pipe.of("1f1b", 4, 8).program) == [1, 1, 1, 1]
-    assert units_waiting(Pipe.of("zb-h1", 4, 8).program) == [1, 2, 3, 4]
     machine = Machine.of(4, None)
+    assert [(f.waiting, f.deferred) for f in stage_facts(Pipe.of("1f1b", 4, 8).program, machine)] == [(1, 0)] * 4
     assert [(f.units, f.versions) for f in stage_facts(Pipe.of("pipedream", 4, 8).program, machine)] == [
         (4, 4),
         (3, 3),

@@ -39,6 +39,7 @@ class Counts(NamedTuple):
             "segment_inputs": self.units,
             "recomputed": min(self.units, self.waiting),
             "swapped": min(self.units, self.waiting + 1),
+            "deferred": self.waiting,
         }.get(term, 1)
 
 

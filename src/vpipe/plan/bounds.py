@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vpipe.plan.costs import Profile
 from vpipe.plan.knapsack import Knapsack
-from vpipe.plan.memory import StageFacts, num_actions
+from vpipe.plan.memory import StageFacts, lasting_bytes, num_actions
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -59,8 +59,9 @@ class StageBounds:
         cut = np.array(self.cut)
         self.before = np.zeros_like(cut) if first else 2.0 * cut
         self.after = np.zeros_like(cut) if last else 2.0 * cut
+        self.after[1:] += [float(layer.workspace_bytes) for layer in layers]
         self.base = _prefix([layer.total / facts.speed for layer in layers])
-        weights = [(facts.versions + 1) * layer.parameter_bytes + layer.optimizer_bytes for layer in layers]
+        weights = [lasting_bytes(layer, facts) for layer in layers]
         self.fixed = _prefix([float(size) for size in weights])
         saved = np.array(self.saved)
         self.kept = _prefix(facts.units * saved)

@@ -45,6 +45,10 @@ class LayerCost:
     optimizer_bytes: int = 0
     update: float = 0.0
     """Seconds of the optimizer's update of the layer's weights: once for all units of a synchronous batch."""
+    deferred_bytes: int = 0
+    """What a unit holds more than it saved, between its input gradient and its weight gradient."""
+    workspace_bytes: int = 0
+    """What a forward or backward of the layer needs for a moment, beyond what stays."""
     spread: float = 0.0
     """Spread of the measured times, as a share of their median. Information only."""
 
@@ -95,6 +99,8 @@ class Profile:
                 weight_grad=layer.weight_grad * share,
                 saved_bytes=math.ceil(layer.saved_bytes * share),
                 boundary_bytes=math.ceil(layer.boundary_bytes * share),
+                deferred_bytes=math.ceil(layer.deferred_bytes * share),
+                workspace_bytes=math.ceil(layer.workspace_bytes * share),
             )
             for layer in self.layers
         )

@@ -13,20 +13,26 @@ gradient, and ``V`` weight versions:
 | segment_inputs | N × cut bytes before each run of recomputed layers                                            |
 | recomputed     | min(N, w) × saved, over the recomputed layers: materialised before the backward               |
 | swapped        | min(N, w+1) × saved, over the swapped layers: those in use, and one on its way                |
+| deferred       | d × what a unit holds more while its weight gradient waits                                    |
 | buffers        | 2 × (cut before a + cut before b), without the ends of the pipe: an activation and a gradient |
+| workspace      | what the last layer needs for a moment: at its turn all that the others save is there         |
 
-``w`` is 1 where ``B`` computes both gradients; a zero-bubble schedule lets ``W`` wait. A run of consecutive recomputed
-layers is one segment: it keeps its input and nothing else. Lowering puts one ``R`` before a unit's backward, which
-materialises all segments of the stage; a runtime that recomputes them one by one needs less, never more.
+``w`` is 1 and ``d`` is 0 where ``B`` computes both gradients; a zero-bubble schedule lets ``W`` of ``d = w`` units
+wait. A run of consecutive recomputed layers is one segment: it keeps its input and nothing else. Lowering puts one
+``R`` before a unit's backward, which materialises all segments of the stage; a runtime that recomputes them one by one
+needs less, never more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 
-from vpipe.plan.costs import Profile
+from vpipe.plan.costs import LayerCost, Profile
+
+Peak = tuple[tuple[int, int], ...]
+"""Units that a rank holds at some moment: (stage, units) of each of its stages."""
 
 
 class Choice(StrEnum):
@@ -52,6 +58,9 @@ class StageFacts:
     waiting: int = 1
     """Units between the start of their backward and the end of their weight gradient, at the peak."""
 
+    deferred: int = 0
+    """Those of them whose weight gradient waits: none where a backward is whole."""
+
     @property
     def recomputed(self) -> int:
         """Units of a recomputed layer whose saved tensors exist at once."""
@@ -74,14 +83,32 @@ class MemoryTerms:
     segment_inputs: int = 0
     recomputed: int = 0
     swapped: int = 0
+    deferred: int = 0
     buffers: int = 0
+    workspace: int = 0
 
     @property
     def total(self) -> int:
         return sum(getattr(self, f.name) for f in fields(self))
 
+    @property
+    def lasting(self) -> int:
+        """What is there whatever unit is at its turn."""
+        return self.weights + self.gradients + self.optimizer + self.deferred + self.buffers
+
+    def held(self, facts: StageFacts, units: int) -> int:
+        """What ``units`` units hold, where as many as are in flight at the peak hold what the terms say."""
+        each = (self.kept + self.segment_inputs) // facts.units
+        return units * each + min(units, facts.resident) * (self.swapped // facts.resident)
+
     def to_json(self) -> dict[str, int]:
         return {**asdict(self), "total": self.total}
+
+
+def lasting_bytes(layer: LayerCost, facts: StageFacts) -> int:
+    """What a layer adds to a stage whatever becomes of its saved tensors."""
+    fixed = (facts.versions + 1) * layer.parameter_bytes + layer.optimizer_bytes
+    return fixed + facts.deferred * layer.deferred_bytes
 
 
 def stage_memory(
@@ -107,8 +134,18 @@ def stage_memory(
         segment_inputs=facts.units * segment_inputs,
         recomputed=facts.recomputed * saved[Choice.RECOMPUTE],
         swapped=facts.resident * saved[Choice.SWAP],
+        deferred=facts.deferred * sum(layer.deferred_bytes for layer in layers),
         buffers=2 * ((0 if first else cut[start]) + (0 if last else cut[stop])),
+        workspace=layers[-1].workspace_bytes,
     )
+
+
+def rank_bytes(terms: Mapping[int, MemoryTerms], facts: Sequence[StageFacts], peaks: Iterable[Peak]) -> int:
+    """The peak of a rank: its stages together, unit by unit, one of them at work at a time."""
+    fixed = sum(each.lasting for each in terms.values())
+    fixed += max((each.recomputed for each in terms.values()), default=0)
+    fixed += max((each.workspace for each in terms.values()), default=0)
+    return fixed + max((sum(terms[s].held(facts[s], n) for s, n in peak) for peak in peaks), default=0)
 
 
 def stage_time(

@@ -15,9 +15,7 @@ from itertools import product
 from vpipe.plan.bounds import Options, StageBounds, range_table
 from vpipe.plan.judge import Judge
 from vpipe.plan.knapsack import Knapsack
-from vpipe.plan.memory import Choice, stage_memory
-from vpipe.plan.pipe import Peak
-from vpipe.plan.predict import held
+from vpipe.plan.memory import Choice, Peak, rank_bytes, stage_memory
 
 Cell = tuple[int, int]
 """First layer of a stage and the layer after its last."""
@@ -103,15 +101,13 @@ class Packer:
         return self.bytes_of(group, cells, choices) <= self.caps[group]
 
     def bytes_of(self, group: int, cells: Sequence[Cell], choices: Sequence[Choices]) -> int:
-        """The peak of the rank, counted as ``predict.rank_memory`` does."""
+        """The peak of the rank, as a plan states it."""
         last = self.judge.pipe.num_stages - 1
         terms = {
             s: stage_memory(self.profile, a, b, kept, self.facts[s], first=s == 0, last=s == last)
             for s, (a, b), kept in zip(self.groups[group], cells, choices, strict=True)
         }
-        fixed = sum(each.weights + each.gradients + each.optimizer + each.buffers for each in terms.values())
-        fixed += max(each.recomputed for each in terms.values())
-        return fixed + max(sum(held(terms[s], self.facts[s], n) for s, n in peak) for peak in self.peaks[group])
+        return rank_bytes(terms, self.facts, self.peaks[group])
 
     def overflow(self, cuts: Sequence[int]) -> tuple[float, int]:
         """The bytes that the worst rank lacks whatever it recomputes and swaps, and its group; 0 or less if all fit."""

@@ -13,7 +13,7 @@ from functools import cached_property
 from vpipe.errors import UserError
 from vpipe.plan.costs import Profile
 from vpipe.plan.machine import Machine
-from vpipe.plan.memory import StageFacts
+from vpipe.plan.memory import Peak, StageFacts
 from vpipe.schedule.action import Kind
 from vpipe.schedule.catalog import get
 from vpipe.schedule.entry import Chain, Entry
@@ -23,9 +23,6 @@ from vpipe.schedule.semantics import WEIGHT_GRADIENT, live_versions, most_open, 
 
 MOST_ACTIONS = 2_000_000
 """Forwards of a program that is still planned: each becomes several actions of a few hundred bytes."""
-
-Peak = tuple[tuple[int, int], ...]
-"""Units that a rank holds at some moment: (stage, units) of each of its stages."""
 
 
 @dataclass(frozen=True)
@@ -148,19 +145,14 @@ def _peaks(program: Program, rank: int) -> tuple[Peak, ...]:
     return tuple(most)
 
 
-def units_waiting(program: Program) -> list[int]:
-    """Per stage, the most units between the start of their backward and the end of their weight gradient."""
-    return [max(1, most) for most in most_open(program, (Kind.I,), (Kind.W,))]
-
-
 def stage_facts(program: Program, machine: Machine, share: float = 1.0) -> list[StageFacts]:
     """What the schedule and the ranks say about each stage; a stage may use ``share`` of its rank's memory."""
     facts = []
     versions = live_versions(program)
-    waiting = units_waiting(program)
+    deferred = most_open(program, (Kind.I,), (Kind.W,))
     for stage, units in enumerate(units_in_flight(program)):
         ranks = program.placement.ranks_of[stage]
         memory = min(machine.memory[rank] for rank in ranks) * share
         speed = min(machine.speed[rank] for rank in ranks)
-        facts.append(StageFacts(units, versions[stage], memory, speed, waiting[stage]))
+        facts.append(StageFacts(units, versions[stage], memory, speed, max(1, deferred[stage]), deferred[stage]))
     return facts

@@ -14,7 +14,7 @@ from vpipe.errors import UserError
 from vpipe.plan.costs import Profile
 from vpipe.plan.layout import Layout
 from vpipe.plan.machine import Machine
-from vpipe.plan.memory import Choice, MemoryTerms, StageFacts, num_actions, stage_memory, stage_time
+from vpipe.plan.memory import Choice, MemoryTerms, StageFacts, num_actions, rank_bytes, stage_memory, stage_time
 from vpipe.plan.pipe import Pipe, stage_facts
 from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.lower import lower
@@ -117,16 +117,6 @@ def stage_costs(
 
 
 def rank_memory(pipe: Pipe, facts: Sequence[StageFacts], terms: Sequence[MemoryTerms]) -> tuple[int, ...]:
-    """The peak of each rank: its stages together, unit by unit, along its row."""
-    found = []
-    for stages, peaks in zip(pipe.program.placement.stages_of, pipe.peaks, strict=True):
-        fixed = sum(terms[s].weights + terms[s].gradients + terms[s].optimizer + terms[s].buffers for s in stages)
-        fixed += max((terms[s].recomputed for s in stages), default=0)
-        found.append(fixed + max((sum(held(terms[s], facts[s], n) for s, n in peak) for peak in peaks), default=0))
-    return tuple(found)
-
-
-def held(terms: MemoryTerms, facts: StageFacts, units: int) -> int:
-    """What ``units`` units hold, where as many as are in flight at the peak hold what the terms say."""
-    each = (terms.kept + terms.segment_inputs) // facts.units
-    return units * each + min(units, facts.resident) * (terms.swapped // facts.resident)
+    """The peak of each rank."""
+    ranks = zip(pipe.program.placement.stages_of, pipe.peaks, strict=True)
+    return tuple(rank_bytes({s: terms[s] for s in stages}, facts, peaks) for stages, peaks in ranks)

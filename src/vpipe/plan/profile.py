@@ -30,6 +30,7 @@ from vpipe.plan.costs import LayerCost
 from vpipe.plan.transfer import Nothing
 from vpipe.runtime.edges import detached
 from vpipe.runtime.flow import Flow, Value, bind_inputs, resolve
+from vpipe.runtime.memory.live import LiveBytes
 from vpipe.runtime.region import Pending, Run
 from vpipe.runtime.stage import Loss, Stage, StageOptions, Unit
 from vpipe.runtime.transport.wire import flatten
@@ -147,7 +148,10 @@ def _measure(
         given = _forward(stage, values, targets, measuring)
     stage.abandon()
     whole = _rounds(stage, values, targets, measuring)
-    split = _rounds(_stage(flow, index, module, measuring, splits=True), values, targets, measuring)
+    divided = _stage(flow, index, module, measuring, splits=True)
+    split = _rounds(divided, values, targets, measuring)
+    workspace, _ = _momentary(stage, values, targets, measuring)
+    apart_workspace, deferred = _momentary(divided, values, targets, measuring)
     optimizer_bytes, update = _update(stage, measuring)
     forward = max(0.0, whole.median("forward") - nothing.forward)
     apart = [max(0.0, split.median(part) - getattr(nothing, part)) for part in ("backward", "weight")]
@@ -164,6 +168,8 @@ def _measure(
         parameter_bytes=count_bytes(list(module.parameters())),
         optimizer_bytes=optimizer_bytes,
         update=update,
+        deferred_bytes=deferred,
+        workspace_bytes=max(workspace, apart_workspace - deferred),
         spread=whole.spread,
     )
     written = {value[0]: detached(found) for value, found in given.items()}
@@ -203,6 +209,26 @@ def _rounds(stage: Stage, values: Values, targets: Any, measuring: Measuring) ->
         if number >= WARM_UP:
             found.append(Timings(middle - begin, end - back, perf_counter() - end if splits else 0.0))
     return Rounds(found)
+
+
+def _momentary(stage: Stage, values: Values, targets: Any, measuring: Measuring) -> tuple[int, int]:
+    """Bytes that a forward or backward needs beyond what stays, and bytes that a unit holds more than it saved between
+    its two gradients. Weights have gathered gradients before, so those of this round are for a moment."""
+    live = LiveBytes()
+    with live:
+        given = _forward(stage, values, targets, measuring)
+        workspace = live.peak - live.now
+        pending = _gradients(given)
+        del given
+        before = live.peak = live.now
+        received = sum(count_bytes(each) for parts in pending.values() for _, each in parts)
+        stage.backward(0, pending, stage.options.splits)
+        workspace = max(workspace, live.peak - before)
+        del pending
+        deferred = live.now - (before - received)
+        if stage.options.splits:
+            stage.weight_gradient(0)
+    return workspace, max(0, deferred)
 
 
 def _gradients(given: Values) -> Pending:

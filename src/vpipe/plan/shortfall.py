@@ -13,7 +13,7 @@ import numpy as np
 
 from vpipe.plan.bounds import Floats, Options
 from vpipe.plan.costs import Profile
-from vpipe.plan.memory import StageFacts
+from vpipe.plan.memory import StageFacts, lasting_bytes
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _stage(
     recompute = options.recompute and facts.units > facts.recomputed
     for index, layer in enumerate(profile.layers):
         live = slice(0, index + 1)
-        fixed[live] += (facts.versions + 1) * layer.parameter_bytes + layer.optimizer_bytes
+        fixed[live] += lasting_bytes(layer, facts)
         least = np.minimum(recomputed[live], other[live])
         if recompute:
             start = facts.units * cut[index]
@@ -72,6 +72,7 @@ def _stage(
             + fixed[live]
             - facts.memory
             + (0.0 if last else 2.0 * cut[index + 1])
+            + layer.workspace_bytes
         )
         worst = np.maximum(before[live], need + ends[live])
         origin[index + 1] = best = int(np.argmin(worst))

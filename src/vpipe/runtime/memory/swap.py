@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import UntypedStorage
@@ -30,11 +30,27 @@ def worth_moving(storage: UntypedStorage) -> bool:
     return storage.nbytes() >= MIN_BYTES
 
 
+class Watch(Protocol):
+    """Sees what leaves memory and comes back: a profiler sees the frees of its own thread alone."""
+
+    def leaving(self, storage: UntypedStorage) -> None:
+        """The lane is about to let go of this."""
+
+    def room(self, num_bytes: int) -> UntypedStorage:
+        """Memory for what comes back."""
+
+    def resized(self, num_bytes: int) -> None:
+        """A storage that stays has taken so many bytes, or freed them."""
+
+
 class Slot:
     """A storage that may leave memory, or the room for it.
 
     ``same_object``: others hold views of the storage (an old weight version), so it stays and only its memory goes.
     """
+
+    watch: ClassVar[Watch | None] = None
+    """Who counts the bytes of this process, if anybody does."""
 
     def __init__(self, storage: UntypedStorage, *, same_object: bool = False) -> None:
         self._storage: UntypedStorage | None = storage
@@ -51,13 +67,22 @@ class Slot:
         """The bytes are elsewhere: let go of the memory."""
         if self._same:
             self.full().resize_(0)
-        else:
-            self._storage = None
+            if Slot.watch is not None:
+                Slot.watch.resized(-self._bytes)
+            return
+        if Slot.watch is not None:
+            Slot.watch.leaving(self.full())
+        self._storage = None
 
     def refill(self) -> UntypedStorage:
         """Memory for the bytes to come back to; torch's own, so that it is aligned as that of the forward was."""
+        watch = Slot.watch if self._device.type == "cpu" else None
         if self._same:
             self.full().resize_(self._bytes)
+            if watch is not None:
+                watch.resized(self._bytes)
+        elif watch is not None:
+            self._storage = watch.room(self._bytes)
         else:
             self._storage = torch.empty(self._bytes, dtype=torch.uint8, device=self._device).untyped_storage()
         return self.full()

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from time import perf_counter, perf_counter_ns, time_ns
+from time import perf_counter, time_ns
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.profiler import ProfilerActivity, profile
 
 from vpipe.config import PipelineConfig
 from vpipe.runtime import assembly
+from vpipe.runtime.memory.swap import Slot
 from vpipe.runtime.updates.weights import count_bytes
 from vpipe.schedule.action import OF_A_STAGE, Kind
 from vpipe.schedule.semantics import LANE, Lane
@@ -33,6 +37,8 @@ from vpipe.train.session import Session, open_session
 WARM_UP = 2
 OFTEN_ENOUGH = 3
 """Batches more, from which the time of one follows."""
+ALIGNMENT = 64
+"""Of memory for tensors, as torch's own."""
 
 
 @dataclass
@@ -129,29 +135,51 @@ def _held(session: Session) -> int:
 def _allocated(session: Session, num_batches: int) -> int:
     """The most bytes of tensors that a step has allocated and not yet freed, by the allocator's own account.
 
-    The profiler sees one thread. What another carries out and brings back stands in the trace: the bytes of an OUT are
-    gone at its end, those of an IN are there from its begin on.
+    The profiler sees one thread; what the swap lane frees and takes in its own is watched beside it.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        _train(session, num_batches, Seen())
+    lane = Slot.watch = LaneBytes()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+            _train(session, num_batches, Seen())
+    finally:
+        Slot.watch = None
     assert watched.profiler is not None
     results: Any = watched.profiler.kineto_results
     changes = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
-    changes += _carried(session)
-    return max(accumulate(size for _, size in sorted(changes)), default=0)
+    return max(accumulate(size for _, size in sorted(changes + lane.changes)), default=0)
 
 
-def _carried(session: Session) -> list[tuple[int, int]]:
-    """When the swap lane of this rank has freed and taken bytes in the last step, by the profiler's clock."""
-    since = time_ns() - perf_counter_ns()
-    trace = session.pipeline.trace()
-    found = []
-    for record in (record for records in trace.records.values() for record in records):
-        if record.action.kind is Kind.OUT:
-            found.append((since + record.end, -record.bytes))
-        elif record.action.kind is Kind.IN:
-            found.append((since + record.ready, record.bytes))
-    return found
+class LaneBytes:
+    """What the swap lane frees and takes: (when, bytes), by the profiler's clock.
+
+    What leaves is freed by the lane, unless the rank still holds it and frees it itself, where the profiler sees it.
+    What comes back gets memory that is not the allocator's, so that its end is seen here and nowhere else: a profiler
+    knows the bytes of an allocation in another thread by chance alone.
+    """
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[int, int]] = []
+        self._watched = threading.get_ident()
+
+    def leaving(self, storage: UntypedStorage) -> None:
+        weakref.finalize(storage, self._left, storage.nbytes())
+
+    def room(self, num_bytes: int) -> UntypedStorage:
+        memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+        begin = -memory.ctypes.data % ALIGNMENT
+        self.changes.append((time_ns(), num_bytes))
+        weakref.finalize(memory, self._freed, num_bytes)
+        return torch.from_numpy(memory[begin : begin + num_bytes]).untyped_storage()
+
+    def resized(self, num_bytes: int) -> None:
+        self.changes.append((time_ns(), num_bytes))
+
+    def _left(self, num_bytes: int) -> None:
+        if threading.get_ident() != self._watched:
+            self._freed(num_bytes)
+
+    def _freed(self, num_bytes: int) -> None:
+        self.changes.append((time_ns(), -num_bytes))
 
 
 def _empty() -> int:
