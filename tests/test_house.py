@@ -33,7 +33,7 @@ ROOMS = {
 """Room → the other rooms it may import. The modules of the hall (errors, registry, layer, …) are open to all."""
 
 WITHOUT_TORCH = {"schedule", "config", "launch", "observe", "rundir"}
-TORCH_IN_PLAN = {"profile", "transfer"}
+TORCH_IN_PLAN = {"profile", "sharding", "transfer"}
 """Modules of ``plan`` that may import torch, and runtime and models with it: they measure."""
 
 NUMPY_IN_SCHEDULE = {"batch", "communication", "flat", "lanes", "laws", "updates", "timeline", "simulate"}

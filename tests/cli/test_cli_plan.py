@@ -174,6 +174,8 @@ def test_profile_plan_check_and_run(here: Any) -> None:
     assert profile.microbatch_rows == 2
     assert profile.link_bandwidth
     assert profile.swap_bandwidth
+    assert profile.shard_overhead > 0, "FSDP's own work is measured"
+    assert profile.layers[-1].workspace_bytes >= 2 * 8 * 4 * 8, "the gradient of the logits, at least"
     assert all(cost.forward > 0 and cost.parameter_bytes > 0 for cost in profile.layers)
     assert profile.layers[1].boundary_bytes == 2 * 8 * 16 * 4, "rows x tokens x width x 4 bytes"
 

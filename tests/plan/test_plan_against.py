@@ -74,6 +74,16 @@ def test_a_round_takes_at_least_its_compute_and_its_messages(seed: int) -> None:
     assert max(work, gathers) <= time * (1 + 1e-9) <= (work + gathers) * (1 + 2e-9)
 
 
+def test_what_fsdp_itself_costs_a_layer_is_counted_for_every_layer_and_round() -> None:
+    layers = tuple(LayerCost(f"l{i}", 1.0, 2.0, 3.0, 0, 0, 1000) for i in range(4))
+    free = Profile(layers, link_latency=0.5, link_bandwidth=1000.0)
+    own = replace(free, shard_overhead=0.25, shard_overhead_per_byte=0.001)
+    machine = Machine.of(2, None)
+    # work of one unit; a layer's weights twice and its gradients once, half of them and a latency each; FSDP's own
+    assert round_time(own, machine, 1) == pytest.approx(4 * 6.0 + 4 * 3 * (0.5 + 0.5) + 4 * (0.25 + 1.0))
+    assert round_time(own, machine, 1) > round_time(free, machine, 1)
+
+
 def test_less_memory_means_more_rounds_for_fsdp_and_what_does_not_fit_is_said() -> None:
     roomy = ways(TWO, 2, 8)["fsdp"]
     tight = ways(TWO, 2, 8, memory=roomy.memory - 1)["fsdp"]

@@ -10,8 +10,9 @@ All are predicted from the same measured costs and links as the plan, for the ro
 |        | few rounds as fit  | gradients once, one layer ahead             | weights, and what a round saves       |
 
 A ring over n ranks moves (n-1)/n of a tensor to gather or to scatter it, twice that to reduce it for all. Computing and
-sending are taken to run side by side, as on a device; on a processor they share cores, and data parallelism is then
-slower than it is said to be here.
+sending are taken to run side by side, as on a device. What FSDP itself costs a layer (hooks, copies, launches) has no
+formula: ``vpipe profile`` measures it (``plan.sharding``), and with it computing and sending come one after the other,
+since both were measured on the cores that they share.
 """
 
 from __future__ import annotations
@@ -109,6 +110,10 @@ def round_time(profile: Profile, machine: Machine, units: int) -> float:
     """A forward and a backward over ``units`` units at once, weights gathered one layer ahead of the compute."""
     scale = units / min(machine.speed)
     gathers = [_gather(profile, machine, layer) for layer in profile.layers]
+    if profile.shard_overhead:
+        own = profile.shard_overhead * profile.num_layers
+        own += profile.shard_overhead_per_byte * sum(layer.parameter_bytes for layer in profile.layers)
+        return scale * _work(profile) + 3 * sum(gathers) + own
     back = range(len(gathers) - 1, -1, -1)
     turns = [(i, profile.layers[i].forward, False) for i in reversed(back)]
     turns += [(i, profile.layers[i].input_grad + profile.layers[i].weight_grad, True) for i in back]

@@ -71,6 +71,10 @@ class Profile:
     swap_bandwidth: float | None = None
     """Bytes per second of the swap lane, out and in together; ``None``: there is none."""
     action_overhead: float = 0.0
+    shard_overhead: float = 0.0
+    """Seconds that FSDP takes for a layer and round beyond the link's; 0: not measured."""
+    shard_overhead_per_byte: float = 0.0
+    """Seconds more for each byte of the layer's weights."""
     model: str = ""
     """What was profiled, for telling one model's profile from another's."""
     device: Mapping[str, str | float] = field(default_factory=dict)

@@ -221,7 +221,9 @@ def _momentary(stage: Stage, values: Values, targets: Any, measuring: Measuring)
         pending = _gradients(given)
         del given
         before = live.peak = live.now
-        received = sum(count_bytes(each) for parts in pending.values() for _, each in parts)
+        received = count_bytes(
+            [each for parts in pending.values() for _, some in parts for each in some if each is not None]
+        )
         stage.backward(0, pending, stage.options.splits)
         workspace = max(workspace, live.peak - before)
         del pending

@@ -19,6 +19,7 @@ from vpipe.data.dataset import DataSet
 from vpipe.models.model import Model
 from vpipe.plan.costs import Profile
 from vpipe.plan.profile import Measuring, measure_layers
+from vpipe.plan.sharding import measure_sharding
 from vpipe.plan.transfer import empty_pipeline, measure_link, measure_overhead, measure_swap
 from vpipe.runtime import assembly
 from vpipe.train.feed import Feed, Units
@@ -53,6 +54,7 @@ def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
     link = measure_link(pipeline.transport, repeat)
     overhead = measure_overhead(pipeline, repeat)
     swap = measure_swap(3)
+    shards = measure_sharding(link, repeat)
     training = checked.training
     measuring = Measuring(model.loss, optimizer(training), repeat, training.seed, autocast(training))
     layers, input_bytes = measure_layers(model.layers, unit.inputs, unit.targets, measuring, tell)
@@ -65,6 +67,8 @@ def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
             link_bandwidth=link.bandwidth,
             swap_bandwidth=swap,
             action_overhead=overhead,
+            shard_overhead=shards[0],
+            shard_overhead_per_byte=shards[1],
             model=identity(checked, model),
             device=_device(num_ranks, pipeline.transport),
         )
