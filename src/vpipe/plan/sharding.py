@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vpipe.plan.transfer import Link
+from vpipe.plan.transfer import LinkSpeed
 
 SMALL, LARGE = 16, 384
 """Widths of the two models' layers."""
 LAYERS = 4
 
 
-def measure_sharding(link: Link, repeat: int) -> tuple[float, float]:
+def measure_sharding(link: LinkSpeed, repeat: int) -> tuple[float, float]:
     """Seconds of a layer and round beyond three messages over the link, and of each byte of weights beyond theirs.
 
     All ranks of the default process group measure together. Zeros where torch has no FSDP for plain modules.
