@@ -17,15 +17,21 @@ from typing import Any
 
 
 def options(
-    description: str, rank: Callable[[dict[str, Any]], None] | None = None, transports: bool = False
+    description: str,
+    rank: Callable[[dict[str, Any]], None] | None = None,
+    transports: bool = False,
+    more: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> argparse.Namespace:
-    """The options of every benchmark. A process that ``launch`` has started runs ``rank`` with its task and ends."""
+    """The options of every benchmark, and ``more`` of one's own. A process that ``launch`` has started runs ``rank``
+    with its task and ends."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repeats: to see that it runs, not to quote")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rank-task", help=argparse.SUPPRESS)
     if transports:
         parser.add_argument("--gloo", action="store_true", help="vpipe over gloo too, as torch, not by shared memory")
+    if more is not None:
+        more(parser)
     arguments = parser.parse_args()
     if rank is not None and arguments.rank_task:
         rank(json.loads(arguments.rank_task))

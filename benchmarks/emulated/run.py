@@ -1,8 +1,9 @@
 """Emulated devices: layers that sleep. How near is a measured step to the simulation, on more ranks than there are
-cores?"""
+cores, through shared memory, over gloo, and under torch.distributed.pipelining?"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -12,14 +13,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream")
-MICROBATCHES = 16
-FORWARD = INPUT_GRAD = WEIGHT_GRAD = 0.050
-"""Seconds of one rank's whole share of a microbatch."""
+SPEEDS = {"20/40": 0.020, "4/8": 0.004}
+"""Milliseconds of one rank's forward and backward of a microbatch → seconds of F, of I and of W."""
+SIDES = {"shm": "auto", "gloo": "distributed", "torch": ""}
+PEERS = ("gpipe", "1f1b", "interleaved")
+"""Schedules that torch has too. (Its split backward would run the sleeping function's backward twice.)"""
+MICROBATCHES, NUMBERS = 16, 64 * 1024
+"""A message has 256 KB."""
 
 
 def rank(task: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
+    from peers import TorchPipeline
 
     from vpipe import Pipeline
     from vpipe.models.emulated import SleepLayer
@@ -29,60 +35,102 @@ def rank(task: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     schedule, num_ranks = task["schedule"], dist.get_world_size()
     num_stages = catalog.build(schedule, num_ranks, MICROBATCHES).num_stages
-    share = num_ranks / num_stages
-    layers = [SleepLayer(FORWARD * share, INPUT_GRAD * share, WEIGHT_GRAD * share) for _ in range(num_stages)]
-    pipe = Pipeline(
-        layers,
-        lambda output, target: output.sum() * 0,
-        schedule=schedule,
-        num_microbatches=MICROBATCHES,
-        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0),
-    )
-    x = torch.zeros(MICROBATCHES, 16)
-    found = []
-    for repeat in range(task["repeats"] + 1):
-        dist.barrier()
-        begin = time.perf_counter()
-        pipe.train_step(x, x)
-        dist.barrier()
-        if repeat:
-            found.append(time.perf_counter() - begin)
+    seconds = task["seconds"] * num_ranks / num_stages
+
+    def loss(output: Any, target: Any) -> Any:
+        return output.sum() * 0
+
+    def sgd(ps: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(ps, lr=0.0)
+
+    def pipeline(side: str) -> Any:
+        layers = [SleepLayer(seconds, seconds, seconds) for _ in range(num_stages)]
+        if side == "torch":
+            return TorchPipeline(layers, loss, schedule, MICROBATCHES, [1] * num_stages, sgd)
+        return Pipeline(
+            layers,
+            loss,
+            schedule=schedule,
+            num_microbatches=MICROBATCHES,
+            optimizer=sgd,
+            transport=SIDES[side],
+        )
+
+    # The first stage computes an input gradient too, where torch would not: its time passes either way.
+    x = torch.zeros(MICROBATCHES, NUMBERS)
+    sides = {side: pipeline(side) for side in task["sides"]}
+    found: dict[str, list[list[float]]] = {side: [] for side in sides}
+    for repeat in range(task["repeats"] + 2):
+        for side, pipe in sides.items():
+            dist.barrier()
+            begin, cpu = time.perf_counter(), time.process_time()
+            pipe.train_step(x, x)
+            cpu = time.process_time() - cpu
+            dist.barrier()
+            if repeat >= 2:
+                found[side].append([time.perf_counter() - begin, cpu])
     common.answer(task, found)
     dist.destroy_process_group()
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [f"measured step over simulated step; {MICROBATCHES} microbatches, F = I = W = {FORWARD * 1e3:.0f} ms"]
+    lines = [
+        f"measured step over simulated step, median (quartiles); {MICROBATCHES} microbatches, "
+        f"messages of {NUMBERS * 4 // 1024} KB; and milliseconds of processor per step and rank",
+        f"{'':28}{'simulated':>10}" + "".join(f"{side:>24}{'cpu':>6}" for side in SIDES),
+    ]
     for name, row in result["rows"].items():
-        seconds = row["measured"]
-        lines.append(
-            f"{name:18} simulated {row['simulated']:.3f} s   measured {seconds['median']:.3f} "
-            f"({seconds['low']:.3f}–{seconds['high']:.3f})   ratio {row['ratio']:.3f}"
-        )
+        line = f"{name:28}{row['simulated'] * 1e3:7.0f} ms"
+        for side in SIDES:
+            if side in row["sides"]:
+                facts, cpu = row["sides"][side]["ratio"], row["sides"][side]["cpu"]["median"]
+                spread = f"{facts['median']:.3f} ({facts['low']:.3f}–{facts['high']:.3f})"
+                line += f"{spread:>24}{cpu * 1e3:6.0f}"
+        lines.append(line)
     return "\n".join(lines)
 
 
-def main() -> None:
-    arguments = common.options(__doc__ or "", rank)
+def measured(schedule: str, num_ranks: int, speed: str, sides: list[str], repeats: int) -> dict[str, Any]:
+    """One row: every side's step over the simulated one."""
     from vpipe.schedule import catalog
     from vpipe.schedule.costs import uniform
     from vpipe.schedule.simulate import simulate
 
-    rows = {}
-    for num_ranks in (4, 8):
-        for schedule in SCHEDULES:
-            program = catalog.build(schedule, num_ranks, MICROBATCHES)
-            costs = uniform(program.placement, forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD)
-            expected = simulate(program, costs).makespan
-            measured = common.launch(
-                __file__, num_ranks, {"schedule": schedule, "repeats": 1 if arguments.quick else 3}
-            )[0]
-            facts = common.summary(measured)
-            rows[f"{schedule} p={num_ranks}"] = {
-                "simulated": expected,
-                "measured": facts,
-                "ratio": facts["median"] / expected,
+    seconds = SPEEDS[speed]
+    program = catalog.build(schedule, num_ranks, MICROBATCHES)
+    costs = uniform(program.placement, forward=seconds, input_grad=seconds, weight_grad=seconds)
+    expected = simulate(program, costs).makespan
+    known = [side for side in sides if side != "torch" or schedule in PEERS]
+    task = {"schedule": schedule, "seconds": seconds, "sides": known, "repeats": repeats}
+    ranks = common.launch(__file__, num_ranks, task)
+    return {
+        "simulated": expected,
+        "sides": {
+            side: {
+                "ratio": common.summary([wall / expected for wall, _ in ranks[0][side]]),
+                "cpu": common.summary([cpu for rank in ranks for _, cpu in rank[side]]),
             }
+            for side in known
+        },
+    }
+
+
+def choices(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--speeds", nargs="+", choices=SPEEDS, default=list(SPEEDS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8])
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+
+
+def main() -> None:
+    arguments = common.options(__doc__ or "", rank, more=choices)
+    rows = {}
+    for speed in arguments.speeds:
+        repeats = 2 if arguments.quick else {"20/40": 3, "4/8": 9}[speed]
+        for num_ranks in arguments.ranks:
+            for schedule in arguments.schedules:
+                row = measured(schedule, num_ranks, speed, arguments.sides, repeats)
+                rows[f"{schedule} p={num_ranks}, {speed} ms"] = row
     common.finish(arguments, {"question": "emulated", "rows": rows}, table)
 
 
