@@ -35,6 +35,10 @@ class ChangingBuffers:
         self._storages: frozenset[int] = frozenset()
         self._held: list[SavedTensor] = []
 
+    @property
+    def are_none(self) -> bool:
+        return not self._slots
+
     def note(self, tensor: Tensor, saved: SavedTensor) -> None:
         """Autograd has saved a tensor; perhaps a part of a buffer."""
         if self._storages and tensor.layout is strided and tensor.untyped_storage()._cdata in self._storages:

@@ -21,7 +21,7 @@ def entrance(leaf: Tensor, gradients: Gradients, index: int) -> Tensor:
     For autograd the result is neither a leaf nor a view of one, so it may be changed in place. (For a size of 1 the
     operation may choose another stride, and kernels ask for strides: then a view must do.)
     """
-    inner: Tensor = _alias(leaf, leaf.shape)
+    inner: Tensor = _alias(leaf, list(leaf.shape))  # a list is read faster than a size
     if inner.stride() != leaf.stride():
         inner = leaf.view_as(leaf)
 
@@ -35,6 +35,8 @@ def entrance(leaf: Tensor, gradients: Gradients, index: int) -> Tensor:
 
 def versions_of(values: Any) -> list[int]:
     """How often each tensor has been changed in place."""
+    if type(values) is Tensor:
+        return [0 if values.is_inference() else values._version]
     tensors: list[Tensor] = []
     flatten(values, tensors)
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
@@ -50,6 +52,8 @@ def tell_change(tensor: Tensor) -> Tensor:
 
 def summed(readers: list[tuple[int, Gradients]], num_tensors: int) -> Gradients:
     """The sum over a value's readers, latest layer first, of the gradient of each tensor that needs one."""
+    if len(readers) == 1 and len(readers[0][1]) == num_tensors:
+        return readers[0][1]
     total: Gradients = [None] * num_tensors
     for _, gradients in sorted(readers, key=lambda reader: -reader[0]):
         for index, gradient in enumerate(gradients):

@@ -149,7 +149,7 @@ class Engine:
             Kind.STEP: self._step,
         }
         moving: dict[Kind, Callable[[Task], Callable[[], None]]] = {
-            Kind.SEND_F: lambda task: partial(self._send, remote(task.outputs)),
+            Kind.SEND_F: lambda task: partial(self._send_outputs, task, remote(task.outputs)),
             Kind.SEND_B: lambda task: partial(self._send, remote(task.input_gradients)),
             Kind.RECV_F: lambda task: partial(self._post, remote(task.inputs)),
             Kind.RECV_B: lambda task: partial(self._post, remote(task.output_gradients)),
@@ -308,13 +308,13 @@ class Engine:
         index = stage.index
         values: dict[Value, Any] = job.inputs(microbatch) if index == 0 else {}
         share = job.share(microbatch) if index == 0 else self._even
-        for hop in task.inputs:
-            told, *found = self._arrive(hop)
-            share = share if told is None else float(told)
-            values.update(zip(hop.values, found, strict=True))
         seed = self._seed if job.training else evaluation_seed(self._seed)
         run = Run(seed, job.first_unit + microbatch, job.training, self._autocast)
         targets = job.targets(microbatch) if stage.is_last else None
+        for hop in task.inputs:  # last, so that everything else happens before the message is there
+            told, *found = self._arrive(hop)
+            share = share if told is None else float(told)
+            values.update(zip(hop.values, found, strict=True))
         self._is_ready()
         given: dict[Value, Any]
         with self._guard:
@@ -327,7 +327,8 @@ class Engine:
             else:
                 given, loss = stage.evaluate(values, run, targets, job.wants_loss)
                 added = []
-            self._note_losses(microbatch, share, added, loss)
+            if added or loss is not None:
+                self._note_losses(microbatch, share, added, loss)
         if stage.is_last and not job.training and not job.wants_loss:
             outputs = [given[value] for value in self.flow.outputs()]
             # A copy, as of all that leaves a stage: a layer may write the next unit's result into the same memory.
@@ -337,6 +338,8 @@ class Engine:
         for hop in task.outputs:
             wanted = [given[value] if value in given else values[value] for value in hop.values]
             hop.payload = copied_value((told, *wanted)) if hop.is_local else (told, *wanted)
+        if job.training and not task.sends:
+            stage.part(microbatch)
 
     def _note_losses(
         self, microbatch: int, share: float, added: Sequence[tuple[int, Tensor]], loss: Tensor | None
@@ -401,6 +404,12 @@ class Engine:
         for hop in hops:
             payload, hop.payload = hop.payload, None
             self.transport.send(hop.envelope, hop.peer, payload)
+
+    def _send_outputs(self, task: Task, hops: Sequence[Hop]) -> None:
+        """Roughly: ``isend(y)``, and then what the neighbour need not wait for."""
+        self._send(hops)
+        if self._job.training:
+            task.stage.part(task.microbatch)
 
     def _post(self, hops: Sequence[Hop]) -> None:
         """Roughly: ``irecv(x)``, awaited where it is used."""

@@ -58,9 +58,18 @@ class RegionGraph:
 
     taken: list[tuple[Value, int, Gradients]] = field(default_factory=list)
     """(value, reading layer, the gradients of its tensors that need one), filled by the backward."""
+    given: list[tuple[Value, list[Tensor]]] = field(default_factory=list)
+    """The tensors that leave and need a gradient, until ``part``."""
     roots: list[tuple[Value, list[GradientEdge]]] = field(default_factory=list)
     scalars: list[tuple[GradientEdge, torch.dtype, torch.device]] = field(default_factory=list)
     """Losses: the unit's own at the last stage, and those that layers added."""
+
+    def part(self) -> None:
+        """Let go of what the region gave: from now on it is known by its edges. A neighbour waits for the data, and
+        nobody for this, so it comes after the send."""
+        for value, tensors in self.given:
+            self.roots.append((value, [get_gradient_edge(tensor) for tensor in tensors]))
+        self.given.clear()
 
 
 @dataclass(slots=True)
@@ -143,7 +152,7 @@ class Region:
             outcome.given[value] = local[value]
             tensors = self._checked(value, local[value])
             if graph is not None:
-                graph.roots.append((value, [_edge(tensor) for tensor in tensors if tensor.requires_grad]))
+                graph.given.append((value, [tensor for tensor in tensors if tensor.requires_grad]))
         if outcome.added or outcome.loss is not None:
             self._part_with_scalars(outcome)
         return outcome
@@ -182,7 +191,9 @@ class Region:
         """Of losses, too, the graph keeps the edges, and the outcome the numbers."""
         parts = [scalar for _, scalar in outcome.added] + ([outcome.loss] if outcome.loss is not None else [])
         if outcome.graph is not None:
-            scalars = [(_edge(scalar), scalar.dtype, scalar.device) for scalar in parts if scalar.requires_grad]
+            scalars = [
+                (get_gradient_edge(scalar), scalar.dtype, scalar.device) for scalar in parts if scalar.requires_grad
+            ]
             outcome.graph.scalars = scalars
         outcome.added = [(layer, scalar.detach()) for layer, scalar in outcome.added]
         outcome.loss = outcome.loss.detach() if outcome.loss is not None else None
@@ -239,6 +250,13 @@ class Region:
     ) -> Any:
         """What a layer gets of a value from outside: where gradients are needed, by an edge of its own."""
         gradients: Gradients = []
+        if graph is not None:
+            graph.taken.append((value, layer, gradients))
+        if type(given) is Tensor and luggage is None and layer not in self._changes_input:  # most values
+            if not training or not given.requires_grad:
+                return given
+            gradients.append(None)
+            return entrance(given.detach().requires_grad_(), gradients, 0)
 
         def enter(tensor: Tensor) -> Tensor:
             if training and tensor.requires_grad:
@@ -249,10 +267,7 @@ class Region:
                 tensor = entrance(leaf, gradients, len(gradients) - 1)
             return tensor.clone() if layer in self._changes_input else tensor
 
-        entered = mapped(given, enter)
-        if graph is not None:
-            graph.taken.append((value, layer, gradients))
-        return entered
+        return mapped(given, enter)
 
     def _within(self, given: Any, value: Value, layer: int) -> Any:
         """What a layer gets of a value of its own region.
@@ -303,6 +318,8 @@ class Region:
 
     def backward(self, graph: RegionGraph, pending: Pending, weight: float, run: Backward = run_backward) -> None:
         """Take the gradients of what the region gave from ``pending``, add those of what it took."""
+        if graph.given:
+            graph.part()
         roots: list[GradientEdge] = []
         gradients: list[Tensor] = []
         for value, edges in graph.roots:
@@ -318,10 +335,6 @@ class Region:
             run(roots, gradients)
         for value, layer, taken in reversed(graph.taken):
             pending.setdefault(value, []).append((layer, taken))
-
-
-def _edge(tensor: Tensor) -> GradientEdge:
-    return get_gradient_edge(tensor)
 
 
 def _forget(tensor: Tensor) -> None:

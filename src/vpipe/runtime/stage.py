@@ -141,18 +141,31 @@ class Stage:
         """Run a unit; the values that other stages read, still attached to nothing but their gradient edges."""
         self.weights.read(unit.version)
         before = [_Seen(part, slot) for part, slot in self._buffers]
-        given: dict[Value, Any] = {}
         unit.saved = self._pack(unit, values) if self._swapped else None
-        with self._changing.kept():
-            for region in self.regions:
-                given.update(self._run(region, unit, values, build_graph=not region.recompute))
-                if region.recompute:
-                    unit.values.update({value: values[value] for value in region.taken})
-                if region is not self.regions[-1]:
-                    values.update({value: detached(given[value]) for value in region.given})
+        if self._changing.are_none:
+            given = self._forward(unit, values)
+        else:
+            with self._changing.kept():
+                given = self._forward(unit, values)
         unit.buffers.extend([(seen.part, seen.slot, seen.as_found()) for seen in before])
         self.units[microbatch] = unit
         return given
+
+    def _forward(self, unit: Unit, values: dict[Value, Any]) -> dict[Value, Any]:
+        given: dict[Value, Any] = {}
+        for region in self.regions:
+            given.update(self._run(region, unit, values, build_graph=not region.recompute))
+            if region.recompute:
+                unit.values.update({value: values[value] for value in region.taken})
+            if region is not self.regions[-1]:
+                values.update({value: detached(given[value]) for value in region.given})
+        return given
+
+    def part(self, microbatch: int) -> None:
+        """What a unit's forward gave is on its way: the stage lets go of it."""
+        for graph in self.units[microbatch].graphs:
+            if graph is not None:
+                graph.part()
 
     def _run(self, region: Region, unit: Unit, values: Mapping[Value, Any], build_graph: bool) -> dict[Value, Any]:
         at_end = self.is_last and region is self.regions[-1]

@@ -41,6 +41,11 @@ class Task(NamedTuple):
     output_gradients: tuple[Hop, ...]
     input_gradients: tuple[Hop, ...]
 
+    @property
+    def sends(self) -> bool:
+        """Whether an output goes to another rank."""
+        return any(not hop.is_local for hop in self.outputs)
+
 
 class Tasks:
     """The tasks of one rank in a program."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,7 @@ class DistributedTransport:
         self._sent: dict[Channel, deque[tuple[Any, Tensor]]] = defaultdict(deque)
         self._tails: list[tuple[Channel, Any, Tensor]] = []
         self._groups: dict[tuple[int, ...], Any] = {}
+        self._world: Any = dist.group.WORLD
 
     def begin_program(self, program: Hashable, data: Callable[[], Hashable]) -> None:
         pass
@@ -73,7 +74,7 @@ class DistributedTransport:
     def post(self, envelope: Envelope, source_rank: int) -> None:
         channel = Channel(envelope.source, envelope.target, envelope.backward, source_rank)
         block = torch.empty(self._capacity[channel], dtype=torch.uint8)
-        self._posted[envelope] = (channel, block, self._begin(dist.irecv, block, channel, channel.tag))
+        self._posted[envelope] = (channel, block, self._begin("recv", block, channel, channel.tag))
 
     def take(self, envelope: Envelope) -> Any:
         channel, block, work = self._posted.pop(envelope)
@@ -85,7 +86,7 @@ class DistributedTransport:
         base = layout.offsets[0] if layout.offsets else layout.num_bytes
         tail = torch.empty(layout.num_bytes - base, dtype=torch.uint8)
         if tail.numel():
-            work = self._begin(dist.irecv, tail, channel, channel.tail_tag(envelope.microbatch))
+            work = self._begin("recv", tail, channel, channel.tail_tag(envelope.microbatch))
             self._wait(work, f"waits for {envelope}", channel.peer)
         return unpack(tail, layout, base)
 
@@ -114,12 +115,12 @@ class DistributedTransport:
             tail = torch.empty(layout.num_bytes - layout.offsets[0], dtype=torch.uint8)
             packed.write_tensors(tail, layout.offsets[0])
             # The peer asks for the tensors when it needs them, not when the program posts: waiting here could deadlock.
-            work = self._begin(dist.isend, tail, channel, channel.tail_tag(packed.envelope.microbatch))
+            work = self._begin("send", tail, channel, channel.tail_tag(packed.envelope.microbatch))
             self._tails.append((channel, work, tail))
 
     def _start(self, channel: Channel, block: Tensor) -> None:
         under_way = self._sent[channel]
-        under_way.append((self._begin(dist.isend, block, channel, channel.tag), block))
+        under_way.append((self._begin("send", block, channel, channel.tag), block))
         while len(under_way) > self._sends_under_way:
             self._finish_oldest(channel)
 
@@ -135,12 +136,13 @@ class DistributedTransport:
             self._wait(work, _sending(channel), channel.peer)
         self._tails.clear()
 
-    def _begin(self, call: Any, block: Tensor, channel: Channel, tag: int) -> Any:
-        """Start a transfer; gloo refuses at once where it knows that the peer is gone."""
+    def _begin(self, way: Literal["send", "recv"], block: Tensor, channel: Channel, tag: int) -> Any:
+        """Start a transfer; gloo refuses at once where it knows that the peer is gone. (``dist.isend`` and ``irecv``
+        call the same, after checks of what is always so here.)"""
         try:
-            return call(block, channel.peer, tag=tag)
+            return getattr(self._world, way)([block], channel.peer, tag)
         except RuntimeError as error:
-            doing = _sending(channel) if call is dist.isend else f"expects {_flow(channel)}"
+            doing = _sending(channel) if way == "send" else f"expects {_flow(channel)}"
             raise self._lost(doing, channel.peer, error) from None
 
     def _wait(self, work: Any, doing: str, peer: int) -> None:

@@ -15,8 +15,10 @@ which releases and acquires. The other way round a CREDIT orders the receiver's 
 **Why the socket is never full**: at most ``UNDER_WAY`` messages are without credit, and the other records are few.
 About 270 records fit into a socket, so ``send`` does not block, except towards a rank that is away and has more unread.
 
-**Why nobody waits for ever**: a rank that waits here reads whatever comes, so it answers ASK. A rank that goes to wait
-elsewhere (a collective operation, another machine) while messages for it are expected says AWAY first.
+**Why nobody waits for ever**: a message stays in its ring until it is taken, so that a neighbour that runs ahead fills
+the ring and not this rank's memory. But a rank that waits here and is asked reads everything, so there is room again. A
+rank that goes to wait elsewhere (a collective operation, another machine) while messages for it are expected says AWAY
+first.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import os
 import socket
 import struct
 from array import array
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -38,6 +41,8 @@ _BUFFER = 256 * _RECORD.size
 _ONE_DESCRIPTOR = socket.CMSG_SPACE(array("i").itemsize)
 UNDER_WAY = 128
 START_BYTES = 128 * 1024
+WINDOW = 16
+"""How many of the largest message a ring grows to hold."""
 PAGE = 4096
 
 Deliver = Callable[[int, Envelope, Any], None]
@@ -64,13 +69,18 @@ class Link:
         self._generation = 0
         self._num_sent = 0
         self._num_credited = 0
-        self._incoming: Segment | None = None
-        self._incoming_generation = 0
+        self._incoming: tuple[int, Segment] | None = None
+        """(generation, ring) that messages now come in."""
+        self._unread: deque[tuple[int, Segment, int, int]] = deque()
+        """(generation, ring, offset, position after) of messages that have come and lie where they came."""
+        self._read_generation = 0
         self._position = 0
         self._credited_position = 0
+        self._quarter = 0
         self._num_read = 0
         self._num_told = 0
         self._said_away = False
+        self._asked = False
 
     @property
     def num_bytes(self) -> int:
@@ -97,10 +107,11 @@ class Link:
         self._say(_MESSAGE, offset, self._ring.head)
         return True
 
-    def make_room(self) -> None:
+    def make_room(self, num_bytes: int) -> None:
         """After a message found no room: take a larger ring, or ask for credit where it is large enough."""
-        if self._num_sent - self._num_credited < UNDER_WAY and 2 * self._ring.size <= self._most_bytes:
-            self._renew(2 * self._ring.size)
+        size = 2 * self._ring.size
+        if self._num_sent - self._num_credited < UNDER_WAY and size <= min(self._most_bytes, WINDOW * num_bytes):
+            self._renew(size)
         else:
             self._say(_ASK)
 
@@ -110,26 +121,22 @@ class Link:
             self._said_away = True
             self._reply(_AWAY)
 
-    def receive(self, deliver: Deliver) -> None:
-        """Read what has come, without waiting."""
+    def receive(self) -> bool:
+        """Hear what has come, without waiting; whether anything has. Messages stay in the ring until ``read``."""
         try:
             data, attached, _, _ = self.connection.recvmsg(_BUFFER, _ONE_DESCRIPTOR, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return
+            return False
         except ConnectionResetError:
             data, attached = b"", []
         if not data:
             self.gone = True
-            return
-        asked = False
+            return False
         # The kernel takes and gives records whole: each is one small send, and the buffer holds a whole number of them.
         for kind, generation, first, second in _RECORD.iter_unpack(data):
             if kind == _MESSAGE:
                 assert self._incoming is not None, "a ring comes before its messages"
-                envelope, value = self._incoming.read(first)
-                self._position = second
-                self._num_read += 1
-                deliver(self.peer, envelope, value)
+                self._unread.append((*self._incoming, first, second))
             elif kind == _CREDIT:
                 self.away = False
                 self._num_credited = second
@@ -138,27 +145,61 @@ class Link:
             elif kind == _RING:  # the kernel ends a read at a descriptor, so this is the last record, and the only ring
                 self._adopt(generation, first, attached)
             elif kind == _ASK:
-                asked = True
+                self._asked = True
             elif kind == _AWAY:
                 self.away = True
             else:
                 raise RuntimeError(f"rank {self.peer} sent a record of kind {kind}: do all ranks run the same vpipe?")
-        if asked or self._owes_credit():
+        return True
+
+    def read(self, deliver: Deliver) -> bool:
+        """Take the next message out of its ring; False where none has come.
+
+        The peer is told later, by ``pay``: whoever reads has waited for the message.
+        """
+        if not self._unread:
+            return False
+        generation, segment, offset, position = self._unread.popleft()
+        envelope, value = segment.read(offset)
+        if generation != self._read_generation:
+            self._read_generation, self._credited_position, self._quarter = generation, 0, segment.size // 4
+        self._position = position
+        self._num_read += 1
+        deliver(self.peer, envelope, value)
+        return True
+
+    def unread(self) -> Iterator[Envelope]:
+        """Which messages have come and have not been read."""
+        return (segment.envelope(offset) for _, segment, offset, _ in self._unread)
+
+    def clear(self, deliver: Deliver) -> None:
+        """This rank is about to sleep: a peer that waits for room gets all there is."""
+        while self._asked and self.read(deliver):
+            pass
+        self.pay()
+
+    def pay(self) -> None:
+        """Tell the peer how far this rank has read, where that is due. A peer that has asked is told of every message,
+        until none is left."""
+        num_untold = self._num_read - self._num_told
+        if self._asked and not self._unread:
+            self._asked = False
+            self._credit()
+        elif num_untold and (self._asked or num_untold >= UNDER_WAY // 4 or self._owes_room()):
             self._credit()
 
     def close(self) -> None:
         self.gone = True
         self.connection.close()
         self._segment = self._incoming = None
+        self._unread.clear()
 
-    def _owes_credit(self) -> bool:
-        if self._num_read - self._num_told >= UNDER_WAY // 4:
-            return True
-        return self._incoming is not None and self._position - self._credited_position >= self._incoming.size // 4
+    def _owes_room(self) -> bool:
+        return self._position - self._credited_position >= self._quarter
 
     def _credit(self) -> None:
         self._credited_position, self._num_told, self._said_away = self._position, self._num_read, False
-        self._reply(_CREDIT, self._position, self._num_read, self._incoming_generation)
+        self._reply(_CREDIT, self._position, self._num_read, self._read_generation)
 
     def _renew(self, num_bytes: int) -> None:
         """Go on in a new ring. What is in the old one stays there until the receiver has read it."""
@@ -183,11 +224,9 @@ class Link:
                 f"rank {self.peer} sent a ring without its memory; is the limit of open files reached (ulimit -n)?"
             )
         try:
-            self._incoming = Segment(descriptors[0], size)
+            self._incoming = (generation, Segment(descriptors[0], size))
         finally:
             os.close(descriptors[0])
-        self._incoming_generation = generation
-        self._position = self._credited_position = 0
 
     def _say(self, kind: int, first: int = 0, second: int = 0) -> None:
         self.connection.send(_RECORD.pack(kind, self._generation, first, second), socket.MSG_NOSIGNAL)

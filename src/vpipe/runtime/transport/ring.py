@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from vpipe.runtime.transport.wire import ALIGN, Envelope, Packed, read_head, unflatten
 
@@ -70,22 +69,20 @@ class Segment:
 
     def write(self, offset: int, packed: Packed) -> None:
         """Put a message at ``offset``, straight from its tensors."""
-        head = packed.head()
-        self._memory[offset : offset + len(head)] = head
-        base = self._address + offset
-        for tensor, dense, begin in zip(packed.tensors, packed.layout.dense, packed.layout.offsets, strict=True):
-            if not dense or not _is_plain(tensor):
-                count = packed.layout.num_bytes
-                packed.write_tensors(torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset), 0)
-                return
-            memmove(base + begin, tensor.data_ptr(), tensor.nbytes)
+        if not packed.write_at(self._address + offset):
+            count = packed.layout.num_bytes
+            packed.write_tensors(torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset), 0)
+
+    def envelope(self, offset: int) -> Envelope:
+        """Which message lies at ``offset``."""
+        return read_head(self._address + offset, self.size - offset)[0]
 
     def read(self, offset: int) -> tuple[Envelope, Any]:
         """A copy of the message at ``offset``; the place is free afterwards."""
-        envelope, layout = read_head(self._memory, offset)
+        base = self._address + offset
+        envelope, layout = read_head(base, self.size - offset)
         if offset + layout.num_bytes > self.size:
             raise RuntimeError(f"{envelope} is said to reach beyond its segment: do all ranks run the same vpipe?")
-        base = self._address + offset
         copies = []
         for fact, dense, begin, template in zip(
             layout.facts, layout.dense, layout.offsets, layout.templates, strict=True
@@ -95,8 +92,3 @@ class Segment:
             tensor = tensor if dense else tensor.as_strided(fact.shape, fact.strides, fact.shift)
             copies.append(tensor.requires_grad_(fact.needs_grad))
         return envelope, unflatten(layout.structure, iter(copies).__next__)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the bytes in memory are the values: not on another device, not waiting to be conjugated or negated."""
-    return tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()

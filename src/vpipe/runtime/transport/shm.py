@@ -1,7 +1,8 @@
 """Ranks as processes of one machine: messages through shared memory.
 
 A message over gloo costs tens of microseconds of processor time and a rendezvous. Here it is one copy into a ring that
-both processes see and one record on a socket (``link.py``); the receiver copies it out at once, so the ring stays free.
+both processes see and one record on a socket (``link.py``). The receiver copies it out when it takes it; while it waits
+for another, it copies out the first ``EAGER`` of each neighbour, whose time then costs nothing.
 A few numbers from each of several ranks of this machine (losses, norms) are gathered the same way: the first of them
 takes all and tells all. Ranks of other machines, and large collective operations, go through ``torch.distributed``.
 
@@ -34,6 +35,8 @@ RING_BYTES = 8 * 1024 * 1024
 SPIN = 20e-6
 """Seconds for which a rank looks again before it sleeps, where the machine has more cores than ranks."""
 
+EAGER = 2
+"""Messages of a neighbour that a rank which waits for another one copies out: a message too many is memory."""
 FEW_BYTES = 16 * 1024
 """Up to here, what a rank gives to a collective operation goes through shared memory."""
 _GATHERING = -1
@@ -68,7 +71,10 @@ class ShmTransport(DistributedTransport):
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
         self._step = step
-        for (peer, *_), (envelope, _) in self._mail.items():
+        for link in self.links.values():
+            link.pay()
+        came = [(peer, envelope) for (peer, *_), (envelope, _) in self._mail.items()]
+        for peer, envelope in came + [(link.peer, found) for link in self.links.values() for found in link.unread()]:
             if envelope.step < step:
                 raise RuntimeError(
                     f"rank {peer} sent {envelope}, but no action of rank {self.rank} took it: "
@@ -83,16 +89,14 @@ class ShmTransport(DistributedTransport):
         number = self._num_expected[channel]
         self._num_expected[channel] = number + 1
         self._expected[envelope] = (*channel, number)
+        self.links[source_rank].pay()
 
     def take(self, envelope: Envelope) -> Any:
         place = self._expected.pop(envelope, None)
         if place is None:
             return super().take(envelope)
-        link = self.links[place[0]]
-        until = 0.0
-        while place not in self._mail:
-            until = until or monotonic() + self._patience
-            self._read(link, f"waits for {envelope}", until)
+        if place not in self._mail:
+            self._await(self.links[place[0]], place, envelope)
         found, value = self._mail.pop(place)
         if found != envelope:
             raise mismatch(envelope, found)
@@ -107,10 +111,10 @@ class ShmTransport(DistributedTransport):
         try:
             if link.send(packed):
                 return
-            link.receive(self._deliver)  # perhaps credit has come
+            link.receive()  # perhaps credit has come
             if link.send(packed):
                 return
-            link.make_room()
+            link.make_room(packed.layout.num_bytes)
             until = monotonic() + self._patience
             while not link.send(packed):
                 self._read(link, f"sends {envelope}", until)
@@ -138,10 +142,24 @@ class ShmTransport(DistributedTransport):
             self.send(told, rank, found)
         return found
 
+    def _await(self, link: Link, place: Place, envelope: Envelope) -> None:
+        """Read the link up to the message of ``place``; sleep where it has not come."""
+        until = 0.0
+        while True:
+            while link.read(self._deliver):
+                if place in self._mail:
+                    return
+            if link.receive():
+                continue
+            until = until or monotonic() + self._patience
+            self._read(link, f"waits for {envelope}", until)
+
     def _read(self, link: Link, doing: str, until: float) -> None:
-        """Wait until anything has come from any rank, for the sake of ``link``, and read it."""
+        """Wait until anything has come from any rank, for the sake of ``link``, and hear it."""
         if link.gone:
             raise self._gone(link, doing)
+        for other in self.links.values():
+            other.clear(self._deliver)
         events = self._look(until - monotonic())
         if not events:
             what = f"rank {self.rank} {doing}, but rank {link.peer} does not answer: nothing for {self._patience:g} s"
@@ -149,7 +167,10 @@ class ShmTransport(DistributedTransport):
             raise PeerLost(what + others, link.peer)
         for descriptor, _ in events:
             ready = self._link_of[descriptor]
-            ready.receive(self._deliver)
+            ready.receive()
+            num_held = sum(place[0] == ready.peer for place in self._mail) if ready is not link else EAGER
+            while num_held < EAGER and ready.read(self._deliver):
+                num_held += 1
             if ready.gone:
                 self._events.unregister(descriptor)
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from ctypes import memmove, string_at
 from functools import lru_cache
-from mmap import mmap
 from typing import Any, NamedTuple
 
 import torch
@@ -203,11 +203,22 @@ class Packed(NamedTuple):
     def write(self, block: Tensor, capacity: int) -> None:
         """The whole message where it fits into ``capacity``, else its description alone: the tensors then follow by
         themselves."""
-        head = self.head()
-        view = block.numpy().data
-        view[: len(head)] = head
-        if self.layout.num_bytes <= capacity:
+        if self.layout.num_bytes > capacity:
+            head = self.head()
+            memmove(block.data_ptr(), head, len(head))
+        elif not self.write_at(block.data_ptr()):
             self.write_tensors(block, 0)
+
+    def write_at(self, address: int) -> bool:
+        """The whole message, straight from its tensors; False where ``write_tensors`` must follow, because a tensor
+        cannot be copied byte by byte."""
+        head, layout = self.head(), self.layout
+        memmove(address, head, len(head))
+        for tensor, dense, begin in zip(self.tensors, layout.dense, layout.offsets, strict=True):
+            if not dense or not _is_plain(tensor):
+                return False
+            memmove(address + begin, tensor.data_ptr(), tensor.nbytes)
+        return True
 
     def head(self) -> bytes:
         """The prefix and the layout: what a message begins with."""
@@ -259,24 +270,24 @@ def mismatch(expected: Envelope, found: Envelope) -> RuntimeError:
 
 def unpack_head(block: Tensor, expected: Envelope) -> MessageLayout:
     """The form of the message that begins in ``block``; an error in words where it is not the expected one."""
-    found, layout = read_head(block.numpy().data, 0, expected)
+    found, layout = read_head(block.data_ptr(), block.numel(), expected)
     if found != expected:
         raise mismatch(expected, found)
     return layout
 
 
-def read_head(
-    memory: memoryview | mmap, offset: int, expected: Envelope | None = None
-) -> tuple[Envelope, MessageLayout]:
-    """Which message begins at ``offset``, and its form; ``expected`` is for the words of an error."""
-    magic, step, source, target, microbatch, backward, length, _ = _PREFIX.unpack_from(memory, offset)
-    if magic != _MAGIC:
+def read_head(address: int, room: int, expected: Envelope | None = None) -> tuple[Envelope, MessageLayout]:
+    """Which message begins at ``address``, of which ``room`` bytes may be read, and its form; ``expected`` is for the
+    words of an error."""
+    prefix = string_at(address, _PREFIX.size) if room >= _PREFIX.size else bytes(_PREFIX.size)
+    magic, step, source, target, microbatch, backward, length, _ = _PREFIX.unpack(prefix)
+    if magic != _MAGIC or not 0 <= length <= room - _PREFIX.size:
         what = expected or "a message"
         raise RuntimeError(
             f"expected {what}, but the bytes that came are no vpipe message: do all ranks run the same vpipe?"
         )
-    begin = offset + _PREFIX.size
-    return Envelope(step, source, target, microbatch, backward), _parsed(bytes(memory[begin : begin + length]))
+    text = string_at(address + _PREFIX.size, length)
+    return Envelope(step, source, target, microbatch, backward), _parsed(text)
 
 
 def unpack(block: Tensor, layout: MessageLayout, base: int = 0) -> Any:
@@ -294,5 +305,12 @@ def slots(block: Tensor, layout: MessageLayout, base: int = 0) -> list[Tensor]:
 
 
 def _slot(block: Tensor, fact: TensorFacts, offset: int) -> Tensor:
-    memory = block[offset : offset + fact.dtype.itemsize * fact.span].view(fact.dtype)[fact.shift :]
-    return memory.as_strided(fact.shape, fact.strides)
+    # Blocks, and places in them, are multiples of a line, and so of every dtype's size.
+    before = block.storage_offset() // fact.dtype.itemsize
+    begin = before + offset // fact.dtype.itemsize + fact.shift
+    return block.view(fact.dtype).as_strided(fact.shape, fact.strides, begin)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the bytes in memory are the values: not on another device, not waiting to be conjugated or negated."""
+    return tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
