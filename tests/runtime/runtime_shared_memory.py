@@ -70,6 +70,48 @@ def everybody_to_everybody(num_messages: int, length: int, ring_bytes: int) -> i
     return largest
 
 
+def running_ahead(num_messages: int) -> int:
+    """Rank 0 sends everything before rank 1 takes anything: how many messages rank 1 ever holds beside the one it
+    takes."""
+    transport = opened()
+    transport.begin_step(0)
+    envelopes = [Envelope(0, 0, 1, k, 0) for k in range(num_messages)]
+    most = 0
+    for k, envelope in enumerate(envelopes):
+        if transport.rank == 0:
+            transport.send(envelope, 1, torch.full((100,), float(k)))
+        else:
+            transport.post(envelope, 0)
+    transport.barrier()
+    for k, envelope in enumerate(envelopes if transport.rank == 1 else ()):
+        assert torch.equal(transport.take(envelope), torch.full((100,), float(k)))
+        most = max(most, len(transport._mail))
+    transport.end_step()
+    transport.barrier()
+    transport.close()
+    return most
+
+
+def out_of_turn(num_messages: int) -> list[float]:
+    """Rank 1 waits for what rank 0 sends last, after more than a ring holds."""
+    transport = opened(ring_bytes=4096)
+    transport.begin_step(0)
+    last = Envelope(0, 5, 6, 0, 0)
+    envelopes = [*(Envelope(0, 0, 1, k, 0) for k in range(num_messages)), last]
+    found: list[float] = []
+    if transport.rank == 0:
+        for k, envelope in enumerate(envelopes):
+            transport.send(envelope, 1, torch.full((300,), float(k)))
+    else:
+        for envelope in envelopes:
+            transport.post(envelope, 0)
+        found = [float(transport.take(envelope)[-1]) for envelope in (last, *envelopes[:-1])]
+    transport.end_step()
+    transport.barrier()
+    transport.close()
+    return found
+
+
 def few_numbers() -> tuple[int, list[list[float]]]:
     """Gathered while a message is under way: how often torch was asked, and what came."""
     transport = opened(ring_bytes=4096)

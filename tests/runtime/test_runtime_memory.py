@@ -128,21 +128,21 @@ def test_an_output_is_dropped_after_its_send() -> None:
 
     given: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
-    send = Engine._send
+    send = Engine._send_outputs
 
     def counted(self: Engine, *arguments: Any) -> None:
         send(self, *arguments)
         if self.rank == 0:
             alive.append(len(_refs(given)))
 
-    Engine._send = counted  # type: ignore[method-assign]
+    Engine._send_outputs = counted  # type: ignore[method-assign]
     try:
         pipe = Pipeline(
             [Ends(), nn.Linear(WIDE, WIDE)], nn.functional.mse_loss, schedule="gpipe", num_microbatches=4, num_ranks=2
         )
         pipe.train_step(torch.randn(8, WIDE), torch.randn(8, WIDE), update=False)
     finally:
-        Engine._send = send  # type: ignore[method-assign]
+        Engine._send_outputs = send  # type: ignore[method-assign]
     assert alive == [0, 0, 0, 0]
 
 

@@ -18,6 +18,7 @@ from runtime_support import Case, differing, pipeline, train_rank
 
 from vpipe.errors import UserError
 from vpipe.runtime.transport.ring import ALIGN, Ring
+from vpipe.runtime.transport.shm import EAGER
 from vpipe.runtime.transport.wire import Envelope
 
 Run = Callable[..., list[Any]]
@@ -70,6 +71,14 @@ def test_ring_never_overlaps(lengths: list[int], data: st.DataObject) -> None:
 
 def test_full_rings_in_both_directions(worlds: Worlds) -> None:
     assert worlds.run(2, alone.everybody_to_everybody, 500, 300, 4096) == [8192, 8192]
+
+
+def test_a_neighbour_that_runs_ahead_fills_the_ring_and_not_the_memory(worlds: Worlds) -> None:
+    assert worlds.run(2, alone.running_ahead, 60)[1] <= EAGER
+
+
+def test_a_rank_that_waits_makes_room_for_what_it_waits_for(worlds: Worlds) -> None:
+    assert worlds.run(2, alone.out_of_turn, 40)[1] == [40.0, *range(40)]
 
 
 def test_three_ranks_all_to_all(worlds: Worlds) -> None:
