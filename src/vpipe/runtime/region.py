@@ -252,7 +252,7 @@ class Region:
         gradients: Gradients = []
         if graph is not None:
             graph.taken.append((value, layer, gradients))
-        if type(given) is Tensor and luggage is None and layer not in self._changes_input:  # most values
+        if type(given) is Tensor and saved is None and layer not in self._changes_input:  # most values
             if not training or not given.requires_grad:
                 return given
             gradients.append(None)
