@@ -132,19 +132,18 @@ def check_tensor(tensor: Tensor) -> None:
 
 def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
     """The value of a structure; ``take`` yields its tensors in order."""
-    match structure[0]:
-        case "T":
-            return take()
-        case "none" | "bool" | "int" | "str":
-            return structure[1]
-        case "float":
-            return float.fromhex(structure[1])
-        case "t":
-            return tuple(unflatten(part, take) for part in structure[1:])
-        case "l":
-            return [unflatten(part, take) for part in structure[1:]]
-        case _:
-            return {key: unflatten(part, take) for key, part in structure[1:]}
+    kind = structure[0]
+    if kind == "T":
+        return take()
+    if kind == "t":
+        return tuple([unflatten(part, take) for part in structure[1:]])
+    if kind in ("none", "bool", "int", "str"):
+        return structure[1]
+    if kind == "float":
+        return float.fromhex(structure[1])
+    if kind == "l":
+        return [unflatten(part, take) for part in structure[1:]]
+    return {key: unflatten(part, take) for key, part in structure[1:]}
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
