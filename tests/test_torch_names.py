@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 HOUSE = Path(__file__).parents[1] / "src" / "vpipe"
-ROOTS = {"torch", "_C", "dist", "_stores", "functional"}
+ROOTS = {"torch", "_C", "dist", "_stores", "functional", "Variable"}
 """Names under which the sources hold torch or a part of it."""
 
 
@@ -88,6 +88,13 @@ def backward() -> bool:
     return x.grad is not None and x.grad.tolist() == [3.0, 3.0]
 
 
+def engine() -> bool:
+    run: Any = torch.autograd.Variable._execution_engine.run_backward
+    x = torch.ones(2, requires_grad=True)
+    run(((x * 3).sum(),), (torch.tensor(1.0),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    return x.grad is not None and x.grad.tolist() == [3.0, 3.0]
+
+
 def profiler() -> bool:
     from torch._C._profiler import _ExperimentalConfig
 
@@ -118,6 +125,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "_is_any_autocast_enabled": autocast,
     "_autocast_supported_devices": autocast,
     "_engine_run_backward": backward,
+    "_execution_engine": engine,
     "_unsafe_view": lambda: torch.ops.aten._unsafe_view.default(torch.ones(4), [2, 2]).shape == (2, 2),
     "_get_default_store": lambda: callable(dist.distributed_c10d._get_default_store),
     "_saved_mat1": lambda: linear()._saved_mat1.shape == (4, 3),

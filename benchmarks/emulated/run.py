@@ -79,15 +79,17 @@ def table(result: dict[str, Any]) -> str:
         f"messages of {NUMBERS * 4 // 1024} KB; and milliseconds of processor per step and rank",
         f"{'':28}{'simulated':>10}" + "".join(f"{side:>24}{'cpu':>6}" for side in SIDES),
     ]
-    for name, row in result["rows"].items():
-        line = f"{name:28}{row['simulated'] * 1e3:7.0f} ms"
-        for side in SIDES:
-            if side in row["sides"]:
-                facts, cpu = row["sides"][side]["ratio"], row["sides"][side]["cpu"]["median"]
-                spread = f"{facts['median']:.3f} ({facts['low']:.3f}–{facts['high']:.3f})"
-                line += f"{spread:>24}{cpu * 1e3:6.0f}"
-        lines.append(line)
-    return "\n".join(lines)
+    return "\n".join([*lines, *(line(name, row) for name, row in result["rows"].items())])
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    found = f"{name:28}{row['simulated'] * 1e3:7.0f} ms"
+    for side in SIDES:
+        if side in row["sides"]:
+            facts, cpu = row["sides"][side]["ratio"], row["sides"][side]["cpu"]["median"]
+            spread = f"{facts['median']:.3f} ({facts['low']:.3f}–{facts['high']:.3f})"
+            found += f"{spread:>24}{cpu * 1e3:6.0f}"
+    return found
 
 
 def measured(schedule: str, num_ranks: int, speed: str, sides: list[str], repeats: int) -> dict[str, Any]:
@@ -129,8 +131,9 @@ def main() -> None:
         repeats = 2 if arguments.quick else {"20/40": 3, "4/8": 9}[speed]
         for num_ranks in arguments.ranks:
             for schedule in arguments.schedules:
-                row = measured(schedule, num_ranks, speed, arguments.sides, repeats)
-                rows[f"{schedule} p={num_ranks}, {speed} ms"] = row
+                name = f"{schedule} p={num_ranks}, {speed} ms"
+                rows[name] = measured(schedule, num_ranks, speed, arguments.sides, repeats)
+                print(line(name, rows[name]), file=sys.stderr)  # the whole takes minutes
     common.finish(arguments, {"question": "emulated", "rows": rows}, table)
 
 

@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 
 SIDES = ("shm", "distributed", "gloo alone")
+AHEAD = 4
+"""Receives that a rank of a pipeline has posted ahead."""
 SIZES = {"1 KB": 1024, "64 KB": 64 * 1024, "1 MB": 1024 * 1024}
 
 
@@ -23,14 +25,16 @@ class GlooAlone:
 
         self._dist, self._peer = dist, peer
         self._outgoing = torch.zeros(num_bytes, dtype=torch.uint8)
-        self._incoming = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._incoming = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(AHEAD)]
         self._sent: list[Any] = []
+        self._posted: list[Any] = []
 
     def begin_step(self, step: int) -> None:
         pass
 
     def post(self, envelope: Any, source_rank: int) -> None:
-        self._work = self._dist.irecv(self._incoming, source_rank, tag=1 + envelope.backward)
+        block = self._incoming[envelope.microbatch % AHEAD]
+        self._posted.append(self._dist.irecv(block, source_rank, tag=1 + envelope.backward))
 
     def send(self, envelope: Any, target_rank: int, value: Any) -> None:
         self._sent.append(self._dist.isend(self._outgoing, target_rank, tag=1 + envelope.backward))
@@ -38,7 +42,7 @@ class GlooAlone:
             self._sent.pop(0).wait()
 
     def take(self, envelope: Any) -> None:
-        self._work.wait()
+        self._posted.pop(0).wait()
 
     def end_step(self) -> None:
         while self._sent:
@@ -49,10 +53,12 @@ def rank(task: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
+    from vpipe.runtime.memory.heap import keep_freed_memory
     from vpipe.runtime.transport import choice
     from vpipe.runtime.transport.wire import Envelope
 
     torch.set_num_threads(1)
+    keep_freed_memory()  # as every pipeline does
     dist.init_process_group("gloo")
     me, other = dist.get_rank(), 1 - dist.get_rank()
     ours = {name: choice.between_processes(name, blocking=False, timeout=60) for name in SIDES[:2]}
@@ -69,12 +75,15 @@ def rank(task: dict[str, Any]) -> None:
                 transport.send(Envelope(step, 1, 0, k, 1), other, transport.take(Envelope(step, 0, 1, k, 0)))
 
     def one_way(transport: Any, payload: Any, count: int) -> None:
+        for k in range(AHEAD if me else 0):
+            transport.post(Envelope(step, 0, 1, k, 0), other)
         for k in range(count):
             if me == 0:
                 transport.send(Envelope(step, 0, 1, k, 0), other, payload)
             else:
-                transport.post(Envelope(step, 0, 1, k, 0), other)
                 transport.take(Envelope(step, 0, 1, k, 0))
+                if k + AHEAD < count:
+                    transport.post(Envelope(step, 0, 1, k + AHEAD, 0), other)
 
     found: dict[str, list[list[float]]] = {}
     for size, num_bytes in SIZES.items():
