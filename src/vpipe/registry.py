@@ -1,4 +1,4 @@
-"""The plug-in points: a new model, data set, stage or schedule is one class and one decorator.
+"""The plug-in points: a new model, data set, optimizer, stage or schedule is one class and one decorator.
 
     @MODEL_REGISTRY.register("my_model")
     class MyModel(ModelInterface): ...
@@ -170,6 +170,16 @@ DATASET_REGISTRY: Registry[Any] = Registry(
         "synthetic": "vpipe.data.synthetic:load",
         "text": "vpipe.data.text:load",
         "translation": "vpipe.data.translation:load",
+    },
+)
+OPTIMIZER_REGISTRY: Registry[Any] = Registry(
+    "optimizer",
+    group="vpipe.optimizers",
+    built_in={
+        "sgd": "torch.optim:SGD",
+        "adam": "torch.optim:Adam",
+        "adamw": "torch.optim:AdamW",
+        "lamb": "vpipe.train.optimizers:Lamb",
     },
 )
 STAGE_REGISTRY: Registry[Any] = Registry("stage", group="vpipe.stages")

@@ -29,7 +29,7 @@ model:
   num_layers: "4"
 dataset: {name: text, batch_size: 2}
 training:
-  optimizer: adm
+  precision: bf61
   exit_after_profile: no
   batch_size: 3
   betas: [0.9, 2]
@@ -44,7 +44,7 @@ observ: {trace: true}
   /job.yaml, line 4: model.num_layers is '4' but must be a whole number, at least 1, at most 16384
   /job.yaml, line 5: dataset.batch_size is 2, which cannot be cut into training.num_microbatches = 4 units; raise it, \
 or lower num_microbatches
-  /job.yaml, line 7: training.optimizer is 'adm' but must be one of sgd, adam, adamw, lamb; did you mean 'adam'?
+  /job.yaml, line 7: training.precision is 'bf61' but must be one of fp32, bf16, fp16; did you mean 'bf16'?
   /job.yaml, line 8: training.exit_after_profile is 'no' but must be true or false (YAML's yes and no are not read)
   /job.yaml, line 9: training.batch_size is an unknown key; did you mean dataset.batch_size?
   /job.yaml, line 10: training.betas[1] is 2, but training.betas must be a list of two numbers, each at least 0 and \

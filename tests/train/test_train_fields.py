@@ -340,6 +340,7 @@ CASES: dict[str, Case] = {
     ),
     "training.seed": Case(learned, 1, SHORT),
     "training.optimizer": Case(learned, "lamb", SHORT),
+    "training.optimizer_options": Case(learned, {"amsgrad": True, "eps": 0.1}, SHORT),
     "training.momentum": Case(learned, 0.9, SGD | SHORT),
     "training.betas": Case(learned, [0.5, 0.9], SHORT),
     "training.eps": Case(learned, 0.1, SHORT),

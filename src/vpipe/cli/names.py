@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from vpipe.data import catalog as data
-from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
+from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, OPTIMIZER_REGISTRY
 from vpipe.schedule import catalog
 
 
@@ -15,6 +15,7 @@ def _schedules() -> list[str]:
 
 KNOWN: dict[str, Callable[[], Collection[str]]] = {
     "parallel.scheduler": _schedules,
+    "training.optimizer": OPTIMIZER_REGISTRY.list_registered,
     "model.name": MODEL_REGISTRY.list_registered,
     "dataset.name": lambda: [*DATASET_REGISTRY.list_registered(), *data.ALIASES],
 }

@@ -5,6 +5,9 @@ from __future__ import annotations
 from vpipe.config.pipeline import PipelineConfig
 from vpipe.config.sections import TrainingConfig
 
+MOMENTS = ("adam", "adamw", "lamb")
+"""Optimizers that have two moments; one of a plugin gets ``optimizer_options`` instead."""
+
 
 def idle_keys(config: PipelineConfig) -> list[str]:
     """One sentence per key that differs from its default and is read by nothing here."""
@@ -12,8 +15,8 @@ def idle_keys(config: PipelineConfig) -> list[str]:
     optimizer, policy = training.optimizer, training.learning_rate_policy
     read_by = {
         "momentum": (optimizer == "sgd", f"optimizer {optimizer}"),
-        "betas": (optimizer != "sgd", "optimizer sgd"),
-        "eps": (optimizer != "sgd", "optimizer sgd"),
+        "betas": (optimizer in MOMENTS, f"optimizer {optimizer}"),
+        "eps": (optimizer in MOMENTS, f"optimizer {optimizer}"),
         "learning_rate_degree": (policy == "polynomial", f"learning_rate_policy {policy}"),
         "learning_rate_steps": (policy == "step", f"learning_rate_policy {policy}"),
         "learning_rate_factor": (policy == "step", f"learning_rate_policy {policy}"),

@@ -90,8 +90,10 @@ class TrainingConfig(Section):
     """End the run after the profiled iteration."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides initial weights, dropout and the order of the data."""
-    optimizer: Literal["sgd", "adam", "adamw", "lamb"] = "adam"
-    """Which optimizer updates the weights."""
+    optimizer: Text = worded("adam", "sgd, adam, adamw, lamb, or a registered one")
+    """Which optimizer updates the weights: sgd, adam, adamw, lamb, or one that a plugin registers."""
+    optimizer_options: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of the optimizer by their names, such as {amsgrad: true}; a registered one gets these and lr."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Momentum of sgd."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = listed(

@@ -1,4 +1,8 @@
-"""The optimizers of a config. torch has all but LAMB, which BERT's pre-training uses."""
+"""The optimizers of a config: torch's, LAMB, which BERT's pre-training uses, and those that users register.
+
+@OPTIMIZER_REGISTRY.register("mine")
+class Mine(torch.optim.Optimizer): ...          training: {optimizer: mine, optimizer_options: {rank: 4}}
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,42 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.config.sections import TrainingConfig
+from vpipe.errors import UserError
+from vpipe.registry import OPTIMIZER_REGISTRY
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def optimizer(training: TrainingConfig) -> Factory:
     """The function that makes a stage's optimizer."""
-    rate, decay = training.learning_rate, training.weight_decay
-    moments: dict[str, Any] = {"lr": rate, "betas": training.betas, "eps": training.eps, "weight_decay": decay}
-    match training.optimizer:
-        case "sgd":
-            return lambda ps: torch.optim.SGD(ps, lr=rate, momentum=training.momentum, weight_decay=decay)
-        case "adam":
-            return lambda ps: torch.optim.Adam(ps, **moments)
-        case "adamw":
-            return lambda ps: torch.optim.AdamW(ps, **moments)
-        case "lamb":
-            return lambda ps: Lamb(ps, **moments)
+    made = OPTIMIZER_REGISTRY.get(training.optimizer)
+    own = OPTIMIZER_REGISTRY.is_own(training.optimizer)
+    options = ({} if own else _options(training)) | {"lr": training.learning_rate} | training.optimizer_options
+    if training.weight_decay or not own:
+        options.setdefault("weight_decay", training.weight_decay)
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        try:
+            found = made(parameters, **options)
+        except TypeError as error:
+            raise UserError(
+                f"the optimizer {training.optimizer} does not take {options} ({error}); change "
+                "training.optimizer_options"
+            ) from None
+        if not isinstance(found, Optimizer):
+            raise UserError(
+                f"the optimizer {training.optimizer!r} must make a torch.optim.Optimizer, not a {type(found).__name__}"
+            )
+        return found
+
+    return make
+
+
+def _options(training: TrainingConfig) -> dict[str, Any]:
+    """The keys of the config that are arguments of one of torch's."""
+    if training.optimizer == "sgd":
+        return {"momentum": training.momentum}
+    return {"betas": training.betas, "eps": training.eps}
 
 
 class Lamb(Optimizer):

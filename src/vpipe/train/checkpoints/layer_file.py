@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vpipe.rundir.manifest import DamagedCheckpoint, FileFacts
+from vpipe.train.checkpoints import optimizer_state
 
 _NAMES = {
     torch.float64: "F64",
@@ -47,10 +48,37 @@ def tensors_of(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     tensors |= {f"buffer/{name}": b.detach() for name, b in module.named_buffers() if name in kept}
     states = getattr(optimizer, "state", {})
     for name, parameter in module.named_parameters():
-        for key, value in states.get(parameter, {}).items():
-            if value is not None:
-                tensors[f"optimizer/{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        flat = optimizer_state.flatten(states.get(parameter, {}), type(optimizer).__name__)
+        tensors |= {f"optimizer/{name}/{path}": tensor for path, tensor in flat.items()}
     return tensors
+
+
+def load_into(module: nn.Module, optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Weights and buffers of a layer, and its optimizer state unless there is no optimizer to take it."""
+    places: dict[str, Tensor] = {f"param/{name}": p for name, p in module.named_parameters()}
+    places |= {f"buffer/{name}": b for name, b in module.named_buffers()}
+    parameters = dict(module.named_parameters())
+    states: dict[str, dict[str, Tensor]] = {}
+    with torch.no_grad():
+        for key, tensor in tensors.items():
+            kind, name = key.split("/", 1)
+            if kind == "optimizer":
+                name, path = name.split("/", 1)
+                states.setdefault(name, {})[path] = tensor
+            else:
+                places[key].copy_(tensor)
+    for name, state in states.items() if hasattr(optimizer, "state") else ():
+        parameter = parameters[name]
+        placed = {path: _placed(path, value, parameter, optimizer) for path, value in state.items()}
+        optimizer.state[parameter] = optimizer_state.unflatten(placed)
+
+
+def _placed(path: str, value: Tensor, parameter: Tensor, optimizer: Any) -> Tensor:
+    """A part of an optimizer's state where the optimizer wants it: with the weights, but a count on the host, unless
+    the optimizer counts on the device (torch's own rule in ``load_state_dict``)."""
+    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    counts = path == "step" and not (group.get("fused") or group.get("capturable"))
+    return value if counts or ":" in path else value.to(parameter.device)
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:

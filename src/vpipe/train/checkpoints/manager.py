@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.rundir import lineage
@@ -80,6 +78,8 @@ class CheckpointManager:
             config["model"]["vocab_size"] = session.model.vocab_size
         self._beat(lambda beat: setattr(beat, "phase", "saving"))
         self._saver.begin(Save(self.standing(iteration, position), self.line, config), self.layers())
+        if self._kept is None:
+            self._warn_of_groups()
         self._kept, self._pending = iteration, True
         self.poll()
 
@@ -133,6 +133,19 @@ class CheckpointManager:
             session.config.training.optimizer,
             session.skeleton.fingerprint,
         )
+
+    def _warn_of_groups(self) -> None:
+        """A file holds what belongs to a layer. What an optimizer counts for all its weights is in none of them."""
+        for made in self._session.pipeline.optimizers.values():
+            for group in made.param_groups:
+                for name in sorted(group.keys() - {"params", "lr"}):
+                    first = made.defaults.get(name, group[name])
+                    if group[name] is first or (not isinstance(group[name], Tensor) and group[name] == first):
+                        continue
+                    self._say(
+                        f"warning: {type(made).__name__} has changed {name} of its parameter groups, which checkpoints "
+                        "do not hold: a resumed run begins with its first value; keep it in the state of a parameter"
+                    )
 
     def layers(self) -> Layers:
         """The layers of which this process holds the first replica."""
@@ -213,7 +226,7 @@ class CheckpointManager:
                 "the order of the data and dropout change from here on"
             )
         for held in pipeline.held_layers():
-            load_layer(tensors[held.layer], held.module, held.optimizer if same else None)
+            layer_file.load_into(held.module, held.optimizer if same else None, tensors[held.layer])
         scale = LossScale(standing.loss_scale, good_steps=standing.good_steps)
         pipeline.resume(standing.num_units, standing.num_updates, scale)
 
@@ -237,30 +250,3 @@ def _later(path: Path, than: Checkpoint) -> bool:
         same = other.manifest.line.run in than.manifest.line.runs
         return same and other.standing.iteration > than.standing.iteration
     return False
-
-
-def load_layer(tensors: Mapping[str, Tensor], module: nn.Module, optimizer: Any = None) -> None:
-    """Weights and buffers of a layer, and its optimizer state unless there is no optimizer to take it."""
-    places: dict[str, Tensor] = {f"param/{name}": p for name, p in module.named_parameters()}
-    places |= {f"buffer/{name}": b for name, b in module.named_buffers()}
-    parameters = dict(module.named_parameters())
-    states: dict[str, dict[str, Tensor]] = {}
-    with torch.no_grad():
-        for key, tensor in tensors.items():
-            kind, name = key.split("/", 1)
-            if kind == "optimizer":
-                name, part = name.rsplit("/", 1)
-                states.setdefault(name, {})[part] = tensor.clone()
-            else:
-                places[key].copy_(tensor)
-    for name, state in states.items() if hasattr(optimizer, "state") else ():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {part: _placed(part, value, parameter, optimizer) for part, value in state.items()}
-
-
-def _placed(part: str, value: Tensor, parameter: Tensor, optimizer: Any) -> Tensor:
-    """A part of an optimizer's state where the optimizer wants it: with the weights, but a count on the host, unless
-    the optimizer counts on the device (torch's own rule in ``load_state_dict``)."""
-    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-    counts = part == "step" and not (group.get("fused") or group.get("capturable"))
-    return value if counts else value.to(parameter.device)
