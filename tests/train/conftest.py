@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import train_runs
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +15,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def closed_trainers() -> Iterator[None]:
+    """No heartbeat goes on into the next test."""
+    yield
+    while train_runs.MADE:
+        train_runs.MADE.pop().close()

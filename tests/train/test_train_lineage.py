@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ def test_a_million_iterations(tmp_path: Path) -> None:
         saved(tmp_path, iteration, line)
     assert [path.name for path in checkpoints(tmp_path)] == ["iteration-1000000", "iteration-1000001"]
     assert find(tmp_path)[0].name == "iteration-1000001"
+
+
+def test_a_trainer_that_cannot_resume_leaves_no_thread(tmp_path: Path) -> None:
+    """Its heartbeat went on for the rest of the process, writing into a directory that nobody ran in."""
+    run(upto(1), tmp_path / "a")
+    before = set(threading.enumerate())
+    with pytest.raises(UserError):
+        Run(upto(2, {"model.hidden_size": 32}), tmp_path / "b", tmp_path / "a")
+    assert not {thread.name for thread in set(threading.enumerate()) - before}
 
 
 def test_the_same_iteration_twice_never_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +215,7 @@ def test_latest_is_of_the_directory_that_is_named(tmp_path: Path, monkeypatch: p
 
 HOLD = """
 import sys
+import threading
 from pathlib import Path
 from vpipe.rundir.lock import Lock
 Lock(Path(sys.argv[1]), "c" * 12, "vpipe train x.yaml")

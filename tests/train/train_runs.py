@@ -45,6 +45,10 @@ def tiny(changes: dict[str, Any] | None = None, /, **values: Any) -> dict[str, A
     return made
 
 
+MADE: list[Trainer] = []
+"""The trainers of a test; whichever did not run is closed at its end."""
+
+
 class Run:
     """A run, what it said, and where it wrote."""
 
@@ -57,6 +61,7 @@ class Run:
         observe = self.config.observe
         console = Console(self._stream, line_format=observe.line_format, log_interval=observe.log_interval, live=False)
         self.trainer = Trainer(open_session(self.config), directory, console)
+        MADE.append(self.trainer)
         if resume is not None:
             self.trainer.resume(resume)
 

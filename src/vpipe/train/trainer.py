@@ -73,6 +73,7 @@ class Trainer:
         )
         self._last_loss: float | None = None
         self.ended: Ending = ending.finished(0)
+        self._closed = False
         self._owes_checkpoint = False
         self._asked: Signals | None = None
         self._updates: deque[float] = deque(maxlen=16)
@@ -85,7 +86,11 @@ class Trainer:
 
     def resume(self, where: Path) -> None:
         """Go on from the newest whole checkpoint of ``where``."""
-        self._go_on(self.checkpoints.resume(where))
+        try:
+            self._go_on(self.checkpoints.resume(where))
+        except BaseException:
+            self.close()
+            raise
 
     def restore(self, standing: Standing, tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Go on from a copy in memory of this very run."""
@@ -138,6 +143,12 @@ class Trainer:
             self.log.finish(summary, self.ended)
             return summary
         finally:
+            self.close()
+
+    def close(self) -> None:
+        """End what runs beside: the heartbeat, recorders, the page, readers of data. Once is enough."""
+        if not self._closed:
+            self._closed = True
             self.log.close()
             self.checkpoints.close()
             self.session.close()
@@ -259,7 +270,8 @@ class Trainer:
         self._owes_checkpoint = self._owes_checkpoint or self._due(config.checkpoint.interval)
         if self._owes_checkpoint and self._ends_update(self.iteration):  # half of an update cannot be resumed
             self.checkpoints.save(self.iteration, self.position)
-            self._owes_checkpoint = False
+            self._closed = False
+        self._owes_checkpoint = False
 
     def evaluate(self) -> float | None:
         """The loss on held-out data, told; ``None`` where there are none."""
