@@ -7,6 +7,8 @@ the first cause and fold the rest.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import runpy
@@ -40,6 +42,7 @@ def become_rank(spec: dict[str, Any], rank: int) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # as in processes that were started one by one
     sys.excepthook = Reporter(rank, report)
+    atexit.register(gc.unfreeze)  # what the zygote froze would never be freed, and libraries that count tell of leaks
     call_target(spec)
 
 

@@ -82,7 +82,15 @@ def _has_index(device: torch.device) -> bool:
 
 
 def _names(offered: torch.device | None) -> str:
-    return offered.type if offered is not None else "install a build of torch for your accelerator"
+    return offered.type if offered is not None else to_have_one()
+
+
+def to_have_one() -> str:
+    """What to do where torch finds no accelerator: a build for CUDA is no remedy where it is there already."""
+    built = torch.version.cuda
+    if built is None:
+        return "install a build of torch for your accelerator"
+    return f"see why this torch, which is built for CUDA {built}, finds no GPU: 'nvidia-smi' must list one"
 
 
 def device_type(wanted: str) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
+from vpipe.runtime.device import to_have_one
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.schedule import catalog
 
@@ -37,9 +38,7 @@ class Proof(NamedTuple):
 def prove() -> Iterator[Proof]:
     """Every schedule on the devices of this machine; the slowest part is torch's first use of a device."""
     if not torch.accelerator.is_available():
-        raise UserError(
-            "torch finds no accelerator on this machine; install a build of torch for yours, or leave --devices out"
-        )
+        raise UserError(f"torch finds no accelerator on this machine; {to_have_one()}, or leave --devices out")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     found = torch.accelerator.device_count()
