@@ -366,6 +366,9 @@ CASES: dict[str, Case] = {
     "parallel.partition": Case(program, [3, 1], SHORT),
     "parallel.recompute": Case(program, 1.0, SHORT, "0R0"),
     "parallel.swap": Case(program, 1.0, SHORT | {"parallel.scheduler": "gpipe"}, "0OUT0"),
+    "parallel.adapt": Case(
+        learned, "suggest", SHORT, "refused: parallel.adapt measures stages, but ranks that are thre"
+    ),
     "parallel.depths": Case(program, [2, 0], PIPEDREAM | SHORT),
     "parallel.vertical_sync": Case(program, True, PIPEDREAM | SHORT),
     "parallel.schedule_options": Case(program, {"update_interval": 2}, PIPEDREAM | SHORT),

@@ -45,6 +45,9 @@ class ParallelConfig(Section):
     )
     """Share of a stage's blocks (those before the recomputed ones) whose saved activations, and old weights of an
     asynchronous schedule, wait outside device memory: in a file in TMPDIR. Shares are rounded down to whole blocks."""
+    adapt: Literal["off", "suggest", "on"] = "off"
+    """Move layers between ranks while training, where measured stage times say that it pays within the rest of the run;
+    suggest only says what it would do. Results stay the same to the bit with synchronous schedules."""
     depths: Annotated[tuple[Annotated[int, Field(ge=0, le=65536)], ...], Field(strict=False, min_length=1)] | None = (
         worded(None, "a list with one whole number per stage, falling from the first to the last, or null")
     )

@@ -40,6 +40,7 @@ def payload(
     A live page gives an ``advice`` of a moment ago, which is dear, and reads at most ``most_bytes`` of each file of
     short lines.
     """
+    lines = run.metrics()
     found = {
         "format": 1,
         "title": run.path.resolve().name,
@@ -49,7 +50,8 @@ def payload(
         "colours": {kind.value: fills for kind, fills in svg.FILLS.items()},
         "textures": {kind.value: lines for kind, lines in svg.TEXTURES.items()},
         "causes": [[cause, NAMES[cause]] for cause in CAUSES],
-        "metrics": curves(run.metrics()),
+        "metrics": curves(lines),
+        "layouts": layouts(lines),
         "summary": run.summary(),
         "config": run.config_text(),
         "plan": run.plan(),
@@ -101,6 +103,12 @@ def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "evaluation": {name: [_number(line.get(name)) for line in tested] for name in ("iteration", "loss")},
         "skipped": max((int(line.get("skipped") or 0) for line in train), default=0),
     }
+
+
+def layouts(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The latest decisions of ``parallel.adapt``: the layout over time, and why."""
+    told = [line for line in lines if line.get("kind") == "adapt"]
+    return [{name: line.get(name) for name in ("iteration", "action", "partition", "reason")} for line in told[-100:]]
 
 
 def thinned(lines: Sequence[Mapping[str, Any]], most: int = MAX_POINTS) -> list[Mapping[str, Any]]:

@@ -24,7 +24,7 @@ LIVE_BYTES = 2**16
 """Of the files of short lines that are read with each change."""
 ADVISE = 10.0
 """Seconds after which a running job's verdict is asked for again."""
-STATIC = ("facts", "config", "kinds", "colours", "textures", "causes", "title", "format")
+STATIC = ("config", "kinds", "colours", "textures", "causes", "title", "format")
 """What does not change while a run goes on."""
 
 

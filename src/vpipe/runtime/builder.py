@@ -67,6 +67,11 @@ class Builder:
         self._finishing: list[Callable[[Engine], None]] = []
         self._transport: DistributedTransport | DeviceTransport | None = None
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether ranks of this process compute one at a time."""
+        return self._lock is not None
+
     def finish(self, change: Callable[[Engine], None]) -> None:
         """Every engine that is made from now on goes through ``change`` at last."""
         self._finishing.append(change)

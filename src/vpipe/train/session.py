@@ -27,6 +27,7 @@ from vpipe.runtime.priorities.turns import take_turns
 from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.schedule import catalog as schedule_catalog
 from vpipe.schedule.entry import BATCHES, Chain
+from vpipe.schedule.layout import Layout
 from vpipe.train.feed import Feed
 from vpipe.train.limits import refuse
 from vpipe.train.optimizers import optimizer
@@ -49,7 +50,7 @@ class Session:
     """Who orders the work on a device that ranks share."""
     epoch: int = 0
     """Of an elastic run: how often its ranks have met."""
-    _programs: dict[int, Programs] = field(default_factory=dict)
+    _programs: dict[tuple[int, Layout], Programs] = field(default_factory=dict)
 
     @property
     def reads_data(self) -> bool:
@@ -68,10 +69,11 @@ class Session:
         programs = self.pipeline.programs
         chains = programs.spec.entry.chains
         if chains is Chain.BATCHES:
-            if num_iterations not in self._programs:
+            key = (num_iterations, self.pipeline.layout)
+            if key not in self._programs:
                 options = dict(programs.spec.options or {}) | {BATCHES: num_iterations}
-                self._programs[num_iterations] = programs.with_options(options)
-            self.pipeline.programs = self._programs[num_iterations]
+                self._programs[key] = programs.with_options(options)
+            self.pipeline.programs = self._programs[key]
             return own
         return own * num_iterations * self.num_replicas if chains is Chain.UNITS else own
 

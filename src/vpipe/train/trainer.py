@@ -22,9 +22,11 @@ from vpipe.rundir import lineage
 from vpipe.rundir.endings import Ending, EndingKind
 from vpipe.rundir.manifest import Standing
 from vpipe.rundir.state import Beat
+from vpipe.runtime.moving import Moved
 from vpipe.schedule.entry import Chain
 from vpipe.schedule.own import short_name
 from vpipe.train import ending
+from vpipe.train.adapt import Adapter, Decision
 from vpipe.train.checkpoints.manager import CheckpointManager
 from vpipe.train.evaluation import Evaluation
 from vpipe.train.feed import Position, Units, accumulated
@@ -71,6 +73,7 @@ class Trainer:
             config.observe.warmup_iterations,
             device_name(pipeline.parameters().values()),
         )
+        self.adapter = self._adapter()
         self._last_loss: float | None = None
         self.ended: Ending = ending.finished(0)
         self._closed = False
@@ -153,6 +156,25 @@ class Trainer:
             self.checkpoints.close()
             self.session.close()
 
+    def _adapter(self) -> Adapter | None:
+        """Who moves layers between ranks, if the config asks for it."""
+        session = self.session
+        mode = session.config.parallel.adapt
+        if mode == "off":
+            return None
+        sizes = [3 * size for size in session.skeleton.weight_bytes]  # with what optimizers keep, about
+        return Adapter(session.pipeline, mode, session.skeleton.work, sizes, self._adapted)
+
+    def _adapt(self, seconds: float) -> None:
+        """Between two updates, with no checkpoint under way."""
+        if self.adapter is not None and self._ends_update(self.iteration):
+            self.checkpoints.settle()
+            self.adapter.after_step(seconds, self.num_iterations - self.iteration)
+
+    def _adapted(self, decision: Decision, moved: Moved | None) -> None:
+        facts = self._facts() if moved is not None else {}
+        self.log.adapted(self.iteration, decision, moved, facts)
+
     def _facts(self) -> dict[str, Any]:
         num_microbatches = self.session.prepare(len(self._chain()))
         return run_facts(self.session, num_microbatches) | {
@@ -193,6 +215,7 @@ class Trainer:
             self._updates.append(perf_counter() - self._since_update)
         self.checkpoints.poll()
         self.log.beat(self._beats)
+        self._adapt(seconds / count)
 
     def _beats(self, beat: Beat) -> None:
         beat.phase, beat.iteration, beat.iterations = "training", self.iteration, self.num_iterations

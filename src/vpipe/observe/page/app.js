@@ -82,7 +82,7 @@ function build(data) {
   page.data = data;
   const main = h("main", null, heading(data), h("div", { id: "story" }), h("div", { id: "verdict" }));
   const started = Boolean(data.facts.num_ranks);
-  if (started) main.append(h("div", { id: "tiles" }), timelineSection(), h("section", { id: "bubbles" }), typeof whatIf === "function" && page.live ? whatIf(data) : "", h("div.charts", { id: "curves" }), h("section", { id: "memory" }), h("section", { id: "stages" }, h("h2", null, "Stages"), stageTable(data)));
+  if (started) main.append(h("div", { id: "tiles" }), timelineSection(), h("section", { id: "bubbles" }), typeof whatIf === "function" && page.live ? whatIf(data) : "", h("div.charts", { id: "curves" }), h("section", { id: "memory" }), h("section", { id: "stages" }));
   if (data.plan) main.append(folded("plan", "Plan", planPanel(data.plan)));
   main.append(folded("config", "Config", h("pre", null, data.config || "no config.yaml")));
   if (data.summary) main.append(folded("summary", "Summary", table(["", ""], Object.entries(data.summary).map(([name, value]) => [name.replaceAll("_", " "), typeof value === "object" ? JSON.stringify(value) : String(value)]), { wide: [1] })));
@@ -102,6 +102,7 @@ function refresh() {
   document.getElementById("tiles").replaceWith(tiles(data));
   document.getElementById("curves").replaceChildren(...lossCharts(data), ...trendCharts(data));
   document.getElementById("memory").replaceChildren(h("h2", null, "Memory"), memoryTable(data));
+  document.getElementById("stages").replaceChildren(h("h2", null, "Stages"), stageTable(data), ...layoutTable(data));
   showStep(page.follow || page.at < 0 ? data.steps.length - 1 : page.at);
   drawLegend();
 }

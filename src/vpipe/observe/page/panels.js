@@ -105,6 +105,14 @@ function stageTable(data) {
   return table(["stage", "rank", "layers", "number", "parameters", "weights"], rows, { wide: [2] });
 }
 
+/* The layout over time: what parallel.adapt decided, and why; the latest first. */
+function layoutTable(data) {
+  const lines = data.layouts || [];
+  if (!lines.length) return [];
+  const rows = lines.map((line) => [line.iteration, line.action, (line.partition || []).join(" "), line.reason]).reverse();
+  return [h("h3", null, "Layout over time"), table(["iteration", "decision", "partition", "reason"], rows, { wide: [3] })];
+}
+
 function planPanel(plan) {
   const simple = Object.entries(plan).filter(([, value]) => value === null || typeof value !== "object");
   return h("div", null, table(["", ""], simple.map(([name, value]) => [name.replaceAll("_", " "), String(value)]), { wide: [1] }), h("h3", null, "plan.json"), h("pre", null, JSON.stringify(plan, null, 1)));

@@ -24,14 +24,18 @@ from vpipe.rundir.layout import METRICS
 from vpipe.rundir.state import Beat, Heart
 from vpipe.runtime.engine import Record
 from vpipe.runtime.memory.live import LiveBytes
+from vpipe.runtime.moving import Moved
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, version_table
+from vpipe.train.adapt import Decision
 from vpipe.train.reporting.clocks import Clocks
 from vpipe.train.session import Session
 
 KINDS = tuple(Kind)
 COUNTED_STEP = 2
+OF_A_LAYOUT = ("partition", "layout", "program", "stages", "skips", "placement")
+"""The facts of run.json that a move changes."""
 
 
 class RunLog:
@@ -55,12 +59,14 @@ class RunLog:
         self._recorded: Program | None = None
         self._live: LiveBytes | None = None
         self._num_steps = 0
+        self._facts: dict[str, Any] = {}
 
     def say(self, text: str) -> None:
         if self._console is not None:
             self._console.message(text)
 
     def start(self, facts: dict[str, Any]) -> None:
+        self._facts = facts
         if self._journal is not None:
             self._journal.facts(facts)
         if self._console is not None:
@@ -73,6 +79,24 @@ class RunLog:
         """Mark in metrics.jsonl where this run goes on: what another one wrote there beyond is not this run's."""
         if self._journal is not None and (self._directory / METRICS).exists():
             self._journal.metrics({"kind": "resume", "iteration": iteration, "run": self._run, "time": time()})
+
+    def adapted(self, iteration: int, decision: Decision, moved: Moved | None, facts: dict[str, Any]) -> None:
+        """A decision of ``parallel.adapt``; after a move, ``facts`` are those of the new layout."""
+        suggests = decision.moves and moved is None
+        done = f": moved in {moved.seconds:.2g} s" if moved else "; parallel.adapt: on would move" if suggests else ""
+        self.say(f"iteration {iteration}  {decision.reason}{done}")
+        if self._journal is None:
+            return
+        action = "move" if moved else "suggest" if suggests else "keep"
+        line: dict[str, Any] = {"kind": "adapt", "iteration": iteration, "action": action, "time": time()}
+        line |= {"partition": list(decision.partition), "reason": f"{decision.reason}{done}", "gain": decision.gain}
+        if moved is not None:
+            line |= {"layout": facts["layout"], "seconds": moved.seconds, "layers": len(moved.difference.transfers)}
+            self._facts |= {
+                key: facts[key] for key in ("partition", "layout", "program", "stages", "skips", "placement")
+            }
+            self._journal.facts(self._facts)
+        self._journal.metrics(line)
 
     def beat(self, change: Callable[[Beat], None]) -> None:
         """Change what the heartbeat says."""
