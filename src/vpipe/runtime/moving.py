@@ -7,7 +7,7 @@
 
 What comes waits where swapped tensors wait, so a rank never has more than one layer in memory beyond what it holds
 before or after. What goes waits there too, until all have switched. An exception on any rank at any moment leaves the
-old layout on all of them; a rank that is lost ends the run as always, or is brought back by ``--elastic``.
+old layout on all of them; a rank that is lost ends the run as always.
 """
 
 from __future__ import annotations
