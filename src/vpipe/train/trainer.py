@@ -293,8 +293,7 @@ class Trainer:
         self._owes_checkpoint = self._owes_checkpoint or self._due(config.checkpoint.interval)
         if self._owes_checkpoint and self._ends_update(self.iteration):  # half of an update cannot be resumed
             self.checkpoints.save(self.iteration, self.position)
-            self._closed = False
-        self._owes_checkpoint = False
+            self._owes_checkpoint = False
 
     def evaluate(self) -> float | None:
         """The loss on held-out data, told; ``None`` where there are none."""
