@@ -133,6 +133,24 @@ def test_a_class_name_stands_for_one_thing() -> None:
     assert not TWO_MEANINGS.keys() - twice.keys(), "told apart: take it out of TWO_MEANINGS"
 
 
+def test_the_index_of_a_step_is_called_microbatch() -> None:
+    """``unit`` is the thing, or its number over the whole run (``randomness``, ``Run.unit``): docs/glossary.md."""
+    wrong = []
+    for room, path, tree in modules():
+        if room not in ("runtime", "train", "schedule") or path.stem == "randomness":
+            continue
+        for node in ast.walk(tree):
+            index = isinstance(node, ast.arg) and node.arg == "unit" and ast.unparse(node.annotation or node) == "int"
+            counted = (
+                isinstance(node, ast.For | ast.comprehension)
+                and ast.unparse(node.target) == "unit"
+                and ast.unparse(node.iter).startswith("range(")
+            )
+            if index or counted:
+                wrong.append(f"{path.relative_to(HOUSE)}: {ast.unparse(node)[:60]}")
+    assert not wrong, wrong
+
+
 def test_every_module_is_imported_by_somebody() -> None:
     """Or named in a string by which it is started: ``vpipe.launch.zygote``, ``vpipe.train.worker:train``;
     or called by an old command at the root or a line of the docs."""

@@ -56,7 +56,7 @@ def split_sizes(rows: int, num_units: int) -> list[int]:
             f"a batch of {rows} rows cannot be cut into {num_units} microbatches; "
             f"give at least {num_units} rows or fewer microbatches"
         )
-    return [rows // num_units + (unit < rows % num_units) for unit in range(num_units)]
+    return [rows // num_units + (microbatch < rows % num_units) for microbatch in range(num_units)]
 
 
 def split(value: Any, num_units: int) -> tuple[list[Any], list[float]]:
@@ -69,8 +69,8 @@ def split(value: Any, num_units: int) -> tuple[list[Any], list[float]]:
     structure = flatten(value, tensors)
     pieces = [torch.split(tensor, sizes) if tensor.dim() else [tensor] * num_units for tensor in tensors]
     units = []
-    for unit in range(num_units):
-        mine = iter([piece[unit] for piece in pieces])
+    for microbatch in range(num_units):
+        mine = iter([piece[microbatch] for piece in pieces])
         units.append(unflatten(structure, lambda mine=mine: next(mine)))  # type: ignore[misc]
     even = len(set(sizes)) == 1
     return units, [1 / num_units if even else size / rows for size in sizes]

@@ -254,8 +254,8 @@ class Pipeline(Holdings):
         with undisturbed(self.devices), torch.no_grad(), evaluating(self._everything()):
             results = self._run(program, job)
         self.step += 1
-        outputs = {unit: output for result in results for unit, output in result.outputs.items()}
-        return assembly.joined([outputs[unit] for unit in sorted(outputs)]) if outputs else None
+        outputs = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
+        return assembly.joined([outputs[microbatch] for microbatch in sorted(outputs)]) if outputs else None
 
     def _evaluation_units(self, inputs: Any, targets: Any) -> int:
         """As many units as training has; every rank must come to the same number."""
@@ -280,7 +280,9 @@ class Pipeline(Holdings):
         return Job(
             self.step,
             self.num_units,
-            lambda unit: dict(bind_inputs(self.flow, without_gradient(units(unit)) if training else units(unit))),
+            lambda microbatch: dict(
+                bind_inputs(self.flow, without_gradient(units(microbatch)) if training else units(microbatch))
+            ),
             goals,
             shares.__getitem__,
             self.programs.gradient_weights(program) if training else None,

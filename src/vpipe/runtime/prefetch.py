@@ -35,10 +35,10 @@ class Prefetch:
         self._ahead: dict[int, Sent] = {}
         self._underway: list[Sent] = []
 
-    def __call__(self, unit: int) -> Any:
+    def __call__(self, microbatch: int) -> Any:
         """The data of a unit, ready for the compute stream; the next unit sets out."""
-        found = self._ahead.pop(unit, None) or self._send(unit)
-        following = self._following.get(unit)
+        found = self._ahead.pop(microbatch, None) or self._send(microbatch)
+        following = self._following.get(microbatch)
         if following is not None and following not in self._ahead:
             self._ahead[following] = self._send(following)
         compute = compute_stream(self._device)
@@ -49,14 +49,14 @@ class Prefetch:
 
     def forms(self) -> list[tuple[int, list[tuple[Any, ...]]]]:
         """The shapes of all units; they are read now, once, and kept until they are sent."""
-        for unit in self._order:
-            self._read[unit] = self._get(unit)
+        for microbatch in self._order:
+            self._read[microbatch] = self._get(microbatch)
         return [
-            (unit, [(t.dtype, tuple(t.shape), t.stride()) for t in tensors_of(value)])
-            for unit, value in self._read.items()
+            (microbatch, [(t.dtype, tuple(t.shape), t.stride()) for t in tensors_of(value)])
+            for microbatch, value in self._read.items()
         ]
 
-    def _send(self, unit: int) -> Sent:
+    def _send(self, microbatch: int) -> Sent:
         pinned: list[Tensor] = []
 
         def move(leaf: Any) -> Any:
@@ -66,7 +66,7 @@ class Prefetch:
             pinned.append(source)
             return source.to(self._device, non_blocking=True)
 
-        value = self._read.pop(unit) if unit in self._read else self._get(unit)
+        value = self._read.pop(microbatch) if microbatch in self._read else self._get(microbatch)
         with self._stream:
             moved = tree_map(move, value)
             return Sent(moved, pinned, self._stream.record_event())

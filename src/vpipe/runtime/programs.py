@@ -179,9 +179,9 @@ class Programs:
             placement = self.flow.layout.placement
             rows = tuple(
                 tuple(
-                    Action(stage, Kind.F, unit)
+                    Action(stage, Kind.F, microbatch)
                     for stage in placement.stages_of[rank]
-                    for unit in placement.units(stage, rank, num_units)
+                    for microbatch in placement.units(stage, rank, num_units)
                 )
                 for rank in range(placement.num_ranks)
             )
@@ -234,8 +234,8 @@ class Programs:
         replicas = program.placement.num_replicas(last)
         weights = [1.0] * program.num_microbatches
         for units in update_groups(program)[last]:
-            for unit in units:
-                weights[unit] = replicas / len(units)
+            for microbatch in units:
+                weights[microbatch] = replicas / len(units)
         return weights
 
 

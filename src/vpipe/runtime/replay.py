@@ -62,21 +62,21 @@ class Walk:
         self._replicas = replicas
         self._waiting: dict[tuple[int, int], deque[int]] = defaultdict(deque)
         for stage, order in enumerate(forwards):
-            for unit in order:
-                self._waiting[stage, unit % replicas[stage]].append(unit)
+            for microbatch in order:
+                self._waiting[stage, microbatch % replicas[stage]].append(microbatch)
         self._at = dict.fromkeys(sorted(forwards[0]), 0)
-        """Unit → the stage that it comes to next."""
+        """Microbatch → the stage that it comes to next."""
 
     def next(self, has_weights: Callable[[int, int], bool]) -> tuple[int, int]:
-        """(stage, unit); the weights that the unit reads there must have been made."""
-        for unit, stage in self._at.items():
-            queue = self._waiting[stage, unit % self._replicas[stage]]
-            if queue[0] == unit and has_weights(stage, unit):
+        """(stage, microbatch); the weights that it reads there must have been made."""
+        for microbatch, stage in self._at.items():
+            queue = self._waiting[stage, microbatch % self._replicas[stage]]
+            if queue[0] == microbatch and has_weights(stage, microbatch):
                 queue.popleft()
-                self._at[unit] += 1
-                if self._at[unit] == len(self._replicas):
-                    del self._at[unit]
-                return stage, unit
+                self._at[microbatch] += 1
+                if self._at[microbatch] == len(self._replicas):
+                    del self._at[microbatch]
+                return stage, microbatch
         raise AssertionError("no unit can go on: the tables contradict each other")
 
 
@@ -89,9 +89,9 @@ class Sums:
         self._there: dict[int, Mapping[str, Tensor | None]] = {}
         self._added: list[Gradients] = [{} for _ in range(num_replicas)]
 
-    def add(self, unit: int, gradients: Mapping[str, Tensor | None]) -> None:
+    def add(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> None:
         """A unit's gradients are there; they are added when it is their turn."""
-        self._there[unit] = gradients
+        self._there[microbatch] = gradients
         for total, order in zip(self._added, self._groups[0] if self._groups else (), strict=False):
             while order and order[0] in self._there:
                 for name, gradient in self._there.pop(order.pop(0)).items():
@@ -110,9 +110,9 @@ class Sums:
             [total for total, has in zip(self._added, self._has.pop(0), strict=True) if has],
             [{} for _ in self._added],
         )
-        for unit in list(self._there):  # what came early for the next update
-            if unit in self._there:
-                self.add(unit, self._there[unit])
+        for microbatch in list(self._there):  # what came early for the next update
+            if microbatch in self._there:
+                self.add(microbatch, self._there[microbatch])
         return found
 
 
@@ -171,7 +171,7 @@ class Replay:
         total: dict[int, float] = {}
         with undisturbed():
             while flying:
-                stage, number = walk.next(lambda stage, unit: versions[stage, unit] < len(history[stage]))
+                stage, number = walk.next(lambda stage, microbatch: versions[stage, microbatch] < len(history[stage]))
                 flight = flying[number]
                 self._forward(flight, stage, history[stage][versions[stage, number]])
                 if stage < len(groups) - 1:

@@ -55,12 +55,12 @@ def mean_loss(contributions: Mapping[tuple[int, int], float], num_layers: int) -
     times its share, unit by unit. (Python adds floats by ``sum`` with or without compensation, by its version.)"""
     shares = num_layers + 1
     sums: dict[int, float] = {}
-    for layer, unit in sorted(contributions):
+    for layer, microbatch in sorted(contributions):
         if layer != shares:
-            sums[unit] = sums.get(unit, 0.0) + contributions[layer, unit]
+            sums[microbatch] = sums.get(microbatch, 0.0) + contributions[layer, microbatch]
     total = 0.0
-    for unit in sorted(sums):
-        total += contributions.get((shares, unit), 0.0) * sums[unit]
+    for microbatch in sorted(sums):
+        total += contributions.get((shares, microbatch), 0.0) * sums[microbatch]
     return total
 
 
@@ -71,7 +71,7 @@ def units_of(value: Any, num_units: int, needed: bool, what: str) -> tuple[Calla
     if value is None:
         if needed:
             raise UserError(f"this rank needs the {what}: it holds the {'first' if what == 'inputs' else 'last'} stage")
-        return lambda unit: None, None
+        return lambda microbatch: None, None
     parts, weights = split(value, num_units)
     return parts.__getitem__, weights
 

@@ -150,15 +150,15 @@ class _Crew:
         self._changed = threading.Condition()
         self._failure: tuple[Action, BaseException] | None = None
         self._modes = Modes()
-        self._units: dict[int, list[int]] = defaultdict(list)
+        self._places: dict[int, list[int]] = defaultdict(list)
         for place, (action, _) in enumerate(calls):
-            self._units[action.microbatch].append(place)
-        self._working = len(self._units)
+            self._places[action.microbatch].append(place)
+        self._working = len(self._places)
 
     def run(self) -> tuple[Action, BaseException] | None:
         """Until all workers are done, or one has failed: then the others may wait for messages that never come."""
-        for unit, places in self._units.items():
-            name = f"vpipe-rank{self._engine.rank}-unit{unit}"
+        for microbatch, places in self._places.items():
+            name = f"vpipe-rank{self._engine.rank}-microbatch{microbatch}"
             threading.Thread(target=self._work, args=(places,), name=name, daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or self._working == 0)

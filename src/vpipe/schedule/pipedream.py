@@ -77,8 +77,8 @@ def pipedream_2bw(num_ranks: int, num_microbatches: int, *, num_batches: int = 2
 
 def _row(stage: int, units: range, num_ahead: int, update_interval: int) -> Iterator[Action]:
     """1F1B with an update after every ``update_interval`` backwards, and after the last."""
-    forwards = [Action(stage, F, unit) for unit in units]
-    backwards = [Action(stage, B, unit) for unit in units]
+    forwards = [Action(stage, F, microbatch) for microbatch in units]
+    backwards = [Action(stage, B, microbatch) for microbatch in units]
     done = 0
     for action in one_forward_one_backward(forwards, backwards, num_ahead):
         yield action

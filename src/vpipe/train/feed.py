@@ -69,10 +69,10 @@ class Units:
         return [batch.num_tokens / whole.num_targets for batch in self.batches]
 
     def inputs(self) -> Microbatches:
-        return Microbatches(lambda unit: self.batches[unit].inputs, self.shares())
+        return Microbatches(lambda microbatch: self.batches[microbatch].inputs, self.shares())
 
     def targets(self) -> Microbatches:
-        return Microbatches(lambda unit: self.batches[unit].targets, self.shares())
+        return Microbatches(lambda microbatch: self.batches[microbatch].targets, self.shares())
 
 
 def accumulated(parts: Sequence[Units]) -> list[Units]:
@@ -178,5 +178,5 @@ class Feed:
 
 def _cut(indices: Sequence[int], num_units: int) -> list[Sequence[int]]:
     sizes = split_sizes(len(indices), num_units)
-    ends = [sum(sizes[: unit + 1]) for unit in range(num_units)]
+    ends = [sum(sizes[: microbatch + 1]) for microbatch in range(num_units)]
     return [indices[end - size : end] for size, end in zip(sizes, ends, strict=True)]

@@ -20,7 +20,7 @@ _KINDS = (Kind.I, Kind.F, Kind.W)
 
 def levels(policy: Policy, num_microbatches: int, lowest: int, highest: int) -> dict[tuple[int, ...], int]:
     """Key → stream priority, from ``highest`` (a small number, as CUDA counts) for the smallest key to ``lowest``."""
-    keys = sorted({policy(Action(0, kind, unit)) for kind in _KINDS for unit in range(num_microbatches)})
+    keys = sorted({policy(Action(0, kind, microbatch)) for kind in _KINDS for microbatch in range(num_microbatches)})
     return {key: min(highest + place, lowest) for place, key in enumerate(keys)}
 
 

@@ -36,11 +36,11 @@ def routes(program: Program) -> list[Route]:
     placement = program.placement
     for stage, readers in enumerate(program.readers):
         for reader in readers:
-            for unit in range(min(program.num_microbatches, placement.period)):
-                here, there = placement.rank(stage, unit), placement.rank(reader, unit)
+            for microbatch in range(min(program.num_microbatches, placement.period)):
+                here, there = placement.rank(stage, microbatch), placement.rank(reader, microbatch)
                 if here != there:
-                    found[route_of(Envelope(0, stage, reader, unit, 0), here, there)] = None
-                    found[route_of(Envelope(0, reader, stage, unit, 1), there, here)] = None
+                    found[route_of(Envelope(0, stage, reader, microbatch, 0), here, there)] = None
+                    found[route_of(Envelope(0, reader, stage, microbatch, 1), there, here)] = None
     for first, *others in placement.ranks_of:
         found |= {Route(first, other): None for other in others}
     return list(found)

@@ -17,7 +17,7 @@ from vpipe.runtime.flow import Flow
 from vpipe.schedule.placement import Placement
 
 LossKey = tuple[int, int]
-"""(layer, unit)."""
+"""(layer, microbatch)."""
 
 
 class LossBlocks:
@@ -41,7 +41,7 @@ class LossBlocks:
     def written(self, losses: Mapping[LossKey, Number], rank: int, num_units: int, device: torch.device) -> Tensor:
         """A rank's block, where the rank computes; numbers of the host go there through pinned memory."""
         rows = {layer: row for row, layer in enumerate(self.rows(rank))}
-        places = {rows[layer] * num_units + unit: value for (layer, unit), value in losses.items()}
+        places = {rows[layer] * num_units + microbatch: value for (layer, microbatch), value in losses.items()}
         known = [0.0] * (len(rows) * num_units)
         for place, value in places.items():
             known[place] = 0.0 if isinstance(value, Tensor) else value

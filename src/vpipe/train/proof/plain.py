@@ -38,7 +38,9 @@ def additions(rows: Sequence[Sequence[tuple[int, str, int]]], bounds: Sequence[t
     """Per layer, what a program's rows (stage, kind, unit) say about the order of its gradients."""
     found: list[Sums] = []
     for stage, (begin, end) in enumerate(bounds):
-        holders = [[unit for other, kind, unit in row if other == stage and kind in ("B", "W")] for row in rows]
+        holders = [
+            [microbatch for other, kind, microbatch in row if other == stage and kind in ("B", "W")] for row in rows
+        ]
         found += [sorted((units for units in holders if units), key=min)] * (end - begin)
     return found
 
@@ -80,7 +82,7 @@ class Plain:
         torch.set_rng_state(state)
         for name, parameter in self.parameters.items():
             replicas = [
-                _added([gradients[unit][name] for unit in order if name in gradients[unit]])
+                _added([gradients[microbatch][name] for microbatch in order if name in gradients[microbatch]])
                 for order in sums[int(name.split(".", 1)[0])]
             ]
             parameter.grad = _added([each for each in replicas if each is not None])
