@@ -139,9 +139,8 @@ def run(
         runs.append(taken)
         if not _forks(config):
             _refuse(config, taken)
-        code = _by_ssh(config, taken, start, quiet)
-        if code is not None:
-            return code
+        if _elsewhere(config):
+            return _by_ssh(config, taken, start, quiet)
         vpipe_files.keep(taken.directory, config, claim.command(), source, _forks(config))
         if elastic is not None:
             elastic = replace(elastic, directory=taken.directory)
@@ -234,20 +233,21 @@ def _conclude(taken: Claim, ending: Ending) -> str:
     return ending.remedy(taken.directory) if said else ""
 
 
-def _by_ssh(config: configs.PipelineConfig, taken: Claim, start: Path | None, quiet: bool) -> int | None:
-    """Run on the machines of the config; ``None`` where they are all this one. The ranks read the resolved config."""
+def _by_ssh(config: configs.PipelineConfig, taken: Claim, start: Path | None, quiet: bool) -> int:
+    """Run on the machines of the config. The ranks read the resolved config."""
     from vpipe.launch import ssh
 
     words = [str(taken.directory / CONFIG), *(("--resume", str(start)) if start else ()), *(["--quiet"] * quiet)]
     launch = ssh.from_config(config, words, taken.directory, {CLAIMED: taken.run})
-    return None if launch is None else ssh.run(launch, click.echo)
+    assert launch is not None, "asked only where ranks are elsewhere"
+    return ssh.run(launch, click.echo)
 
 
 def _enter_container(config: configs.PipelineConfig) -> None:
     """Become the same command inside the container, unless this is it, or the ranks are elsewhere."""
     from vpipe.launch.container import MARK, Container, command_inside
 
-    if _elsewhere(config):
+    if _elsewhere(config) or config.launch.container.kind == "none":
         return
     container = Container.from_config(config.launch.container)
     words = command_inside(container, sys.argv[1:], str(Path.cwd()), os.environ)
