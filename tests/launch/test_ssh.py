@@ -28,9 +28,9 @@ needs_sshd = pytest.mark.skipif(bool(missing()), reason=missing() or "sshd is he
 LAUNCHER = """
 import sys
 from pathlib import Path
-from vpipe.launch.ssh import Launch, run
+from vpipe.launch.ssh import SshLaunch, run
 *machines, script, folder = sys.argv[1:]
-sys.exit(run(Launch(tuple(machines), (script,), folder, Path(folder) / "run"), lambda line: print(line, flush=True)))
+sys.exit(run(SshLaunch(tuple(machines), (script,), folder, Path(folder) / "run"), lambda line: print(line, flush=True)))
 """
 
 TRAIN = """
@@ -160,6 +160,36 @@ def test_remote_processes_end_with_the_launcher(server: Server, tmp_path: Path, 
     until(lambda: not running(mark) and not running(str(tmp_path / "script.py")))
     assert process.stdout is not None
     process.stdout.close()
+
+
+PATIENT = """
+import os, signal, sys, time
+from pathlib import Path
+def asked(number, _):
+    print("asked", number, flush=True)
+    while not Path("FOLDER/go").exists(): time.sleep(0.01)
+    os._exit(75)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, asked)
+print("up", flush=True)
+while True: time.sleep(1)
+"""
+
+
+@needs_sshd
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_ranks_elsewhere_get_the_same_signal_and_the_same_grace(server: Server, tmp_path: Path, number: int) -> None:
+    """They were given TERM and five seconds, or, where the launcher was told TERM, nobody waited for them at all."""
+    process = launch(server, tmp_path, PATIENT.replace("FOLDER", str(tmp_path)), "node-a:0", "node-b:0")
+    assert process.stdout is not None
+    said = [process.stdout.readline() for _ in range(2)]
+    assert all("] up" in line for line in said), said
+    process.send_signal(number)
+    said = [process.stdout.readline() for _ in range(3)]
+    assert sum("stopping 2 ranks, at most 60 s" in line for line in said) == 1, said
+    assert sum(f"asked {int(number)}" in line for line in said) == 2, said
+    (tmp_path / "go").touch()
+    process.communicate(timeout=30)
+    assert process.returncode == 75
 
 
 @needs_sshd

@@ -175,6 +175,45 @@ def test_a_warning_signal_ends_a_run_in_good_order(tmp_path: Path) -> None:
     assert len(checkpoints(tmp_path / "run" / "checkpoints")) == 1
 
 
+SLOW_DATA = """
+import os, time
+from pathlib import Path
+from vpipe.data import synthetic
+read, folder = synthetic.Synthetic.batch, Path(__file__).parent
+def batch(self, indices):
+    if (folder / "run" / "metrics.jsonl").exists() and os.environ.get("RANK") == "0":  # within the second iteration
+        (folder / "inside").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+    return read(self, indices)
+synthetic.Synthetic.batch = batch
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_request_within_a_long_iteration_waits_for_its_checkpoint(tmp_path: Path, number: int, code: int) -> None:
+    """Ranks that are processes: the iteration ends when the test says so, after the request was heard."""
+    (tmp_path / "slow.py").write_text(SLOW_DATA)
+    changes = {"training.epochs": 10_000, "observe.log_interval": 1, "plugins": [str(tmp_path / "slow.py")]}
+    file = job(tmp_path, PROCESSES | changes)
+    words = [sys.executable, "-m", "vpipe", "train", file, "--output-dir", str(tmp_path / "run")]
+    running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "inside").exists():
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(number)
+    assert running.stderr is not None
+    while "stopping 2 ranks" not in running.stderr.readline():
+        assert running.poll() is None
+    (tmp_path / "go").touch()
+    running.communicate(timeout=60)
+    assert running.returncode == code
+    ending = json.loads((tmp_path / "run" / "summary.json").read_text())["ending"]
+    assert ending["saved"] == ending["iteration"] >= 1
+    assert len(checkpoints(tmp_path / "run" / "checkpoints")) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert_4vpipe_cpu.yml", "bert_4gpipe_cpu.yml", "gpt_zerobubble_cpu.yaml"])
 def test_old_files_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

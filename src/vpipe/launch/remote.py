@@ -27,7 +27,23 @@ from vpipe.launch.process import die_with_parent, kill_group
 from vpipe.network import interface_of
 
 PATIENCE = 5.0
-"""Seconds between the request to end and the end."""
+"""Seconds between the request to end and the end, where nobody is left who could grant more."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A request of the user's, through the connection: which signal, and the seconds that the ranks may take."""
+
+    signal: int = signal.SIGTERM
+    grace: float = PATIENCE
+
+    def line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def parse(cls, line: str) -> Stop:
+        values = json.loads(line)
+        return cls(int(values["signal"]), float(values["grace"]))
 
 
 @dataclass(frozen=True)
@@ -87,6 +103,8 @@ class NodeRanks:
 
     def __init__(self, order: Order, output: Lines) -> None:
         self._output = output
+        self.asked = Stop()
+        """How to end, once ``stopped`` is set."""
         self._lock = threading.Lock()
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._readers: list[threading.Thread] = []
@@ -113,16 +131,18 @@ class NodeRanks:
             time.sleep(0.05)
         else:
             unfinished = [rank for rank, process in self._processes.items() if process.poll() is None]
-            code = -signal.SIGTERM if unfinished else 0
-        self.end()
+            self.end(self.asked)
+            ended = [process.returncode for process in self._processes.values() if process.returncode]
+            code = next(iter(ended), -signal.SIGTERM if unfinished else 0)
+        self.end(Stop())
         return code if code >= 0 else 128 - code
 
-    def end(self) -> None:
+    def end(self, stop: Stop) -> None:
         """Ask, wait, and insist; whoever a rank has started goes with it."""
         for process in self._processes.values():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + PATIENCE
+            if process.poll() is None:
+                os.killpg(process.pid, stop.signal)
+        deadline = time.monotonic() + stop.grace
         for process in self._processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -179,7 +199,9 @@ def main() -> int:
         return 2
 
     def watch() -> None:
-        sys.stdin.read()
+        told = sys.stdin.readline()
+        if told:
+            node.asked = Stop.parse(told)
         stopped.set()
 
     threading.Thread(target=watch, daemon=True).start()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -29,7 +30,8 @@ from vpipe.launch.container import NONE, PYTHON, Container, wrap
 from vpipe.launch.environment import SECRET, carried, interface_variables
 from vpipe.launch.hosts import Node, all_local, machinefile, meeting_point, nodes
 from vpipe.launch.process import signal_name
-from vpipe.launch.remote import PATIENCE, Hello, Order
+from vpipe.launch.remote import PATIENCE, Hello, Order, Stop
+from vpipe.rundir.state import Beat
 
 OPTIONS = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "5", "ServerAliveCountMax": "3"}
 """No password prompts that nobody sees; a host that is gone is noticed."""
@@ -57,6 +59,11 @@ class SshLaunch:
     threads: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     """More variables for every rank; they go through the connection."""
+    grace: float | None = None
+    """Seconds from a request to stop to the end of patience; by default what an update and a save take, as measured."""
+
+    def patience(self) -> float:
+        return self.grace or Beat.patience(self.run_directory)
 
     def __post_init__(self) -> None:
         valid.path(self.directory, "the working directory")
@@ -89,6 +96,7 @@ def from_config(
         port=section.master_port,
         threads=section.threads,
         environment=dict(environment or {}),
+        grace=section.grace,
     )
 
 
@@ -140,7 +148,8 @@ def run(launch: SshLaunch, show: Show) -> int:
         port = launch.port or hellos[0].port
         for node, connection, hello in zip(here, connections, hellos, strict=True):
             connection.send(order(node, launch, meeting, port, hello))
-        return _first_bad(connections, show)
+        with _hearing() as heard:
+            return _first_bad(connections, show, heard, launch)
 
 
 class Connection:
@@ -174,7 +183,7 @@ class Connection:
             )
         return self._hello
 
-    def send(self, order: Order) -> None:
+    def send(self, order: Order | Stop) -> None:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(order.line())
@@ -234,12 +243,47 @@ LOST = 255
 """ssh's own exit code: not the far side's command has ended, but the connection."""
 
 
-def _first_bad(connections: Sequence[Connection], show: Show) -> int:
-    """Wait for all; the first bad exit code, and which machine it came from."""
+@contextmanager
+def _hearing() -> Iterator[list[int]]:
+    """The requests to stop that this process hears; in a thread, where Python cannot hear any, none."""
+    heard: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield heard
+        return
+    heeded = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in heeded}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(connections: Sequence[Connection], number: int, launch: SshLaunch, show: Show) -> float:
+    """Pass a request to stop on to all nodes; when patience ends."""
+    grace = launch.patience()
+    again = "; Ctrl-C again ends them at once" if number == signal.SIGINT else ""
+    show(f"vpipe: stopping {len(launch.machines)} ranks, at most {grace:.3g} s{again}")
+    for connection in connections:
+        connection.send(Stop(number, grace))
+    return time.monotonic() + grace + PATIENCE
+
+
+def _first_bad(connections: Sequence[Connection], show: Show, heard: Sequence[int], launch: SshLaunch) -> int:
+    """Wait for all; the first bad exit code, and which machine it came from. A request to stop goes to every node, and
+    all are waited for; a second one ends them at once."""
+    until = float("inf")
     while True:
+        if heard and until == float("inf"):
+            until = _stop(connections, heard[0], launch, show)
         codes = [connection.process.poll() for connection in connections]
         place, bad = next(((place, code) for place, code in enumerate(codes) if code), (0, None))
-        if bad is not None:
+        if heard:
+            if len(heard) > 1 or time.monotonic() > until:
+                return 128 + heard[0]
+            if bad is not None and None not in codes:
+                return bad if bad > 0 else 128 - bad
+        elif bad is not None:
             host = connections[place].node.host
             if bad == LOST:
                 show(f"vpipe: the connection to {host} is lost; the other machines' ranks are ended")
