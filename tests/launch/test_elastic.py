@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from running import Running
 
 from vpipe.launch import chaos
+from vpipe.rundir.crew import Roster
+from vpipe.rundir.manifest import checkpoints
 
 CONFIG: dict[str, Any] = {
     "model": {
@@ -63,6 +67,33 @@ def test_killed_and_stopped_ranks_change_no_bit(config: Path, tmp_path: Path) ->
     assert told[0]["lost"][0].startswith("rank ")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_fewer_and_more_ranks_and_a_killed_launcher_change_no_bit(config: Path, tmp_path: Path) -> None:
+    """3 ranks, 2, 4; then the launcher is killed: no rank stays, and the newest copy is a checkpoint to go on from."""
+    words = (str(config), "--set", "checkpoint.interval=1000")
+    train = [sys.executable, "-m", "vpipe", "train", *words]
+    folder = tmp_path / "run"
+    running = Running(
+        tmp_path, *train, "--elastic", "2:4", "--output-dir", str(folder), "--set", "checkpoint.on_exit=true"
+    )
+    for num_ranks in (3, 2, 4):
+        if num_ranks != 3:
+            assert vpipe("scale", folder, num_ranks).returncode == 0
+        while (roster := Roster.read(folder)) is None or len(roster.ranks) != num_ranks or not roster.has_stepped:
+            assert running.process.poll() is None, running.out + running.err
+            time.sleep(0.02)
+    running.process.kill()
+    running.process.wait()
+    running.assert_clean(60)
+    left = checkpoints(folder / "checkpoints")
+    assert len(left) == 1
+    done = vpipe("train", *words, "--resume", folder, "--output-dir", folder, "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert vpipe("train", *words, "--output-dir", tmp_path / "plain", "--quiet").returncode == 0
+    assert chaos.differences(tmp_path / "plain", folder) == []
+
+
 def test_the_judge_sees_one_stale_tensor(tmp_path: Path) -> None:
     """Negative control: a run that differs in one number of one layer's optimizer state is not equal."""
     for name in ("left", "right", "stale", "loss"):
@@ -93,6 +124,7 @@ def test_the_judge_sees_one_stale_tensor(tmp_path: Path) -> None:
         (["launch.elastic='2:3'", "parallel.transport=inprocess"], "needs a process for every rank"),
         (["launch.elastic='2:3'", "parallel.scheduler=async_threaded"], "worker threads"),
         (["launch.elastic='2:3'", "parallel.recompute=[0.5, 0.5, 0]"], "parallel.recompute says something about each"),
+        (["launch.elastic='3:9'"], "9"),
         (["launch.elastic='3:3'", "launch.machines=['a:0', 'b:0', 'c:0']"], "by ssh"),
     ],
 )

@@ -410,6 +410,7 @@ CASES: dict[str, Case] = {
     "launch.threads": Case(threads, 2, SHORT, "2"),
     "launch.grace": Case(launched, 123.0, PROCESSES, "123.0"),
     "launch.elastic": Case(launched, "2:2", ELASTIC, "least=2, most=2"),
+    "checkpoint.on_exit": Case(launched, True, ELASTIC | {"launch.elastic": "2:2"}, "rescue='vpipe.train.rescue:save'"),
     "launch.on_loss": Case(launched, "shrink", ELASTIC | {"launch.elastic": "2:2"}, "replaces=False"),
     "launch.interface": Case(launched, "eth7", PROCESSES, "eth7"),
     "launch.master_port": Case(launched, 23456, PROCESSES, "23456"),

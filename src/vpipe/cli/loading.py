@@ -45,6 +45,11 @@ def check(config: PipelineConfig, parallel: bool = True) -> dict[str, Any]:
     }
 
 
+def check_sizes(config: PipelineConfig) -> dict[str, Any]:
+    """The same for an elastic run, which must make sense with its fewest and its most ranks."""
+    return {"function": "vpipe.train.sizes:refuse_sizes", "arguments": {"config": config.to_dict()}}
+
+
 def refuse(config: PipelineConfig, parallel: bool = True, here: bool = True) -> None:
     """The same, asked here and now; ``here`` also says that the ranks will be."""
     from vpipe.train import preflight

@@ -181,7 +181,8 @@ def _elastic(config: configs.PipelineConfig, rank: int | None) -> Elastic | None
             "(torchrun, srun, mpirun, ssh) has started them; remove it, or start 'vpipe train' without that launcher"
         )
     replaces = config.launch.on_loss == "replace"
-    return Elastic(*bounds(config), config.parallel.data_parallel_size, replaces)
+    rescue = "vpipe.train.rescue:save" if config.checkpoint.on_exit else ""
+    return Elastic(*bounds(config), config.parallel.data_parallel_size, replaces, rescue=rescue)
 
 
 def _here(
@@ -217,7 +218,7 @@ def _here(
         preload=(*local.PRELOAD, worker_module),
         grace=lambda: config.launch.grace or Beat.patience(taken.directory),
         concluded=lambda ending: _conclude(taken, ending),
-        check=loading.check(config),
+        check=loading.check(config) if elastic is None else loading.check_sizes(config),
         elastic=elastic,
     )
 

@@ -247,6 +247,12 @@ def _older_keys(config: PipelineConfig) -> Iterator[Problem]:
 
 
 def _launch(config: PipelineConfig) -> Iterator[Problem]:
+    if config.checkpoint.on_exit and config.launch.elastic is None:
+        yield _broken(
+            "is true, but only an elastic run keeps copies in memory that could be written; set launch.elastic too",
+            "checkpoint.on_exit",
+            "launch.elastic",
+        )
     container = config.launch.container
     if container.kind != "none" and container.image is None:
         yield _broken(

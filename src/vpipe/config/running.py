@@ -29,6 +29,9 @@ class CheckpointConfig(Section):
     """How many of the latest checkpoints are kept."""
     blocking: bool = False
     """Train on only when a checkpoint is on disk; false writes it beside training, from a copy in memory."""
+    on_exit: bool = False
+    """For launch.elastic: when the run, or the process that started it, is killed, the newest copy in memory is written
+    as a checkpoint."""
     resume: Text | None = worded(None, "latest, a directory, or null")
     """Go on from this checkpoint directory, or from the latest of checkpoint.directory; null starts anew."""
 

@@ -13,6 +13,7 @@ import json
 import os
 import selectors
 import socket
+import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ STOPPED_FOR = 0.75
 """Seconds without a sign after which a process that is stopped is taken for lost."""
 SILENT_FOR = 30.0
 """The same for one that the kernel runs: on a busy machine a well process may be late."""
+RESCUE_WITHIN = 60.0
+"""Seconds that the zygote gets to write what the copies of a broken run hold."""
 SHELVES = "VPIPE_SHELVES"
 
 
@@ -44,6 +47,8 @@ class Elastic:
     replaces: bool = True
     directory: Path | None = None
     """Where those who look from outside are told who is in the run, and say how many they want."""
+    rescue: str = ""
+    """The function that saves what the copies hold when the run or its launcher is killed; empty saves nothing."""
 
 
 @dataclass
@@ -69,8 +74,17 @@ class ElasticLaunch(Launch):
         self._released: set[int] = set()
         """Slots whose process was told to leave for good."""
         self._noticed = 0.0
+        self._rescues = False
         self._shelves = [[os.memfd_create("vpipe-copy") for _ in range(2)] for _ in range(elastic.most)]
         self._shared = [fd for pair in self._shelves for fd in pair]
+
+    def start(self, spec: dict[str, Any], environment: dict[str, str], port: int = 0) -> None:
+        self._rescues = bool(spec.get("rescue"))
+        super().start(spec, environment, port)
+
+    def _ended_in_order(self) -> bool:
+        """Whether all ranks have ended by themselves, and saved what they wanted to save."""
+        return self._verdict.all_ended and set(self._verdict.statuses.values()) <= {0, *IN_ORDER}
 
     def _variables(self) -> dict[str, str]:
         return {SHELVES: json.dumps(self._shelves)}
@@ -155,6 +169,7 @@ class ElasticLaunch(Launch):
             member.connection.close()
         if rank in self._released:
             self._released.discard(rank)
+            self._fill()
             self._count()
             return
         if done or rank in self._verdict.reports or self._stop_signal or self._verdict.ended_by_us or status > 0:
@@ -168,11 +183,13 @@ class ElasticLaunch(Launch):
             return
         if was_rank or not self._crew.ranks:
             self._interrupt(why)
-        if self._elastic.replaces and len(self._members) < self._crew.wanted:
-            self._fork(rank)
-        elif self._crew.num_ranks < self._crew.least:
+        if self._elastic.replaces:
+            self._fill()
+        else:
+            self._crew.wanted = min(self._crew.wanted, self._num_living)
+        if self._crew.num_ranks < self._crew.least:
             self._output.say(
-                f"vpipe: {len(self._members)} ranks are left, fewer than {self._crew.least} (launch.elastic)"
+                f"vpipe: {self._num_living} ranks are left, fewer than {self._crew.least} (launch.elastic)"
             )
             self._verdict.ended(rank, status)
             return
@@ -182,15 +199,24 @@ class ElasticLaunch(Launch):
         """The run has ended when nobody is left."""
         self._verdict.num_ranks = len(self._members) + len(self._verdict.statuses)
 
+    @property
+    def _num_living(self) -> int:
+        """Processes that are there to stay."""
+        return len(self._members) - len(self._released)
+
+    def _fill(self) -> None:
+        """As many processes as are wanted, in the first slots that are free."""
+        for slot in range(self._elastic.most):
+            if slot not in self._members and self._num_living < self._crew.wanted:
+                self._fork(slot)
+
     def _resize(self, wanted: int) -> None:
         """The user wants another number of ranks."""
         crew = self._crew
         if not self._elastic.least <= wanted <= self._elastic.most or wanted % crew.by or not crew.ranks:
             return
         before, crew.wanted = len(crew.ranks), wanted
-        for slot in range(self._elastic.most):
-            if slot not in self._members and len(self._members) < wanted:
-                self._fork(slot)
+        self._fill()
         if wanted < before:
             self._interrupt(f"{wanted} instead of {before} ranks")
         self._begin_if_all_are_ready()
@@ -236,6 +262,13 @@ class ElasticLaunch(Launch):
         super()._judge(now)
 
     def close(self) -> None:
+        """A run that did not end in order leaves what its copies hold on the disk, where that is asked for."""
+        if not self._rescues or self._zygote is None or self._ended_in_order():
+            self._tell_zygote({"forget": True})
+        else:
+            self._control.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._zygote.wait(RESCUE_WITHIN)
         super().close()
         for member in self._members.values():
             member.connection.close()

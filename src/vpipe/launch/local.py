@@ -90,6 +90,7 @@ def run(
                 "arguments": dict(arguments or {}),
                 "preload": list(preload),
                 "check": dict(check) if check else None,
+                "rescue": elastic.rescue if elastic else "",
             },
             _environment(num_ranks, threads, environment or {}),
             port,

@@ -9,7 +9,8 @@ and make the end of every rank a second longer.
 It speaks with the launcher over a socket, one JSON object a line:
 
     launcher → zygote   the spec; then {"signal": 15} for all living ranks; the end of the stream means: kill everything
-                        in an elastic run also {"kill": rank}, and {"fork": rank} with the descriptors of a new one
+                        in an elastic run also {"kill": rank}, {"fork": rank} with the descriptors of a new one, and
+                        {"forget": true}: all went well, so nothing needs to be rescued when the stream ends
     zygote → launcher   {"started": [pids]}, {"forked": rank, "pid": pid}, {"ended": rank, "status": code}; instead
                         {"failed": sentence} where it cannot start them, {"refused": sentence} where the user must mend
                         something first
@@ -133,7 +134,7 @@ class Zygote:
             if self._control.fileno() in ready:
                 data, given, _, _ = socket.recv_fds(self._control, 4096, MOST_DESCRIPTORS)
                 if not data:
-                    kill_own_group()
+                    self._abandoned()
                 self._unread += data
                 self._given += given
                 rank = self._obey()
@@ -159,6 +160,9 @@ class Zygote:
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
             order = json.loads(line)
+            if "forget" in order:
+                self._spec["rescue"] = None
+                continue
             if "fork" in order:
                 if self._fork_one(int(order["fork"])):
                     return int(order["fork"])
@@ -192,7 +196,27 @@ class Zygote:
         try:
             self._control.sendall(json.dumps(event).encode() + b"\n")
         except OSError:
-            kill_own_group()
+            self._abandoned()
+
+    def _abandoned(self) -> NoReturn:
+        """The launcher is gone, so the ranks go too; what the memory of an elastic run holds is saved by a child."""
+        rescue, self._spec["rescue"] = self._spec.get("rescue"), None
+        if rescue:
+            for pid in self._ranks:
+                os.kill(pid, signal.SIGKILL)
+            for pid in self._ranks:
+                os.waitpid(pid, 0)
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    signal.set_wakeup_fd(-1)
+                    os.environ.update(self._spec["environment"])
+                    module, _, name = rescue.partition(":")
+                    getattr(import_module(module), name)(**self._spec["arguments"])
+                finally:
+                    os._exit(0)
+            os.waitpid(pid, 0)
+        kill_own_group()
 
 
 def answer(check: dict[str, Any], writer: int) -> NoReturn:

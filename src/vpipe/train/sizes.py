@@ -6,9 +6,12 @@ with the same bits. What a config says about single stages cannot be kept for an
 
 from __future__ import annotations
 
+from typing import Any
+
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.schedule import catalog
+from vpipe.train import preflight
 
 
 def resized(config: PipelineConfig, num_ranks: int) -> PipelineConfig:
@@ -51,6 +54,13 @@ def bounds(config: PipelineConfig) -> tuple[int, int]:
     return least, most
 
 
+def refuse_sizes(config: dict[str, Any]) -> None:
+    """Before any rank starts: the run must be able to have its fewest and its most ranks, too."""
+    checked = PipelineConfig.from_dict(config)
+    for num_ranks in dict.fromkeys((checked.num_ranks, *bounds(checked))):
+        preflight.refuse(resized(checked, num_ranks).to_dict())
+
+
 def _refuse(config: PipelineConfig) -> None:
     parallel, launch = config.parallel, config.launch
     remedy = "; remove launch.elastic (--elastic)"
@@ -62,6 +72,11 @@ def _refuse(config: PipelineConfig) -> None:
         raise UserError(
             f"parallel.scheduler {parallel.scheduler} runs worker threads, which cannot be interrupted; --elastic "
             "takes the other schedules, such as --scheduler 1f1b"
+        )
+    if parallel.adapt == "on":
+        raise UserError(
+            "parallel.adapt: on moves layers over connections that --elastic cannot interrupt yet; set parallel.adapt: "
+            "suggest or off, or remove launch.elastic (--elastic)"
         )
     if parallel.use_orion_scheduler or parallel.device not in ("auto", "cpu"):
         raise UserError(f"--elastic leads ranks that compute on the CPU, not on {parallel.device}{remedy}")
