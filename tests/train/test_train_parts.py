@@ -18,11 +18,11 @@ from train_runs import Run, equal, run, tiny
 from vpipe.config.sections import TrainingConfig
 from vpipe.data import catalog
 from vpipe.data.dataset import Batch, DataSet
+from vpipe.runtime import vendors
 from vpipe.schedule.layout import Layout
 from vpipe.train.feed import Feed
 from vpipe.train.learning_rate import learning_rate
 from vpipe.train.optimizers import Lamb, optimizer
-from vpipe.train.reporting import metrics
 from vpipe.train.reporting.metrics import Metrics
 
 TOTAL = 100
@@ -289,9 +289,11 @@ def test_mfu_from_the_dense_peak_of_the_format_used() -> None:
     made = Metrics(4, 10, 3e9, "bf16", 0, device="NVIDIA A100-SXM4-80GB")
     made.add(1.0, 104_000, 8)
     assert made.summary()["mfu"] == pytest.approx(104_000 * 3e9 / (312e12 * 4))
-    assert metrics.peak_flops("Tesla V100-SXM2-32GB", "bf16") is None
-    assert metrics.peak_flops("NVIDIA A100", "fp32") == 19.5e12
-    assert metrics.peak_flops("NVIDIA A10", "bf16") == 125e12
+    assert vendors.peak_flops("Tesla V100-SXM2-32GB", "bf16") is None
+    assert vendors.peak_flops("NVIDIA A100", "fp32") == 19.5e12
+    assert vendors.peak_flops("NVIDIA A10", "bf16") == 125e12
+    assert vendors.peak_flops("NVIDIA L40S", "bf16") == 362e12
+    assert vendors.peak_flops("emulated accelerator", "fp32") is None
 
 
 def test_a_run_on_cpus_reports_them_whatever_else_the_machine_has(

@@ -173,3 +173,26 @@ def share(tensors: Sequence[Tensor], stream: torch.Stream) -> None:
 def tensors_of(value: Any) -> list[Tensor]:
     """All tensors of a value."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def take_peak(device: torch.device) -> int | None:
+    """The most bytes that a device's allocator has given out since the last call; ``None`` on the host, or where a
+    device's allocator does not say."""
+    if is_host(device):
+        return None
+    try:
+        peak = torch.accelerator.max_memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return int(peak)
+
+
+def own_memory(device: torch.device) -> int | None:
+    """The bytes of a device; ``None`` on the host, or where torch cannot tell."""
+    if is_host(device):
+        return None
+    try:
+        return int(torch.accelerator.get_memory_info(device)[1])
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None

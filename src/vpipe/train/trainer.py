@@ -23,6 +23,7 @@ from vpipe.rundir.endings import Ending, EndingKind
 from vpipe.rundir.manifest import Standing
 from vpipe.rundir.state import Beat
 from vpipe.runtime.moving import Moved
+from vpipe.runtime.vendors import device_name
 from vpipe.schedule.entry import Chain
 from vpipe.schedule.own import short_name
 from vpipe.train import ending
@@ -31,7 +32,7 @@ from vpipe.train.checkpoints.manager import CheckpointManager
 from vpipe.train.evaluation import Evaluation
 from vpipe.train.feed import Position, Units, accumulated
 from vpipe.train.learning_rate import learning_rate
-from vpipe.train.reporting.metrics import Metrics, device_name
+from vpipe.train.reporting.metrics import Metrics
 from vpipe.train.reporting.profiling import profiled
 from vpipe.train.reporting.run_facts import run_facts
 from vpipe.train.reporting.run_log import RunLog

@@ -32,7 +32,7 @@ function tiles(data) {
     unit ? tile("one unit, measured", seconds(prediction.measured_seconds / unit), unit + " units in " + seconds(prediction.measured_seconds), MEANINGS.step)
       : tile("one step, measured", seconds(prediction.measured_seconds), isNumber(prediction.error) ? "simulated " + signed(prediction.error) : "not simulated", MEANINGS.step),
     tile("bubble, measured", percent(prediction.measured_bubble), isNumber(prediction.simulated_bubble) ? "simulated " + percent(prediction.simulated_bubble) : "", MEANINGS.bubble),
-    tile("tensors, largest rank", most("tensors") ? bytes(most("tensors")) : DASH, most("rss") ? "process " + bytes(most("rss")) : "", MEANINGS.tensors),
+    tile("tensors, largest rank", most("tensors") ? bytes(most("tensors")) : DASH, most("peak") ? "allocator " + bytes(most("peak")) : most("rss") ? "process " + bytes(most("rss")) : "", MEANINGS.tensors),
     tile("iterations", done.toLocaleString("en"), total ? percent(done / total, 0) + " of " + total.toLocaleString("en") : ""));
 }
 
@@ -88,7 +88,7 @@ function memoryTable(data) {
   const top = Math.max(1, ...ranks.map((row) => parts.reduce((sum, [, , size]) => sum + size(row), 0)));
   const bar = (row) => h("div.bar", { role: "img", "aria-label": "tensors of the rank" }, parts.map(([name, label, size]) => h("i", { title: label + " " + bytes(size(row)), style: { width: (100 * size(row)) / top + "%", background: `var(--${name})` } })));
   const measured = ranks.some((row) => Object.keys(row).length) ? table(["rank", "tensors", "weights", "versions", "optimizer", "activations and gradients", "all tensors", "process"],
-    ranks.map((row, rank) => [rank, bar(row), bytes(row.weights), row.versions || DASH, bytes(row.optimizer), bytes(row.in_step), bytes(row.tensors), bytes(row.rss || row.peak || row.allocated)])) : h("p.faint", null, "nothing recorded");
+    ranks.map((row, rank) => [rank, bar(row), bytes(row.weights), row.versions || DASH, bytes(row.optimizer), bytes(row.in_step), bytes(row.tensors), bytes(row.peak || row.rss || row.allocated)])) : h("p.faint", null, "nothing recorded");
   return h("div", null, h("h3", null, "measured, the most of each rank"), measured, h("div.legend", null, parts.map(([name, label]) => h("span", null, h("i", { style: { background: `var(--${name})` } }), label))),
     h("h3", null, "predicted for the executed order, per stage"), predicted);
 }

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +29,8 @@ from torch import Tensor
 from vpipe.rundir import writing
 from vpipe.rundir.lineage import Line
 from vpipe.rundir.manifest import MANIFEST, CheckpointManifest, FileFacts, Standing, free_name, on_line
+from vpipe.runtime.departures import Departures
+from vpipe.runtime.device import is_host
 from vpipe.train.checkpoints import layer_file
 
 Layers = Mapping[int, Mapping[str, Tensor]]
@@ -86,25 +88,33 @@ class Saver:
         if self._blocking:
             self._run(save, layers)
             return
-        copied = self._copy(layers)
-        self._thread = threading.Thread(target=self._beside, args=(save, copied), name="vpipe-save", daemon=True)
+        copied, arrivals = self._copy(layers)
+        self._thread = threading.Thread(
+            target=self._beside, args=(save, copied, arrivals), name="vpipe-save", daemon=True
+        )
         self._thread.start()
 
-    def _copy(self, layers: Layers) -> Layers:
-        """The tensors as they are now, in memory that the next save uses again."""
+    def _copy(self, layers: Layers) -> tuple[Layers, list[torch.Event]]:
+        """The tensors as they are now, in memory that the next save uses again. From devices they come by streams of
+        their own into pinned memory; the training thread does not wait, the devices' next kernels do."""
         copied: dict[int, dict[str, Tensor]] = {}
+        lanes = Departures()
         for layer, tensors in layers.items():
             for name, tensor in tensors.items():
                 kept = self._staging.get((layer, name))
                 if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                    kept = self._staging[layer, name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                kept.copy_(tensor)
+                    pinned = not is_host(tensor.device)
+                    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+                    self._staging[layer, name] = kept
+                lanes.copy(kept, tensor)
                 copied.setdefault(layer, {})[name] = kept
-        return copied
+        return copied, lanes.arrivals()
 
-    def _beside(self, save: Save, layers: Layers) -> None:
+    def _beside(self, save: Save, layers: Layers, arrivals: Sequence[torch.Event]) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POLITE)
+        for arrived in arrivals:
+            arrived.synchronize()
         self._run(save, layers)
 
     def _run(self, save: Save, layers: Layers) -> None:

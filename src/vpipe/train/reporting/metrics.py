@@ -6,40 +6,10 @@ used; where the peak of a device is not known it is ``n/a``, not a guess.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
-PEAK_FLOPS: dict[str, dict[str, float]] = {
-    "A100": {"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
-    "H100": {"fp32": 66.9e12, "bf16": 989.4e12, "fp16": 989.4e12},
-    "V100": {"fp32": 15.7e12, "fp16": 125e12},
-    "A10": {"fp32": 31.2e12, "bf16": 125e12, "fp16": 125e12},
-    "L4": {"fp32": 30.3e12, "bf16": 121e12, "fp16": 121e12},
-    "RTX 3090": {"fp32": 35.6e12, "bf16": 71e12, "fp16": 71e12},
-    "RTX 4090": {"fp32": 82.6e12, "bf16": 165.2e12, "fp16": 165.2e12},
-}
-"""Dense peaks from the vendors' data sheets, by a part of the device's name."""
-
-
-CPU = "cpu"
-
-
-def device_name(weights: Iterable[Tensor]) -> str:
-    """What a rank computes on: where its weights are, whatever else the machine has."""
-    device = next((tensor.device for tensor in weights), torch.device(CPU))
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def peak_flops(device: str, precision: str) -> float | None:
-    """The dense peak of one device, or ``None`` where it is not known."""
-    for name in sorted(PEAK_FLOPS, key=len, reverse=True):
-        if name in device:
-            return PEAK_FLOPS[name].get(precision)
-    return None
+from vpipe.runtime.vendors import CPU, peak_flops
 
 
 @dataclass

@@ -22,6 +22,7 @@ from vpipe.rundir.endings import Ending
 from vpipe.rundir.journal import Journal
 from vpipe.rundir.layout import METRICS
 from vpipe.rundir.state import Beat, Heart
+from vpipe.runtime.device import take_peak
 from vpipe.runtime.engine import Record
 from vpipe.runtime.memory.live import LiveBytes
 from vpipe.runtime.moving import Moved
@@ -169,7 +170,12 @@ class RunLog:
 
     def _memory(self, rank: int) -> dict[str, int]:
         """Bytes by what they are for, as far as they are known, and the number of weight versions."""
-        found = {"rss": psutil.Process().memory_info().rss, **self._session.pipeline.weights_of(rank)}
+        pipeline = self._session.pipeline
+        found = {"rss": psutil.Process().memory_info().rss, **pipeline.weights_of(rank)}
+        peak = take_peak(pipeline.devices[pipeline.ranks.index(rank)])
+        if peak is not None:  # the device's allocator knows
+            held = found["weights"] * max(1, found["versions"]) + found["optimizer"]
+            return found | {"peak": peak, "in_step": max(0, peak - held)}
         return found if self._live is None else found | {"in_step": self._live.peak}
 
     def _details(self, iteration: int) -> None:
@@ -179,9 +185,10 @@ class RunLog:
         mine = [_spent(records[rank]) for rank in pipeline.ranks]
         everyone = mine if pipeline.in_process else pipeline.gather_numbers(mine[0])
         for rank, numbers in enumerate(everyone):
-            waited, *spent = (1000 * number for number in numbers)
+            runs_ahead, waited, *spent = (1000 * number for number in numbers)
             parts = [f"{kind.value} {each:.1f} ms" for kind, each in zip(KINDS, spent, strict=True) if each]
-            self.say(f"iteration {iteration}  rank {rank}  {'  '.join(parts)}  waiting {waited:.1f} ms")
+            ahead = f"  host ahead {runs_ahead:.1f} ms" if runs_ahead else ""
+            self.say(f"iteration {iteration}  rank {rank}  {'  '.join(parts)}  waiting {waited:.1f} ms{ahead}")
 
     def finish(self, summary: dict[str, Any], ending: Ending) -> None:
         """The run came to an end of its own."""
@@ -212,9 +219,11 @@ def _beat(directory: Path, run: str) -> Beat:
 
 
 def _spent(records: Sequence[Record]) -> list[float]:
-    """Seconds that a rank waited, then what it spent on each kind of action."""
+    """Seconds that the host ran ahead of a device at most, that the rank waited, then what it spent on each kind of
+    action."""
     spent: dict[Kind, int] = defaultdict(int)
     for record in records:
         spent[record.action.kind] += record.end - record.ready
     waited = sum(record.ready - record.begin for record in records if LANE[record.action.kind] is Lane.COMPUTE)
-    return [waited / 1e9, *(spent[kind] / 1e9 for kind in KINDS)]
+    ahead = max((record.begin - record.enqueued for record in records if record.enqueued), default=0)
+    return [max(0, ahead) / 1e9, waited / 1e9, *(spent[kind] / 1e9 for kind in KINDS)]
