@@ -37,6 +37,8 @@ class ModelConfig(Section):
     and sizes). Nothing is downloaded."""
     directory: Text | None = worded(None, "a path or null")
     """For name: huggingface. Directory with config.json and safetensors to start from; null: random weights."""
+    compile: bool = False
+    """Compile each layer with torch.compile, on the rank that owns it; not with schedules that split the backward."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Options of this model alone. gpt: head_size, ff_low_rank, dropout; llama: num_kv_heads, intermediate_size,
     rms_norm_eps, rope_theta."""
@@ -46,7 +48,9 @@ class ModelConfig(Section):
 
         What is set but not known stays in, so that the builder can refuse it by name.
         """
-        fields = {name: getattr(self, name) for name in type(self).model_fields if name not in ("name", "extra")}
+        fields = {
+            name: getattr(self, name) for name in type(self).model_fields if name not in ("name", "compile", "extra")
+        }
         default = {name: field.default for name, field in type(self).model_fields.items()}
         return {key: value for key, value in fields.items() if key in known or value != default[key]} | self.extra
 

@@ -28,6 +28,7 @@ from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.schedule import catalog as schedule_catalog
 from vpipe.schedule.entry import BATCHES, Chain
 from vpipe.schedule.layout import Layout
+from vpipe.train.compiling import compiled
 from vpipe.train.feed import Feed
 from vpipe.train.limits import refuse
 from vpipe.train.optimizers import optimizer
@@ -143,7 +144,7 @@ def open_session(config: PipelineConfig, data: DataSet | None = None) -> Session
     chosen = cut(config, skeleton, num_stages(config))
     feed = feed_of(config, data)
     pipeline = Pipeline(
-        model.layers,
+        compiled(model.layers, schedule_of(config)) if config.model.compile else model.layers,
         model.loss,
         schedule=parallel.scheduler,
         num_microbatches=units_of_a_step(config),
