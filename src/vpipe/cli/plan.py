@@ -64,7 +64,11 @@ class Wanted:
 @click.option("-p", "--ranks", type=COUNT, help="Number of ranks. [the config's]")
 @click.option("-m", "--microbatches", metavar="N|free", help="Units of a batch; free finds the best. [the config's]")
 @click.option("--batch", type=COUNT, help="Rows of a batch, cut into -m units. [the config's]")
-@click.option("--memory", metavar="SIZE[,SIZE…]", help="What a rank has, such as 4GiB; one for all or one for each.")
+@click.option(
+    "--memory",
+    metavar="SIZE[,SIZE…]",
+    help="What a rank has, such as 4GiB; one for all or one for each. A device: its own.",
+)
 @click.option("--speeds", type=Numbers(), help="Relative speed of each rank, such as 1,1,0.5,1. [all alike]")
 @click.option(
     "--scheduler",
@@ -220,7 +224,8 @@ def make(profile: Profile, wanted: Wanted, config: configs.PipelineConfig | None
     if wanted.scheduler == "auto" and wanted.stages_per_rank is not None:
         raise UserError("-v goes with a named schedule; add --scheduler NAME, or leave -v out")
     batch = wanted.batch or (config.dataset.batch_size if config and config.dataset.max_tokens is None else None)
-    memory = wanted.memory.split(",") if wanted.memory else None
+    own = profile.device.get("memory_bytes")  # a device has so much; a process on the host may take what it gets
+    memory = wanted.memory.split(",") if wanted.memory else [str(int(own))] if own else None
     replicas = _replicas(wanted, config, ranks)
     total = ranks if replicas == AUTO else ranks * replicas if isinstance(replicas, int) else sum(replicas)
     with bar("planning", hidden=quiet) as tell:

@@ -17,17 +17,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from vpipe.layer import Layer
 from vpipe.plan.costs import LayerCost
-from vpipe.plan.transfer import Nothing
+from vpipe.plan.transfer import Nothing, now
+from vpipe.runtime.device import HOST, is_host, place
 from vpipe.runtime.edges import detached
 from vpipe.runtime.flow import Flow, Value, bind_inputs, resolve
 from vpipe.runtime.memory.live import LiveBytes
@@ -55,6 +56,21 @@ class Measuring:
     repeat: int = 10
     seed: int = 0
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    device: torch.device = HOST
+
+    def now(self) -> float:
+        """The time when everything that was asked for is done; a device has only been told."""
+        return now(self.device)
+
+    def there(self, value: Any) -> Any:
+        """A value where layers are measured."""
+        if is_host(self.device):
+            return value
+        return tree_map(lambda leaf: _moved(leaf, self.device) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,7 @@ def measure_layers(
 ) -> tuple[list[LayerCost], int]:
     """The cost of every layer for one microbatch, and the bytes of the microbatch itself."""
     flow = resolve(layers, Layout.chain([1] * len(layers)))
+    inputs, targets = measuring.there(inputs), measuring.there(targets)
     values = {value: given for value, given in bind_inputs(flow, inputs).items() if _readers(flow, value)}
     input_bytes = sum(_num_bytes(given) for given in values.values())
     nothing = _time_of_nothing(measuring)
@@ -141,7 +158,7 @@ def _measure(
     flow: Flow, index: int, values: Values, targets: Any, measuring: Measuring, nothing: Timings
 ) -> tuple[LayerCost, dict[str, Any]]:
     """One layer's cost (what crosses the cut behind it is not known here), and what it writes."""
-    module = _module(flow.layers[index])
+    module = place(_module(flow.layers[index]), measuring.device)
     stage = _stage(flow, index, module, measuring, splits=False)
     saved = _SavedBytes(module)
     with saved.watching():
@@ -180,6 +197,8 @@ def _measure(
 
 def _stage(flow: Flow, index: int, module: nn.Module, measuring: Measuring, splits: bool) -> Stage:
     options = StageOptions(splits=splits, autocast=measuring.autocast)
+    if isinstance(measuring.loss, nn.Module):
+        place(measuring.loss, measuring.device)
     stage = Stage(index, flow, {index: module}, measuring.loss, options)
     for module in stage.owned.values():
         module.train()
@@ -196,18 +215,18 @@ def _rounds(stage: Stage, values: Values, targets: Any, measuring: Measuring) ->
     splits = stage.options.splits
     found = []
     for number in range(WARM_UP + measuring.repeat):
-        begin = perf_counter()
+        begin = measuring.now()
         given = _forward(stage, values, targets, measuring)
-        middle = perf_counter()
+        middle = measuring.now()
         pending = _gradients(given)
         del given
-        back = perf_counter()
+        back = measuring.now()
         stage.backward(0, pending, splits)
-        end = perf_counter()
+        end = measuring.now()
         if splits:
             stage.weight_gradient(0)
         if number >= WARM_UP:
-            found.append(Timings(middle - begin, end - back, perf_counter() - end if splits else 0.0))
+            found.append(Timings(middle - begin, end - back, measuring.now() - end if splits else 0.0))
     return Rounds(found)
 
 
@@ -250,9 +269,9 @@ def _update(stage: Stage, measuring: Measuring) -> tuple[int, float]:
     optimizer.step()
     times = []
     for _ in range(max(3, measuring.repeat // 2)):
-        begin = perf_counter()
+        begin = measuring.now()
         optimizer.step()
-        times.append(perf_counter() - begin)
+        times.append(measuring.now() - begin)
     tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return count_bytes(tensors), median(times)
 
@@ -260,10 +279,11 @@ def _update(stage: Stage, measuring: Measuring) -> tuple[int, float]:
 def _time_of_nothing(measuring: Measuring) -> Timings:
     """What a stage takes whose layer does nothing: the runtime's share in every measurement."""
     flow = resolve([Layer(Nothing()), Layer(Nothing())], Layout.chain([1, 1]))
-    values = {("x", -1): torch.ones(1).requires_grad_()}
+    values = {("x", -1): measuring.there(torch.ones(1).requires_grad_())}
     quick = replace(measuring, repeat=50, loss=lambda output, target: output.sum())
     whole, split = (
-        _rounds(_stage(flow, 0, Nothing(), quick, splits=splits), values, None, quick) for splits in (False, True)
+        _rounds(_stage(flow, 0, place(Nothing(), quick.device), quick, splits=splits), values, None, quick)
+        for splits in (False, True)
     )
     return Timings(whole.median("forward"), whole.median("backward"), split.median("weight"))
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.plan.memory import num_actions
+from vpipe.runtime.device import HOST, is_host
 from vpipe.runtime.memory.swap_store import FileStore
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.transport.base import Transport
@@ -37,33 +38,41 @@ class LinkSpeed:
     """Bytes per second beyond that."""
 
 
-def measure_link(transport: Transport, repeat: int) -> LinkSpeed:
-    """Ranks 0 and 1 send messages to and fro; the others wait."""
-    small, large = (_one_way(transport, size, repeat) for size in (SMALL, LARGE))
+def now(device: torch.device = HOST) -> float:
+    """The time when a device has done what it was asked for."""
+    if not is_host(device):
+        torch.accelerator.synchronize(device)
+    return perf_counter()
+
+
+def measure_link(transport: Transport, repeat: int, device: torch.device = HOST) -> LinkSpeed:
+    """Ranks 0 and 1 send messages to and fro, from device to device where they have some; the others wait."""
+    small, large = (_one_way(transport, size, repeat, device) for size in (SMALL, LARGE))
     return LinkSpeed(small, (LARGE - SMALL) / max(large - small, 1e-9))
 
 
-def _one_way(transport: Transport, size: int, repeat: int) -> float:
+def _one_way(transport: Transport, size: int, repeat: int, device: torch.device) -> float:
     """Seconds of a message of ``size`` bytes: half of the way there and back."""
-    payload = torch.zeros(size // 4)
+    payload = torch.zeros(size // 4, device=device)
     me, other = transport.rank, 1 - transport.rank
     times = []
-    step = 1_000_000 + size  # of no training step
-    transport.begin_step(step)
-    for k in range(10 * repeat if me < 2 else 0):
-        out, back = Envelope(step, 0, 1, k, 0), Envelope(step, 1, 0, k, 1)
-        begin = perf_counter()
+    for k in range(10 * repeat):
+        step = 1_000_000 + size + k  # of no training step
+        transport.begin_program(("link", size), lambda: size)
+        transport.begin_step(step)
+        out, back = Envelope(step, 0, 1, 0, 0), Envelope(step, 1, 0, 0, 1)
+        begin = now(device)
         if me == 0:
             transport.post(back, other)
             transport.send(out, other, payload)
             transport.take(back)
-        else:
+        elif me == 1:
             transport.post(out, other)
             transport.send(back, other, transport.take(out))
-        times.append((perf_counter() - begin) / 2)
-    transport.end_step()
+        times.append((now(device) - begin) / 2)
+        transport.end_step()
     transport.barrier()
-    return median(times[len(times) // 10 :]) if times else 0.0
+    return median(times[len(times) // 10 :]) if me < 2 else 0.0
 
 
 class Nothing(nn.Module):
@@ -77,7 +86,7 @@ class Nothing(nn.Module):
         return x * self.weight
 
 
-def empty_pipeline(num_ranks: int, transport: str, timeout: float) -> Pipeline:
+def empty_pipeline(num_ranks: int, transport: str, timeout: float, device: str = "cpu") -> Pipeline:
     """A pipeline over all ranks whose layers do nothing: what is left is the runtime."""
     return Pipeline(
         [Nothing() for _ in range(num_ranks)],
@@ -87,6 +96,7 @@ def empty_pipeline(num_ranks: int, transport: str, timeout: float) -> Pipeline:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         transport=transport,
         timeout=timeout,
+        device=device,
     )
 
 
@@ -112,8 +122,18 @@ def _step(pipeline: Pipeline, num_units: int, repeat: int) -> float:
     return median(times[2:])
 
 
-def measure_swap(repeat: int) -> float:
-    """Bytes per second of the swap lane: tensors written into the runtime's own store, and read back."""
+def measure_swap(repeat: int, device: torch.device = HOST) -> float:
+    """Bytes per second of the swap lane: tensors written into the runtime's own store, and read back; from a device to
+    pinned memory and back."""
+    if not is_host(device):
+        there, here = torch.ones(SWAP // 4, device=device), torch.empty(SWAP // 4, pin_memory=True)
+        taken = []
+        for _ in range(repeat + 1):
+            begin = now(device)
+            here.copy_(there, non_blocking=True)
+            there.copy_(here, non_blocking=True)
+            taken.append(now(device) - begin)
+        return 2 * SWAP / median(taken[1:])
     store = FileStore()
     storage = torch.ones(SWAP // 4).untyped_storage()
     times = []

@@ -22,6 +22,8 @@ from vpipe.plan.profile import Measuring, measure_layers
 from vpipe.plan.sharding import measure_sharding
 from vpipe.plan.transfer import empty_pipeline, measure_link, measure_overhead, measure_swap
 from vpipe.runtime import assembly
+from vpipe.runtime.device import own_memory
+from vpipe.runtime.vendors import device_name
 from vpipe.train.feed import Feed, Units
 from vpipe.train.optimizers import optimizer
 from vpipe.train.precision import autocast
@@ -43,7 +45,9 @@ def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
     model = load_model(checked, data.vocab_size)
     unit = first_unit(checked, data).batches[0]
     transport = "auto" if checked.parallel.transport == "inprocess" else checked.parallel.transport
-    pipeline = empty_pipeline(num_ranks, transport, checked.parallel.timeout)
+    wanted = checked.parallel.device
+    pipeline = empty_pipeline(num_ranks, transport, checked.parallel.timeout, wanted)
+    device = pipeline.devices[0]
     leads = pipeline.is_leader
 
     def tell(done: int, total: int, name: str) -> None:
@@ -51,12 +55,14 @@ def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
             _write(where / PROGRESS, {"done": done, "total": total, "name": name})
 
     tell(0, len(model.layers), "messages and actions")
-    link = measure_link(pipeline.transport, repeat)
+    link = measure_link(pipeline.transport, repeat, device)
     overhead = measure_overhead(pipeline, repeat)
-    swap = measure_swap(3)
+    swap = measure_swap(3, device)
     shards = measure_sharding(link, repeat)
     training = checked.training
-    measuring = Measuring(model.loss, optimizer(training), repeat, training.seed, autocast(training))
+    measuring = Measuring(
+        model.loss, optimizer(training), repeat, training.seed, autocast(training, device.type), device
+    )
     layers, input_bytes = measure_layers(model.layers, unit.inputs, unit.targets, measuring, tell)
     if leads:
         found = Profile(
@@ -70,7 +76,7 @@ def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
             shard_overhead=shards[0],
             shard_overhead_per_byte=shards[1],
             model=identity(checked, model),
-            device=_device(num_ranks, pipeline.transport),
+            device=_device(num_ranks, pipeline.transport, device),
         )
         _write(where / RESULT, found.to_json())
     pipeline.close()
@@ -101,8 +107,12 @@ def identity_of(config: PipelineConfig) -> str:
     return identity(config, load_model(config, load_data(config).vocab_size))
 
 
-def _device(num_ranks: int, transport: object) -> dict[str, str | float]:
+def _device(num_ranks: int, transport: object, device: torch.device) -> dict[str, str | float]:
+    memory = own_memory(device)
+    own = {"device": device_name([torch.empty(0, device=device)])} if memory is not None else {}
     return {
+        **own,
+        **({"memory_bytes": memory} if memory is not None else {}),
         "machine": platform.machine(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
