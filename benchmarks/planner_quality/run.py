@@ -29,7 +29,7 @@ from vpipe.plan.costs import Profile
 from vpipe.plan.floor import lower_bound
 from vpipe.plan.graph_text import load_graph
 from vpipe.plan.judge import Judge
-from vpipe.plan.layout import Layout
+from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.memory import Choice
 from vpipe.plan.planner import plan
 from vpipe.plan.predict import Machine, Pipe, predict, stage_facts
@@ -92,14 +92,14 @@ def reported(schedule: str) -> Tally:
     return tally
 
 
-def by_hand(profile: Profile, layout: Layout, pipe: Pipe, machine: Machine) -> float | None:
+def by_hand(profile: Profile, layout: PlannedLayout, pipe: Pipe, machine: Machine) -> float | None:
     """The step time with every layer recomputed in each stage that does not fit; ``None`` if that does not help."""
     sizes = predict(profile, layout, pipe, Machine.of(pipe.num_ranks, None)).rank_memory
     choices = [
         [Choice.KEEP if size <= cap else Choice.RECOMPUTE] * count
         for count, size, cap in zip(layout.counts, sizes, machine.memory, strict=True)
     ]
-    result = predict(profile, Layout.of_counts(layout.counts, choices), pipe, machine)
+    result = predict(profile, PlannedLayout.of_counts(layout.counts, choices), pipe, machine)
     fits = all(size <= cap for size, cap in zip(result.rank_memory, machine.memory, strict=True))
     return result.step_time if fits else None
 
@@ -113,8 +113,8 @@ def real(name: str, num_stages: int, room: float) -> dict[str, object]:
     cap = least + room * max(0.0, most - least)
     machine = Machine.of(num_stages, cap)
     found = plan(profile, num_stages, num_microbatches=16, memory=cap)
-    even = by_hand(profile, Layout.even(profile.num_layers, num_stages), pipe, machine)
-    balanced = by_hand(profile, Layout.of_counts(loose.layout.counts), pipe, machine)
+    even = by_hand(profile, PlannedLayout.even(profile.num_layers, num_stages), pipe, machine)
+    balanced = by_hand(profile, PlannedLayout.of_counts(loose.layout.counts), pipe, machine)
     return {
         "profile": name,
         "stages": num_stages,

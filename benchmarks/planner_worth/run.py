@@ -150,11 +150,11 @@ def _with_times(profile: Any, times: Callable[[Any], list[float]]) -> Any:
 
 def balance(profile: Any, repeats: int) -> dict[str, Any]:
     """Equal layer counts against the plan, without a memory cap, under 1F1B."""
-    from vpipe.plan.layout import Layout
+    from vpipe.plan.layout import PlannedLayout
     from vpipe.plan.planner import plan
 
     found = plan(profile, RANKS, num_microbatches=MICROBATCHES, schedule="1f1b", swap=False)
-    even = Layout.even(profile.num_layers, RANKS)
+    even = PlannedLayout.even(profile.num_layers, RANKS)
     sides = {"plan": found.layout, "equal counts": even}
     times = {name: measured(profile, layout, "1f1b", MICROBATCHES, repeats) for name, layout in sides.items()}
     return {
@@ -185,7 +185,7 @@ def least_cap(profile: Any, schedule: str, microbatches: int, recompute: bool) -
 
 def capped(profiles: dict[int, Any], repeats: int) -> dict[str, Any]:
     """Under a cap where plain 1F1B fits with no partition: the plan, GPipe's way, PipeDream's way."""
-    from vpipe.plan.layout import Layout
+    from vpipe.plan.layout import PlannedLayout
     from vpipe.plan.memory import Choice
     from vpipe.plan.planner import plan
 
@@ -194,7 +194,7 @@ def capped(profiles: dict[int, Any], repeats: int) -> dict[str, Any]:
     cap = least + 0.4 * (plain - least)
     ways: dict[str, dict[str, Any]] = {}
     counts = plan(profile, RANKS, num_microbatches=MICROBATCHES, schedule="gpipe", swap=False).layout.counts
-    everything = Layout.of_counts(counts, [[Choice.RECOMPUTE] * count for count in counts])
+    everything = PlannedLayout.of_counts(counts, [[Choice.RECOMPUTE] * count for count in counts])
     sides = {
         "plan, 1f1b": planned(profile, "1f1b", cap),
         "plan, pipedream": planned(profile, "pipedream", cap),

@@ -115,7 +115,7 @@ def group(
     The profile is made by two ranks, one for each core: more would measure how they wait for a core.
     """
     from vpipe.plan.costs import profile_from_json
-    from vpipe.plan.layout import Layout
+    from vpipe.plan.layout import PlannedLayout
     from vpipe.plan.predict import Machine, Pipe, predict
     from vpipe.runtime.flow import even_partition
 
@@ -131,7 +131,7 @@ def group(
     rows = []
     for (schedule, count), steps in zip(cases, steadied(found["steps"]), strict=True):
         pipe = Pipe.of(schedule, num_ranks, count)
-        layout = Layout.of_counts(even_partition(profile.num_layers, pipe.num_stages))
+        layout = PlannedLayout.of_counts(even_partition(profile.num_layers, pipe.num_stages))
         predicted = predict(profile, layout, pipe, Machine.of(num_ranks, None)).step_time
         measured = common.summary(steps)
         rows.append(

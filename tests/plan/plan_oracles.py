@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from vpipe.errors import UserError
 from vpipe.plan.bounds import Options
 from vpipe.plan.costs import LayerCost, Profile
-from vpipe.plan.layout import Layout
+from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.memory import Choice
 from vpipe.plan.planner import Plan, plan
 from vpipe.plan.predict import Machine, Pipe, predict
@@ -125,7 +125,7 @@ def brute_force(problem: Problem) -> float | None:
         cuts = (0, *inner, profile.num_layers)
         for chosen in itertools.product(kinds, repeat=profile.num_layers):
             choices = tuple(chosen[a:b] for a, b in itertools.pairwise(cuts))
-            found = predict(profile, Layout(cuts, choices), pipe, machine)
+            found = predict(profile, PlannedLayout(cuts, choices), pipe, machine)
             fits = all(size <= cap for size, cap in zip(found.rank_memory, machine.memory, strict=True))
             if fits and (best is None or found.step_time < best):
                 best = found.step_time

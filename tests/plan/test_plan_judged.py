@@ -15,7 +15,7 @@ from vpipe.plan.bounds import Options
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.floor import lower_bound
 from vpipe.plan.judge import Candidate, Judge
-from vpipe.plan.layout import Layout
+from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.planner import plan
 from vpipe.plan.predict import Machine, Pipe, predict
 
@@ -83,7 +83,7 @@ def test_the_judge_agrees_with_the_simulator() -> None:
         pipe = Pipe.of(schedule, 3, 5)
         profile = random_profile(rng, pipe.num_stages + 3)
         machine = Machine.of(3, None)
-        layout = Layout.even(profile.num_layers, pipe.num_stages)
+        layout = PlannedLayout.even(profile.num_layers, pipe.num_stages)
         judged = Judge(profile, pipe, machine).steps([Candidate(layout.cuts)])
         assert np.isclose(judged[0], predict(profile, layout, pipe, machine).step_time, rtol=1e-12), schedule
 
@@ -92,7 +92,7 @@ def test_the_case_of_the_report() -> None:
     """zb-h2 on the times of docs/planner.md: the closed form liked a cut that took 215.6 ms, and (4, 2, 2) 194.6."""
     profile = documented()
     found = plan(profile, 3, num_microbatches=4, schedule="zb-h2")
-    other = predict(profile, Layout.of_counts([4, 2, 2]), Pipe.of("zb-h2", 3, 4), Machine.of(3, None))
+    other = predict(profile, PlannedLayout.of_counts([4, 2, 2]), Pipe.of("zb-h2", 3, 4), Machine.of(3, None))
     assert found.step_time <= other.step_time
     assert found.exact
 

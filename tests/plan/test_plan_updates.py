@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from vpipe.plan.costs import LayerCost, Profile
-from vpipe.plan.layout import Layout
+from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.planner import plan
 from vpipe.plan.predict import Machine, Pipe, predict
 
@@ -20,7 +20,7 @@ RANKS, MICROBATCHES = 2, 6
 
 def step(profile: Profile, schedule: str) -> float:
     pipe = Pipe.of(schedule, RANKS, MICROBATCHES)
-    return predict(profile, Layout.even(4, RANKS), pipe, Machine.of(RANKS, None)).step_time
+    return predict(profile, PlannedLayout.even(4, RANKS), pipe, Machine.of(RANKS, None)).step_time
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])

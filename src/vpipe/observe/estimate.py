@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from vpipe.observe.rundir import RunFacts
 from vpipe.plan.costs import LayerCost, Profile
-from vpipe.plan.layout import Layout
+from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.planner import Plan, plan
 from vpipe.plan.predict import Machine, Pipe, Prediction, predict
 from vpipe.schedule.costs import Costs, StageCosts
@@ -69,7 +69,7 @@ def present(profile: Profile, facts: RunFacts) -> Prediction:
     """The run as it is, by the planner's own prediction: what candidates are compared with."""
     counts = [len(stage.get("layers") or ()) for stage in facts.stages]
     pipe = Pipe.of(facts.schedule, facts.num_ranks, _units(facts), _stages_per_rank(facts))
-    return predict(profile, Layout.of_counts(counts), pipe, Machine.of(facts.num_ranks, None))
+    return predict(profile, PlannedLayout.of_counts(counts), pipe, Machine.of(facts.num_ranks, None))
 
 
 def candidate(profile: Profile, facts: RunFacts, **changes: Any) -> Plan:
@@ -81,7 +81,7 @@ def candidate(profile: Profile, facts: RunFacts, **changes: Any) -> Plan:
     return plan(profile, ranks, recompute=False, swap=False, effort=EFFORT, time_limit=PATIENCE, **wanted)
 
 
-def stage_costs(profile: Profile, layout: Layout, costs: Costs, num_ranks: int) -> Costs:
+def stage_costs(profile: Profile, layout: PlannedLayout, costs: Costs, num_ranks: int) -> Costs:
     """What the stages of a layout cost in a simulation; activations in microbatches of a rank's share."""
     found = []
     for stage in range(layout.num_stages):

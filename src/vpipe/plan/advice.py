@@ -8,7 +8,7 @@ from vpipe.errors import UserError
 from vpipe.plan.bounds import Options
 from vpipe.plan.costs import Profile
 from vpipe.plan.judge import Judge
-from vpipe.plan.layout import Layout
+from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.memory import Choice
 from vpipe.plan.packing import Packer
 from vpipe.plan.predict import Machine, Pipe, Prediction
@@ -17,7 +17,7 @@ from vpipe.plan.starts import least_overflow
 from vpipe.plan.units import format_bytes, format_seconds
 
 
-def explain_limit(profile: Profile, layout: Layout, prediction: Prediction) -> str:
+def explain_limit(profile: Profile, layout: PlannedLayout, prediction: Prediction) -> str:
     """What keeps the plan from being faster."""
     stage = max(range(layout.num_stages), key=lambda s: prediction.stage_times[s])
     time = prediction.stage_times[stage]

@@ -10,7 +10,7 @@ from typing import Any
 
 from vpipe.plan import show
 from vpipe.plan.costs import write_text
-from vpipe.plan.layout import Layout
+from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.predict import Prediction
 
 
@@ -18,7 +18,7 @@ from vpipe.plan.predict import Prediction
 class Plan:
     """A layout under a schedule, what it is predicted to do, and the proof."""
 
-    layout: Layout
+    layout: PlannedLayout
     schedule: str
     num_ranks: int
     stages_per_rank: int

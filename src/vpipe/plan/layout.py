@@ -18,20 +18,20 @@ from vpipe.plan.memory import Choice
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedLayout:
     """Stage s holds layers ``cuts[s] .. cuts[s+1]-1`` and treats them as ``choices[s]`` says."""
 
     cuts: tuple[int, ...]
     choices: tuple[tuple[Choice, ...], ...]
 
     @classmethod
-    def of_counts(cls, counts: Sequence[int], choices: Sequence[Sequence[Choice]] | None = None) -> Layout:
+    def of_counts(cls, counts: Sequence[int], choices: Sequence[Sequence[Choice]] | None = None) -> PlannedLayout:
         """From the number of layers of each stage; without choices everything is kept."""
         kept = choices or [[Choice.KEEP] * count for count in counts]
         return cls((0, *accumulate(counts)), tuple(tuple(stage) for stage in kept))
 
     @classmethod
-    def even(cls, num_layers: int, num_stages: int) -> Layout:
+    def even(cls, num_layers: int, num_stages: int) -> PlannedLayout:
         """Equal layer counts, the first stages taking what is left over: what one gets without a planner."""
         share, rest = divmod(num_layers, num_stages)
         return cls.of_counts([share + (stage < rest) for stage in range(num_stages)])
@@ -67,7 +67,7 @@ class Layout:
         }
 
 
-def layout_from_json(data: object, where: str, num_layers: int | None = None) -> Layout:
+def layout_from_json(data: object, where: str, num_layers: int | None = None) -> PlannedLayout:
     """A layout from our form, VPipe's form, or a list of counts; ``num_layers`` is what the model really has."""
     if isinstance(data, list):
         data = {"partition": data}
@@ -79,7 +79,7 @@ def layout_from_json(data: object, where: str, num_layers: int | None = None) ->
             f"{where}: partition adds up to {sum(counts)} layers, but the model has {num_layers}; plan this model anew"
         )
     if "recompute_ratio" in data and "recompute" not in data:
-        return Layout.of_counts(counts, _from_ratios(counts, data["recompute_ratio"], where))
+        return PlannedLayout.of_counts(counts, _from_ratios(counts, data["recompute_ratio"], where))
     starts = [0, *accumulate(counts)]
     choices = [[Choice.KEEP] * count for count in counts]
     for key, choice in (("recompute", Choice.RECOMPUTE), ("swap", Choice.SWAP)):
@@ -96,7 +96,7 @@ def layout_from_json(data: object, where: str, num_layers: int | None = None) ->
                         f"{starts[stage]} to {starts[stage + 1] - 1}"
                     )
                 choices[stage][layer - starts[stage]] = choice
-    return Layout.of_counts(counts, choices)
+    return PlannedLayout.of_counts(counts, choices)
 
 
 def to_ratio(num_recomputed: int, num_layers: int) -> float:

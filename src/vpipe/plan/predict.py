@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from vpipe.errors import UserError
 from vpipe.plan.costs import Profile
-from vpipe.plan.layout import Layout
+from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.machine import Machine
 from vpipe.plan.memory import Choice, MemoryTerms, StageFacts, num_actions, rank_bytes, stage_memory, stage_time
 from vpipe.plan.pipe import Pipe, stage_facts
@@ -36,7 +36,7 @@ class Prediction:
     rank_memory: tuple[int, ...]
 
 
-def predict(profile: Profile, layout: Layout, pipe: Pipe, machine: Machine) -> Prediction:
+def predict(profile: Profile, layout: PlannedLayout, pipe: Pipe, machine: Machine) -> Prediction:
     """Times and bytes of a layout under a schedule."""
     if layout.num_stages != pipe.num_stages:
         raise UserError(f"the partition has {layout.num_stages} stages, but {pipe.entry.name} has {pipe.num_stages}")
@@ -64,7 +64,7 @@ def busiest(costs: Costs, pipe: Pipe) -> float:
     return max(sum(work[stage] for stage in stages) for stages in pipe.program.placement.stages_of)
 
 
-def _step(layout: Layout, pipe: Pipe, costs: Costs, busy: float) -> tuple[float, float]:
+def _step(layout: PlannedLayout, pipe: Pipe, costs: Costs, busy: float) -> tuple[float, float]:
     """The time of a step, and the idle share over all ranks in it."""
     stages = range(layout.num_stages)
     again = [s for s in stages if Choice.RECOMPUTE in layout.choices[s]]
@@ -83,7 +83,7 @@ def _step(layout: Layout, pipe: Pipe, costs: Costs, busy: float) -> tuple[float,
 
 
 def stage_costs(
-    profile: Profile, layout: Layout, pipe: Pipe, machine: Machine, facts: Sequence[StageFacts] | None = None
+    profile: Profile, layout: PlannedLayout, pipe: Pipe, machine: Machine, facts: Sequence[StageFacts] | None = None
 ) -> Costs:
     """What the simulator is told of every stage."""
     facts = facts or stage_facts(pipe.program, machine)

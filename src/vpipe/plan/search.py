@@ -21,7 +21,7 @@ from time import monotonic
 import numpy as np
 
 from vpipe.plan.judge import PLAIN, Array, Candidate, Judge
-from vpipe.plan.layout import Layout
+from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.memory import Choice
 from vpipe.plan.packing import Packer, Packing
 from vpipe.schedule.batch import Path
@@ -64,7 +64,7 @@ class Limits:
 class Found:
     """A layout that fits, its step by the judge, and whether all others were looked at."""
 
-    layout: Layout
+    layout: PlannedLayout
     step: float
     proven: bool = False
 
@@ -99,12 +99,12 @@ class Search:
             step, whole = self._polished(step, whole)
         return Found(self._layout(*whole), step, proven)
 
-    def _layout(self, cuts: Cuts, packings: Sequence[Packing]) -> Layout:
+    def _layout(self, cuts: Cuts, packings: Sequence[Packing]) -> PlannedLayout:
         choices: list[tuple[Choice, ...]] = [()] * self.judge.pipe.num_stages
         for group, packing in zip(self.packer.groups, packings, strict=True):
             for stage, chosen in zip(group, packing.choices, strict=True):
                 choices[stage] = chosen
-        return Layout(cuts, tuple(choices))
+        return PlannedLayout(cuts, tuple(choices))
 
     # ── what a state costs ────────────────────────────────────────────────────────────────────────────────────────
 

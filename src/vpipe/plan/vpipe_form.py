@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from vpipe.plan.costs import Profile
-from vpipe.plan.layout import Layout, to_ratio
+from vpipe.plan.layout import PlannedLayout, to_ratio
 from vpipe.plan.memory import Choice, StageFacts, stage_memory
 from vpipe.plan.units import format_bytes
 
 
 def to_vpipe(
-    layout: Layout, profile: Profile | None = None, facts: Sequence[StageFacts] | None = None
+    layout: PlannedLayout, profile: Profile | None = None, facts: Sequence[StageFacts] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """The file's content, and a note for every stage that is not what the plan says.
 
@@ -46,7 +46,7 @@ def _tail(count: int, again: int) -> tuple[Choice, ...]:
     return (Choice.KEEP,) * (count - again) + (Choice.RECOMPUTE,) * again
 
 
-def _shortest(layout: Layout, stage: int, profile: Profile, facts: StageFacts) -> tuple[int, float]:
+def _shortest(layout: PlannedLayout, stage: int, profile: Profile, facts: StageFacts) -> tuple[int, float]:
     """The shortest recomputed tail that fits, or the smallest one, and by how many bytes it does not fit."""
     start, stop = layout.cuts[stage], layout.cuts[stage + 1]
     ends = {"first": stage == 0, "last": stage == layout.num_stages - 1}

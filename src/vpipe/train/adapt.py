@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vpipe.errors import UserError
-from vpipe.plan.layout import Layout as PlannedLayout
+from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.machine import Machine
 from vpipe.plan.observed import NOTICE, Array, Observed
 from vpipe.plan.pipe import Pipe
