@@ -59,7 +59,6 @@ ALIKE = {"models"}
 """Rooms in which neighbours are parallel: each model has an Attention of its own."""
 TWO_MEANINGS = {
     "Transport": "schedule's is how a link behaves in a simulation (public), runtime's is what carries messages",
-    "Layout": "plan's is a proposal of cuts and choices, schedule's says which rank holds which layer",
     "Options": "plan's is what a plan may use, runtime's is what a pipeline is told",
     "Seat": "launch's is a place in a Ray cluster, schedule's a rank's role for a stage",
 }
