@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -64,8 +64,8 @@ def cluster() -> Iterator[str]:
         cluster.shutdown()
 
 
-def command(cluster: str, *words: str) -> list[str]:
-    return [sys.executable, "-m", "vpipe", "submit", "c.yaml", "--to", "ray", "--address", cluster, *words]
+def command(cluster: str, *words: str, config: str = "c.yaml") -> list[str]:
+    return [sys.executable, "-m", "vpipe", "submit", config, "--to", "ray", "--address", cluster, *words]
 
 
 def losses(folder: Path) -> list[float]:
@@ -111,6 +111,23 @@ def test_a_run_on_ray_equals_one_on_this_machine_and_failures_and_cancelling_end
     while ranks(mark):
         assert time.monotonic() < end, "ranks are left"
         time.sleep(0.1)
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_users_model_file_trains_on_ray_as_on_one_machine(
+    cluster: str, documented_job: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        documented_job(folder)
+    subprocess.run([sys.executable, "-m", "vpipe", "train", "my_job.yaml"], cwd=here, check=True, timeout=120)
+    words = command(cluster, config="my_job.yaml")
+    done = subprocess.run(words, cwd=there, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(here) == losses(there) != []
 
 
 def ranks(mark: str) -> list[int]:

@@ -119,6 +119,28 @@ def test_training_over_two_nodes_equals_training_on_one_machine(whole: float, tm
     assert summary(tmp_path)["final_loss"] == whole
 
 
+def test_a_users_model_file_trains_on_slurm_as_on_one_machine(
+    cluster: Cluster, documented_job: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """The files of docs/from-ourgpipe.md: the plugin reaches the ranks of both nodes."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        documented_job(folder)
+    code, output = submit(cluster, there, "--follow", config="my_job.yaml")
+    assert code == 0, output
+    command = [sys.executable, "-m", "vpipe", "train", "my_job.yaml"]
+    subprocess.run(command, cwd=here, check=True, capture_output=True, timeout=200)
+    assert losses(here) == losses(there)
+
+
+def losses(folder: Path) -> list[float]:
+    (path,) = {each.resolve() for each in (folder / "runs").glob("*/metrics.jsonl")}
+    found = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+    assert found
+    return found
+
+
 def test_a_preempted_run_saves_is_queued_again_and_ends_as_if_nothing_had_happened(
     cluster: Cluster, whole: float, tmp_path: Path
 ) -> None:
@@ -285,22 +307,45 @@ def hasten(cluster: Cluster, job: int) -> None:
     cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
-@pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    [("submit_gpipe_1node", 4), ("submit_gpipe_2nodes", 8), ("submit_gpipe_4nodes", 16), ("run_vpipe", 4)],
-)
-def test_the_scripts_of_the_old_names_run(
-    cluster: Cluster, trainer: tuple[str, str], tmp_path: Path, name: str, num_ranks: int
-) -> None:
-    """As printed in the documents, without the GPUs, which these nodes have not: ranks share the processors."""
-    shutil.copy(ROOT / f"{name}.sh", tmp_path)
-    (tmp_path / "python").symlink_to(trainer[1])
-    variables = dict(cluster.environment) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+def by_its_old_name(cluster: Cluster, folder: Path, name: str) -> str:
+    """What a ready script says, without the GPUs, which these nodes have not: ranks share the processors."""
+    shutil.copy(ROOT / f"{name}.sh", folder)
+    variables = dict(cluster.environment) | {"PATH": f"{folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     options = ("--gres=none", "--ntasks-per-node=1", "--overcommit", "--output=said.txt")
     words = ["sbatch", "--parsable", *options, f"{name}.sh"]
-    done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    state = cluster.wait(int(done.stdout), "COMPLETED", "FAILED")
-    said = (tmp_path / "said.txt").read_text()
+    state = cluster.wait(int(done.stdout), "COMPLETED", "FAILED", seconds=150)
+    said = (folder / "said.txt").read_text()
     assert state == "COMPLETED", said
+    return said
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("submit_gpipe_2nodes", 8), ("submit_gpipe_4nodes", 16)])
+def test_the_scripts_of_the_old_names_place_their_ranks(
+    cluster: Cluster, trainer: tuple[str, str], tmp_path: Path, name: str, num_ranks: int
+) -> None:
+    (tmp_path / "python").symlink_to(trainer[1])
+    said = by_its_old_name(cluster, tmp_path, name)
     assert sorted(re.findall(r"^rank (\d+) done", said, re.MULTILINE), key=int) == [str(r) for r in range(num_ranks)]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "small"),
+    [
+        ("submit_gpipe_1node", "gpt_small.yaml", "gpt_small_cpu.yaml"),
+        ("run_vpipe", "bert_4vpipe.yml", "bert_4vpipe_cpu.yml"),
+    ],
+)
+def test_the_scripts_of_the_old_names_train(
+    cluster: Cluster, tmp_path: Path, name: str, config: str, small: str
+) -> None:
+    """Word for word; only the config that they name is its small sister."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    text = re.sub(r"max_iterations('?): \d+", r"max_iterations\1: 2", (ROOT / "configs" / small).read_text())
+    (tmp_path / "configs" / config).write_text(text)
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    said = by_its_old_name(cluster, tmp_path, name)
+    (path,) = {each.resolve() for each in tmp_path.glob("*/*/summary.json")}
+    assert json.loads(path.read_text())["iterations_done"] == 2, said

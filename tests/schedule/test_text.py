@@ -72,7 +72,7 @@ def test_bad_files_in_one_sentence(content: bytes, message: str, tmp_path: Path)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none\.csv cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"none\.csv does not exist"):
         read_csv(tmp_path / "none.csv")
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         read_csv(tmp_path)

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, nearest_file
 from vpipe.schedule.action import OF_A_STAGE, Action, parse
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program, Versions
@@ -54,7 +54,9 @@ def read_text(path: str | Path) -> str:
             raise UserError(f"{path} has {path.stat().st_size} bytes; a schedule has at most {MAX_BYTES}")
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        missing = isinstance(error, FileNotFoundError)
+        why = f"does not exist{nearest_file(path)}" if missing else f"cannot be read: {error.strerror}"
+        raise UserError(f"{path} {why}") from None
     return decode(data, str(path))
 
 
