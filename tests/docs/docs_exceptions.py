@@ -8,6 +8,8 @@ NOT_HERE = {
     r"scripts/versions .*": "downloads gigabytes; CI runs it where its environments are there",
     r"pip install -e .*": "tests/cli/test_cli_package.py builds and installs the wheel",
     r".*parallel\.device=cuda.*": "no GPU here",
+    r"vpipe doctor --devices": "no GPU here; tests/emulated/test_device_command.py runs it on the emulated one",
+    r"vpipe simulate --json": "a form, in a docstring",
     r"sbatch (submit_gpipe_1node|run_vpipe)\.sh": "tests/launch/test_slurm.py hands them to a real SLURM",
     r"srun .*": "tests/launch/test_slurm.py",
     r"vpipe submit .*--follow.*": "tests/launch/test_slurm.py",
@@ -39,7 +41,7 @@ PLACEHOLDERS = {
 """What a reader puts in the place of a word."""
 
 _BERT = (
-    *("model.hidden_size=16", "model.num_heads=2", "model.sequence_length=32"),
+    *("model.hidden_size=16", "model.num_heads=2"),
     *("training.num_microbatches=4", "dataset.batch_size=4", "training.max_iterations=1"),
 )
 _TINY = ("model.hidden_size=32", "model.num_heads=4", "training.max_iterations=2")
@@ -52,6 +54,7 @@ SMALL = {
     "bert_4pipedream.yml": _BERT,
     "bert_4vpipe_cpu.yml": ("training.max_iterations=1",),
     "job.yaml": ("training.max_iterations=2",),
+    "llama.yaml": ("training.max_iterations=2",),
     "my_job.yaml": ("training.max_iterations=2",),
     "vit.yaml": ("training.max_iterations=2",),
 }

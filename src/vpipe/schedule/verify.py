@@ -39,14 +39,18 @@ def verify(
 def _verify(program: Program, transport: Transport, max_activations: float | None) -> list[Violation]:
     flat, places = program.flat, laws.Places(program)
     strangers = [*laws.strangers(flat)]
-    found = [*strangers, *laws.duplicates(flat), *laws.incomplete(flat)]
+    twice = [*laws.duplicates(flat)]
+    found = [*strangers, *twice, *laws.incomplete(flat)]
     if strangers:
         return sorted(set(found))
     lowered = is_lowered(program)
     found += updates.violations(program, lowered)
     executable = program if lowered else communicate(reduce(program))
     unmatched = [*laws.unmatched(executable.flat, places)]
-    found += [*laws.unmet_needs(executable.flat, places), *unmatched]
+    unmet = [*laws.unmet_needs(executable.flat, places)]
+    if twice and not lowered:  # between which of the two a message is added is nobody's fault
+        unmet = [each for each in unmet if each.index >= 0]
+    found += [*unmet, *unmatched]
     found += [] if unmatched else laws.crossed(executable.flat, places)
     found += meetings.violations(executable, program)
     found += laws.lost_swaps(flat)
