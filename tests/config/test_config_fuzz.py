@@ -1,10 +1,16 @@
-"""Two thousand mutated configs: each is valid or one UserError. Nothing else comes out, and nothing takes long."""
+"""Two thousand mutated configs: each is valid or one UserError. Nothing else comes out, and nothing takes long.
+
+``python tests/config/test_config_fuzz.py --configs 10000 [--seed 4]`` tries as many as one likes.
+"""
 
 from __future__ import annotations
 
+import argparse
 import random
+import tempfile
 from collections import Counter
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 
@@ -63,14 +69,14 @@ def mutate(text: str, rng: random.Random) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.timeout(300)
-def test_mutated_configs_are_valid_or_one_user_error(tmp_path: Path) -> None:
-    rng = random.Random(4)
+def mutants(tmp_path: Path, count: int, seed: int) -> Counter[str]:
+    """Load that many mutants; what came of them."""
+    rng = random.Random(seed)
     texts = [file.read_text(encoding="utf-8") for file in FILES]
     (tmp_path / "bert").symlink_to(ROOT / "configs" / "bert")
     file = tmp_path / "job.yaml"
     seen: Counter[str] = Counter()
-    for _ in range(NUM_MUTANTS):
+    for _ in range(count):
         text = mutate(rng.choice(texts), rng)
         file.write_text(text, encoding="utf-8", newline="")
         overrides = [f"training.{rng.choice(['epochs', 'betas', 'x', 'epochs.y'])}={rng.choice(WORDS)}"]
@@ -81,6 +87,12 @@ def test_mutated_configs_are_valid_or_one_user_error(tmp_path: Path) -> None:
         else:
             assert PipelineConfig.from_dict(parse(config.to_yaml()).value) == config, text
             seen["valid"] += 1
+    return seen
+
+
+@pytest.mark.timeout(300)
+def test_mutated_configs_are_valid_or_one_user_error(tmp_path: Path) -> None:
+    seen = mutants(tmp_path, NUM_MUTANTS, 4)
     assert set(seen) == {"valid", "refused"}
     assert seen.total() == NUM_MUTANTS
     assert min(seen.values()) > NUM_MUTANTS // 20, f"the mutants must try both answers: {seen}"
@@ -128,3 +140,16 @@ def test_every_shipped_config_loads(file: Path) -> None:
     for warning in loaded.warnings:
         assert "directory has no meaning" in warning or "module has no meaning" in warning
     assert PipelineConfig.from_dict(loaded.config.to_dict()) == loaded.config
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--configs", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=4)
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        begin = perf_counter()
+        found = mutants(Path(scratch), chosen.configs, chosen.seed)
+        rate = chosen.configs / (perf_counter() - begin)
+    print(f"{found['valid']} valid, {found['refused']} refused in words, nothing else; {rate:.0f} a second")
+    assert set(found) <= {"valid", "refused"}, found
