@@ -65,6 +65,11 @@ TWO_MEANINGS = {
 """Class names that stand for two things. The list may only get shorter."""
 
 
+LINES, FUNCTION = 400, 60
+LONG = {"cli/plan.py: command", "schedule/timeline.py: loop", "launch/local.py: run"}
+"""Functions of more than ``FUNCTION`` lines. The list may only get shorter."""
+
+
 def modules() -> Iterator[tuple[str, Path, ast.Module]]:
     """(room, path, tree) of every module; the room of a module of the hall is an empty string."""
     for path in sorted(HOUSE.rglob("*.py")):
@@ -117,6 +122,18 @@ def test_the_hall_knows_few() -> None:
     assert found.keys() == HALL.keys(), "a module of the hall gets a line in HALL"
     wrong = [f"{module} imports {more}" for module in HALL if (more := found[module] - HALL[module])]
     assert not wrong, wrong
+
+
+def test_files_and_functions_are_short() -> None:
+    long = [str(path.relative_to(HOUSE)) for _, path, _ in modules() if len(path.read_text().splitlines()) > LINES]
+    assert not long, f"a file of more than {LINES} lines hides two ideas: {long}"
+    functions = {
+        f"{path.relative_to(HOUSE)}: {node.name}"
+        for _, path, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= FUNCTION
+    }
+    assert functions <= LONG, f"a function of more than {FUNCTION} lines hides a name: {functions - LONG}"
 
 
 def test_a_class_name_stands_for_one_thing() -> None:

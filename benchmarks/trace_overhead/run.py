@@ -26,7 +26,7 @@ STAGES, MICROBATCHES = 4, 16
 
 def stamp_cost() -> float:
     """Seconds of CPU that the engine spends per action on two clock readings and one record."""
-    from vpipe.runtime.engine import Record
+    from vpipe.runtime.job import Record
     from vpipe.schedule.action import Action, Kind
 
     action, row, count = Action(0, Kind.F, 0), 100, 2000

@@ -43,7 +43,7 @@ Versions = Mapping[tuple[int, int], int]
 
 
 class Timed(Protocol):
-    """An executed action: ``vpipe.runtime.engine.Record``."""
+    """An executed action: ``vpipe.runtime.job.Record``."""
 
     @property
     def action(self) -> Action: ...

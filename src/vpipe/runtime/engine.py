@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from vpipe.runtime.device import HOST, Number, current, is_host, number
+from vpipe.runtime.device import HOST, current, is_host, number
 from vpipe.runtime.device_times import DeviceTimes
 from vpipe.runtime.flow import Flow, Value
+from vpipe.runtime.job import Call, Compiled, Job, Record, Result
 from vpipe.runtime.memory.swap import Passage, Swapper
 from vpipe.runtime.memory.swap_device import DeviceSwapper
 from vpipe.runtime.prefetch import Prefetch
@@ -34,67 +35,7 @@ from vpipe.runtime.updates.replicas import share_buffers
 from vpipe.runtime.updates.update import Updater
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import WEIGHT_GRADIENT, VersionTable, version_table
-
-Call = tuple[Action, Callable[[], None]]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One execution of a program: its units, and where it stands in the training run."""
-
-    step: int
-    first_unit: int
-    """How many units all steps before have run: what random numbers count from."""
-    inputs: Callable[[int], dict[Value, Any]]
-    targets: Callable[[int], Any]
-    share: Callable[[int], float]
-    """A unit's share of the batch. Stage 0 knows it; it travels with the unit."""
-    gradient_weights: Sequence[float] | None = None
-    """What the units' gradients are multiplied by, where that is not their share."""
-    scale: float = 1.0
-    training: bool = True
-    wants_loss: bool = True
-
-
-@dataclass(slots=True)
-class Record:
-    """When an action began, had what it needed, and ended, in nanoseconds of this rank's clock.
-
-    A swap begins where the rank hands it over, is ready when the swap lane takes it up, and ends there. On a device the
-    times are the device's, on the host's clock (``device_times``).
-    """
-
-    action: Action
-    begin: int
-    ready: int
-    end: int
-    bytes: int = 0
-    enqueued: int = 0
-    """On a device, when the host had handed the action over; elsewhere 0."""
-
-
-@dataclass
-class Result:
-    """What a rank knows after a job."""
-
-    losses: dict[tuple[int, int], Number] = field(default_factory=dict)
-    """(layer, microbatch) → what the layer adds to the unit's loss; after the last layer the loss itself, and then the
-    unit's share of the batch."""
-    outputs: dict[int, Any] = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A program, ready to run on one rank."""
-
-    program: Program
-    calls: list[Call]
-    tasks: Tasks
-    versions: VersionTable
-    uses: dict[int, list[int]]
-    """Stage → how many of this rank's units read each version."""
+from vpipe.schedule.semantics import WEIGHT_GRADIENT, version_table
 
 
 class Engine:

@@ -18,9 +18,10 @@ from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime import assembly, moving
 from vpipe.runtime.builder import prepared
-from vpipe.runtime.engine import Compiled, Engine, Job, Result
+from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow, bind_inputs
 from vpipe.runtime.holdings import Holdings
+from vpipe.runtime.job import Compiled, Job, Result
 from vpipe.runtime.microbatches import check_rows
 from vpipe.runtime.modes import Modes
 from vpipe.runtime.moving import Moved, Notice

@@ -20,7 +20,8 @@ from time import perf_counter_ns
 from typing import Any
 
 from vpipe.errors import UserError
-from vpipe.runtime.engine import Call, Engine, Record
+from vpipe.runtime.engine import Engine
+from vpipe.runtime.job import Call, Record
 from vpipe.runtime.modes import Modes
 from vpipe.runtime.priorities.order import Policy, Turnstile, none, policy
 from vpipe.runtime.priorities.turns import Turns

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vpipe.runtime.engine import Record
+from vpipe.runtime.job import Record
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import VersionTable, version_table
 

@@ -23,7 +23,7 @@ from vpipe.rundir.journal import Journal
 from vpipe.rundir.layout import METRICS
 from vpipe.rundir.state import Beat, Heart
 from vpipe.runtime.device import take_peak
-from vpipe.runtime.engine import Record
+from vpipe.runtime.job import Record
 from vpipe.runtime.memory.live import LiveBytes
 from vpipe.runtime.moving import Moved
 from vpipe.schedule.action import Kind

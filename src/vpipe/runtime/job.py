@@ -1,0 +1,74 @@
+"""What an engine is given and what it gives back: a job, a program compiled for one rank, a result with its records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vpipe.runtime.device import Number
+from vpipe.runtime.flow import Value
+from vpipe.runtime.tasks import Tasks
+from vpipe.schedule.action import Action
+from vpipe.schedule.program import Program
+from vpipe.schedule.semantics import VersionTable
+
+Call = tuple[Action, Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One execution of a program: its units, and where it stands in the training run."""
+
+    step: int
+    first_unit: int
+    """How many units all steps before have run: what random numbers count from."""
+    inputs: Callable[[int], dict[Value, Any]]
+    targets: Callable[[int], Any]
+    share: Callable[[int], float]
+    """A unit's share of the batch. Stage 0 knows it; it travels with the unit."""
+    gradient_weights: Sequence[float] | None = None
+    """What the units' gradients are multiplied by, where that is not their share."""
+    scale: float = 1.0
+    training: bool = True
+    wants_loss: bool = True
+
+
+@dataclass(slots=True)
+class Record:
+    """When an action began, had what it needed, and ended, in nanoseconds of this rank's clock.
+
+    A swap begins where the rank hands it over, is ready when the swap lane takes it up, and ends there. On a device the
+    times are the device's, on the host's clock (``device_times``).
+    """
+
+    action: Action
+    begin: int
+    ready: int
+    end: int
+    bytes: int = 0
+    enqueued: int = 0
+    """On a device, when the host had handed the action over; elsewhere 0."""
+
+
+@dataclass
+class Result:
+    """What a rank knows after a job."""
+
+    losses: dict[tuple[int, int], Number] = field(default_factory=dict)
+    """(layer, microbatch) → what the layer adds to the unit's loss; after the last layer the loss itself, and then the
+    unit's share of the batch."""
+    outputs: dict[int, Any] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program, ready to run on one rank."""
+
+    program: Program
+    calls: list[Call]
+    tasks: Tasks
+    versions: VersionTable
+    uses: dict[int, list[int]]
+    """Stage → how many of this rank's units read each version."""
