@@ -156,3 +156,39 @@ def test_messages_without_their_wait_or_their_order_are_wrong() -> None:
     assert found["right"] == [expected, expected]
     assert found["no wait"] != [expected, expected]
     assert found["swapped"] != [expected, expected]
+
+
+def waits_inside(rank: int) -> list[dict[str, int]]:
+    """What the hosts waited for in the loops of the third step."""
+    import emulated_device as emulated
+    from device_cases import OPTIMIZERS, batches, with_skip
+    from torch import nn
+
+    from vpipe import Pipeline
+    from vpipe.runtime.engine import Engine
+
+    inside: list[dict[str, int]] = []
+    enqueue = Engine._enqueue
+
+    def counted(self: Any, *args: Any) -> None:
+        emulated.native.reset_counts()
+        enqueue(self, *args)
+        inside.append(emulated.syncs())
+
+    Engine._enqueue = counted  # type: ignore[method-assign]
+    found = []
+    for schedule, more in (("1f1b", {"clip_norm": 0.1}), ("zb-v", {"recompute": 0.5}), ("pipedream", {})):
+        optimizer = OPTIMIZERS["sgd" if schedule == "pipedream" else "adamw"]
+        pipe = Pipeline(
+            with_skip(), nn.functional.mse_loss, schedule=schedule, num_microbatches=4, device="emu",
+            optimizer=optimizer, timeout=20, **more,
+        )  # fmt: skip
+        for _ in range(3):
+            pipe.train_step(*batches(1, 32)[0])
+        pipe.close()
+        found.append(inside[-1])
+    return found
+
+
+def test_the_loop_of_a_process_never_waits() -> None:
+    assert on_ranks(waits_inside, 2, timeout=20) == [[{}, {}, {}]] * 2
