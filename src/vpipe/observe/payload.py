@@ -52,6 +52,7 @@ def payload(
         "causes": [[cause, NAMES[cause]] for cause in CAUSES],
         "metrics": curves(lines),
         "layouts": layouts(lines),
+        "recoveries": recoveries(lines),
         "summary": run.summary(),
         "config": run.config_text(),
         "plan": run.plan(),
@@ -109,6 +110,12 @@ def layouts(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The latest decisions of ``parallel.adapt``: the layout over time, and why."""
     told = [line for line in lines if line.get("kind") == "adapt"]
     return [{name: line.get(name) for name in ("iteration", "action", "partition", "reason")} for line in told[-100:]]
+
+
+def recoveries(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The latest losses of ranks of an elastic run, and what the time until the first new step went to."""
+    told = [line for line in lines if line.get("kind") == "recovery"]
+    return [{name: line.get(name) for name in ("iteration", "ranks", "lost", "seconds")} for line in told[-100:]]
 
 
 def thinned(lines: Sequence[Mapping[str, Any]], most: int = MAX_POINTS) -> list[Mapping[str, Any]]:

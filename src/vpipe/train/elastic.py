@@ -122,6 +122,7 @@ class Rank:
         try:
             self._restore(trainer)
             took.mark("state")
+            took.iteration = trainer.iteration
             trainer.stop_requests.heard = self._control.heard
             trainer.updated = partial(self._keep, trainer, order, took)
             trainer.run()
@@ -163,7 +164,7 @@ class Rank:
                 shelf = self._shelves[self._control.slot]
                 shelf.write(kept.standing(trainer.iteration, trainer.position), part, layers, frozen)
         if took.ends():
-            trainer.log.recovered(trainer.iteration, order.num_ranks, order.facts or {}, took.seconds)
+            trainer.log.recovered(took.iteration, order.num_ranks, order.facts or {}, took.seconds)
         self._control.stepped(trainer.iteration)
 
 
@@ -174,6 +175,8 @@ class Marks:
         facts = order.facts or {}
         self._last = float(facts.get("noticed", monotonic()))
         self._open = "lost" in facts
+        self.iteration = 0
+        """From where the run went on."""
         self.seconds: dict[str, float] = {}
         self.mark("agreed")
 

@@ -102,7 +102,7 @@ function refresh() {
   document.getElementById("tiles").replaceWith(tiles(data));
   document.getElementById("curves").replaceChildren(...lossCharts(data), ...trendCharts(data));
   document.getElementById("memory").replaceChildren(h("h2", null, "Memory"), memoryTable(data));
-  document.getElementById("stages").replaceChildren(h("h2", null, "Stages"), stageTable(data), ...layoutTable(data));
+  document.getElementById("stages").replaceChildren(h("h2", null, "Stages"), stageTable(data), ...layoutTable(data), ...recoveryTable(data));
   showStep(page.follow || page.at < 0 ? data.steps.length - 1 : page.at);
   drawLegend();
 }

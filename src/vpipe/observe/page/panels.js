@@ -113,6 +113,19 @@ function layoutTable(data) {
   return [h("h3", null, "Layout over time"), table(["iteration", "decision", "partition", "reason"], rows, { wide: [3] })];
 }
 
+/* Ranks that an elastic run lost, and what the time to its first new step went to; the latest first. */
+function recoveryTable(data) {
+  const lines = data.recoveries || [];
+  if (!lines.length) return [];
+  const colours = { agreed: "data", groups: "accent", state: "busy", replay: "faint" };
+  const total = (line) => Object.values(line.seconds || {}).reduce((sum, part) => sum + part, 0);
+  const top = Math.max(1e-9, ...lines.map(total));
+  const bar = (line) => h("div.bar", { role: "img", "aria-label": "parts of the recovery" }, Object.entries(line.seconds || {}).map(([name, part]) => h("i", { title: name + " " + part.toFixed(2) + " s", style: { width: (100 * part) / top + "%", background: `var(--${colours[name] || "faint"})` } })));
+  const rows = lines.map((line) => [line.iteration, (line.lost || []).join("; "), line.ranks, total(line).toFixed(2) + " s", bar(line)]).reverse();
+  return [h("h3", null, "Losses of ranks"), table(["went on from", "why", "ranks", "recovery", "parts"], rows, { wide: [1] }),
+    h("div.legend", null, Object.entries(colours).map(([name, colour]) => h("span", null, h("i", { style: { background: `var(--${colour})` } }), name)))];
+}
+
 function planPanel(plan) {
   const simple = Object.entries(plan).filter(([, value]) => value === null || typeof value !== "object");
   return h("div", null, table(["", ""], simple.map(([name, value]) => [name.replaceAll("_", " "), String(value)]), { wide: [1] }), h("h3", null, "plan.json"), h("pre", null, JSON.stringify(plan, null, 1)));
