@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from plan_chains import cap_of, large_chain
 
 from vpipe.errors import UserError
+from vpipe.plan.bounds import Options
 from vpipe.plan.costs import LayerCost, Profile
+from vpipe.plan.cuts import Cutter
+from vpipe.plan.judge import Judge
+from vpipe.plan.machine import Machine
+from vpipe.plan.packing import Packer
+from vpipe.plan.pipe import Pipe
 from vpipe.plan.planner import plan
 
 
@@ -60,3 +67,14 @@ def test_stages_of_a_rank_share_its_memory_and_do_not_divide_it() -> None:
     assert free.prediction.stage_memory[0].total > cap / 2
     found = plan(profile, 2, num_microbatches=2, schedule="interleaved", memory=cap, recompute=False, swap=False)
     assert found.step_time == free.step_time
+
+
+def test_the_time_limit_holds_for_the_proposals_too_and_what_fits_is_still_found() -> None:
+    """Cuts near the least memory were proposed to the end whatever ``--time-limit`` said."""
+    profile = large_chain(0, 60, alike=0.0, swap=1.0)
+    cap = cap_of(profile, "1f1b", 6, 12, 0.0) * 1.02
+    judge = Judge(profile, Pipe.of("1f1b", 6, 12), Machine.of(6, cap))
+    assert not list(Cutter(Packer(judge, Options()), over=lambda: True).proposals())
+    found = plan(profile, 6, num_microbatches=12, memory=cap, time_limit=1e-6)
+    assert max(found.prediction.rank_memory) <= cap
+    assert found.lower_bound <= found.step_time

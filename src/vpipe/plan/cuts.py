@@ -16,7 +16,7 @@ few above it, are what ``starts`` proposes to the search; the simulated step dec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -52,7 +52,9 @@ class _Cells:
 class Cutter:
     """The partitions of a profile into one stage per rank."""
 
-    def __init__(self, packer: Packer) -> None:
+    def __init__(self, packer: Packer, over: Callable[[], bool] = lambda: False) -> None:
+        self.over = over
+        """Whether the time is used up: then what was found must do."""
         self.packer, self.stages = packer, packer.stages
         self.group_of = {group[0]: number for number, group in enumerate(packer.groups)}
         judge = packer.judge
@@ -67,7 +69,7 @@ class Cutter:
         low, limit = self._least_cycle(), self._longest()
         found, top = 0, low
         tops = [low * factor for factor in _TOPS]
-        while found < len(_TOPS) and top < limit:
+        while found < len(_TOPS) and top < limit and not self.over():
             top = min(limit, tops.pop(0) if tops else max(2.0 * top, limit / 1024))
             cells = self._cells(top)
             cuts = None if cells is None else self._solved_path(cells, top)
@@ -86,7 +88,7 @@ class Cutter:
             if not self._solve(cells, cuts):
                 return cuts
             fits = cuts if self._fits(cuts) else fits
-            if fits is not None and number >= _ROUNDS:
+            if (fits is not None and number >= _ROUNDS) or self.over():
                 return fits
         return fits
 

@@ -58,6 +58,7 @@ class Packer:
                 self.caps.append(machine.memory[rank])
                 self.peaks.append(pipe.peaks[rank])
         self.free = all(cap == float("inf") for cap in self.caps)
+        self.swaps = options.swap and self.profile.swap_bandwidth is not None and not self.free
         ranges = range_table(self.profile)
         last = pipe.num_stages - 1
         shared: dict[object, StageBounds] = {}
@@ -88,7 +89,7 @@ class Packer:
             yield self._priced_at(stages, cells, keep)
             return
         found: list[Packing] = []
-        for swap in (True, False) if self.options.swap and self.profile.swap_bandwidth else (False,):
+        for swap in (True, False) if self.swaps else (False,):
             if len(stages) == 1:
                 made = self._one(stages[0], cells[0], swap)
             else:

@@ -24,12 +24,13 @@ from vpipe.plan.bounds import Options
 from vpipe.plan.costs import Profile
 from vpipe.plan.floor import lower_bound
 from vpipe.plan.judge import Judge
+from vpipe.plan.limits import Limits
 from vpipe.plan.machine import Machine, Matrix
 from vpipe.plan.orders import orders
 from vpipe.plan.packing import Packer
 from vpipe.plan.pipe import Pipe
 from vpipe.plan.predict import predict
-from vpipe.plan.search import Limits, Search
+from vpipe.plan.search import Search
 from vpipe.plan.shapes import Shape, shapes
 from vpipe.plan.starts import starts
 from vpipe.plan.units import parse_bytes
@@ -220,7 +221,7 @@ def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limi
         )
     judge = Judge(profile, pipe, machine)
     packer = Packer(judge, options)
-    found = Search(judge, packer, limits).run(starts(judge, packer, options))
+    found = Search(judge, packer, limits).run(starts(judge, packer, options, limits))
     if found is None:
         raise Misfit(profile, pipe, machine, options)
     prediction = predict(profile, found.layout, pipe, machine)

@@ -15,21 +15,21 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, pairwise, product
-from math import comb, inf
-from time import monotonic
+from math import comb
 
 import numpy as np
 
 from vpipe.plan.judge import PLAIN, Array, Candidate, Judge
 from vpipe.plan.layout import PlannedLayout
+from vpipe.plan.limits import Limits
 from vpipe.plan.memory import Choice
 from vpipe.plan.packing import Packer, Packing
 from vpipe.schedule.batch import Path
 
 SLACK = 1e-9
 """Steps closer than this are equal: the sums of thousands of floats are no better."""
-_NODES, _NODES_EACH = 1_000_000, 500
-"""Effort 1: nodes of the graph that are passed, and how often the whole graph besides."""
+_NODES, _NODES_EACH = 300_000, (150, 500)
+"""Effort 1: nodes of the graph that are passed, and how often the whole graph besides; more where units may leave."""
 _KNAPSACK = 10
 """Nodes that take as long as one step of a knapsack."""
 _CHUNK = 1_000_000
@@ -46,18 +46,6 @@ Cuts = tuple[int, ...]
 State = tuple[Cuts, tuple[int, ...]]
 """Cuts, and which packing each group of stages takes."""
 Whole = tuple[Cuts, tuple[Packing, ...]]
-
-
-@dataclass
-class Limits:
-    """How long a search may go on: an effort that every machine counts alike, and a time."""
-
-    effort: float = 1.0
-    deadline: float = inf
-
-    @property
-    def over(self) -> bool:
-        return monotonic() > self.deadline
 
 
 @dataclass(frozen=True)
@@ -77,7 +65,7 @@ class Search:
         self.known: dict[State, float] = {}
         self.paths: list[Path] = []
         """Longest paths of the plain graph: each bounds every layout."""
-        self.budget = int(limits.effort * (_NODES + _NODES_EACH * judge.num_nodes))
+        self.budget = int(limits.effort * (_NODES + _NODES_EACH[packer.swaps] * judge.num_nodes))
         self.synchronous = not judge.pipe.asynchronous
         self.best: tuple[float, State] | None = None
         self._left = 0.0

@@ -47,9 +47,16 @@ def shortfall(profile: Profile, stages: Sequence[StageFacts], options: Options) 
 
 
 def _stage(
-    profile: Profile, facts: StageFacts, options: Options, before: Floats, *, first: bool, last: bool
+    profile: Profile,
+    facts: StageFacts,
+    options: Options,
+    before: Floats,
+    *,
+    first: bool,
+    last: bool,
+    stop: int | None = None,
 ) -> tuple[Floats, Floats]:
-    """One more stage: the least worst overflow of every prefix, and where its last stage starts."""
+    """One more stage: the least worst overflow of every prefix (up to ``stop``), and where its last stage starts."""
     layers = profile.num_layers
     after = np.full(layers + 1, np.inf)
     origin = np.zeros(layers + 1)
@@ -59,8 +66,11 @@ def _stage(
     recomputed, other, fixed = np.full(layers, np.inf), np.zeros(layers), np.zeros(layers)
     keep = _keep_units(profile, facts, options)
     recompute = options.recompute and facts.units > facts.recomputed
-    for index, layer in enumerate(profile.layers):
-        live = slice(0, index + 1)
+    possible = np.flatnonzero(before < np.inf)
+    begin = int(possible[0]) if len(possible) else layers
+    for index in range(begin, layers if stop is None else stop):
+        layer = profile.layers[index]
+        live = slice(begin, index + 1)
         fixed[live] += lasting_bytes(layer, facts)
         least = np.minimum(recomputed[live], other[live])
         if recompute:
@@ -75,8 +85,8 @@ def _stage(
             + layer.workspace_bytes
         )
         worst = np.maximum(before[live], need + ends[live])
-        origin[index + 1] = best = int(np.argmin(worst))
-        after[index + 1] = worst[best]
+        best = int(np.argmin(worst))
+        origin[index + 1], after[index + 1] = begin + best, worst[best]
     return after, origin
 
 
@@ -85,7 +95,7 @@ def _overflow(
 ) -> float:
     alone = np.full(profile.num_layers + 1, np.inf)
     alone[start] = -np.inf
-    return float(_stage(profile, facts, options, alone, first=first, last=last)[0][stop])
+    return float(_stage(profile, facts, options, alone, first=first, last=last, stop=stop)[0][stop])
 
 
 def _keep_units(profile: Profile, facts: StageFacts, options: Options) -> int:

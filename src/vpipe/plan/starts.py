@@ -18,6 +18,7 @@ from vpipe.balance import proportional
 from vpipe.plan.bounds import Options
 from vpipe.plan.cuts import Cutter
 from vpipe.plan.judge import Array, Judge
+from vpipe.plan.limits import Limits
 from vpipe.plan.packing import Packer
 from vpipe.plan.shortfall import shortfall
 
@@ -28,12 +29,12 @@ _FEW = 3_000
 """Partitions that are all tried before it is said that nothing fits."""
 
 
-def starts(judge: Judge, packer: Packer, options: Options) -> list[Cuts]:
+def starts(judge: Judge, packer: Packer, options: Options, limits: Limits) -> list[Cuts]:
     """Cuts to begin with; none where nothing fits, as far as was found."""
     found: list[Cuts] = []
     pipe = judge.pipe
     if pipe.stages_per_rank == 1:
-        found += Cutter(packer).proposals()
+        found += Cutter(packer, lambda: limits.over).proposals()
         if not found and (short := shortfall(judge.profile, judge.facts, options)).missing <= 0:
             found.append(short.cuts)
         if not found:
