@@ -65,6 +65,28 @@ def test_a_dumb_terminal_gets_no_escape_codes() -> None:
         assert "\x1b" not in on_terminal(*words, TERM="dumb")
 
 
+@pytest.mark.slow
+def test_measuring_planning_and_checking_show_how_far_they_are(tmp_path: Path) -> None:
+    """A bar with what is done now on a terminal; in a pipe, nothing beside the answer."""
+    config, profile = tmp_path / "tiny.yaml", str(tmp_path / "profile.json")
+    config.write_text(
+        "model: {name: gpt, hidden_size: 16, num_layers: 2, num_heads: 2, sequence_length: 8}\n"
+        "dataset: {name: synthetic, batch_size: 8, extra: {vocab_size: 64, num_examples: 32}}\n"
+        "training: {num_microbatches: 4}\nparallel: {model_parallel_size: 2}\nlaunch: {threads: 1}\n"
+    )
+    said = on_terminal("profile", str(config), "-o", profile, "--repeat", "20", TERM="xterm")
+    assert "measuring" in said
+    assert "messages and actions" in said
+    plan = ("plan", str(config), "--profile", profile, "--scheduler", "1f1b", "--check")
+    said = on_terminal(*plan, TERM="xterm")
+    assert "planning" in said
+    assert "checking" in said
+    assert "\x1b" not in on_terminal(*plan, TERM="dumb")
+    piped = subprocess.run([*VPIPE, *plan], capture_output=True, text=True, timeout=60, check=True)
+    assert not piped.stderr
+    assert "checking" not in piped.stdout
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_is_one_sentence(unbuffered: str) -> None:
