@@ -14,6 +14,8 @@ import common
 RANKS, MICROBATCHES, SCHEDULE = 4, 8, "1f1b"
 UNIT = 0.005
 """Seconds of a layer's forward, input gradient and weight gradient where it costs 1."""
+REFERENCE = 4
+"""Steps with the planned partition, before and again after: what this machine makes of it."""
 SLOW_RANK, SLOW_FROM, SLOW_UNTIL = 1, 8, 26
 CASES = {
     "a slow rank that recovers": {"costs": [1.0] * 16, "steps": 40, "slow": True},
@@ -52,20 +54,30 @@ def rank(task: dict[str, Any]) -> None:
         ),
     )
     x = torch.zeros(MICROBATCHES, 16)
-    seconds, partitions = [], []
-    for step in range(task["steps"]):
-        slow = 2.0 if task["slow"] and pipe.rank == SLOW_RANK and SLOW_FROM <= step < SLOW_UNTIL else 1.0
+    seconds, partitions, reference = [], [], []
+
+    def trained(slows: bool) -> float:
+        """Seconds of a step; one rank may be slow."""
+        slow = 2.0 if slows and pipe.rank == SLOW_RANK else 1.0
         for layer, module in pipe.modules().items():
             assert isinstance(module, SleepLayer)
             module.forward_seconds = module.input_grad_seconds = module.weight_grad_seconds = costs[layer] * slow
         dist.barrier()
         begin = time.perf_counter()
-        partitions.append(pipe.partition)
         pipe.train_step(x, x)
         dist.barrier()
-        seconds.append(time.perf_counter() - begin)
+        return time.perf_counter() - begin
+
+    pipe.move(pipe.layout.with_counts(task["planned"]))
+    reference += [trained(task["slow"]) for _ in range(REFERENCE)]
+    pipe.move(pipe.layout.with_counts([len(costs) // RANKS] * RANKS))
+    for step in range(task["steps"]):
+        partitions.append(pipe.partition)
+        seconds.append(trained(task["slow"] and SLOW_FROM <= step < SLOW_UNTIL))
         adapter.after_step(seconds[-1], 1000)
-    common.answer(task, {"seconds": seconds, "partitions": partitions, "decisions": decisions})
+    pipe.move(pipe.layout.with_counts(task["planned"]))
+    reference += [trained(task["slow"]) for _ in range(REFERENCE)]
+    common.answer(task, {"seconds": seconds, "partitions": partitions, "decisions": decisions, "reference": reference})
     dist.destroy_process_group()
 
 
@@ -90,9 +102,10 @@ def planned(costs: list[float], slow: bool) -> tuple[list[int], float]:
 
 def measure(name: str) -> dict[str, Any]:
     case = CASES[name]
-    answers = common.launch(__file__, RANKS, case)
-    seconds, partitions, decisions = (answers[0][key] for key in ("seconds", "partitions", "decisions"))
     wanted, bound = planned(case["costs"], case["slow"])
+    answers = common.launch(__file__, RANKS, case | {"planned": wanted})
+    seconds, partitions, decisions = (answers[0][key] for key in ("seconds", "partitions", "decisions"))
+    reference = statistics.median(answers[0]["reference"])
     begin, end = (SLOW_FROM, SLOW_UNTIL) if case["slow"] else (0, case["steps"])
     bad = statistics.median(seconds[begin + 1 : begin + 3])
     good = statistics.median(seconds[begin + 10 : end])
@@ -103,8 +116,9 @@ def measure(name: str) -> dict[str, Any]:
         "bound": bound,
         "before": bad,
         "after": good,
-        "regained": (bad - good) / (bad - bound),
-        "throughput over bound": bound / good,
+        "reference": reference,
+        "of the planned partition": reference / good,
+        "of the bound": bound / good,
         "last move after": max([d["step"] - begin + 1 for d in moves if begin <= d["step"] < end], default=0),
         "seconds of a move": statistics.median([d["seconds"] for d in moves]) if moves else 0.0,
         "decisions": decisions,
@@ -119,8 +133,9 @@ def table(result: dict[str, Any]) -> str:
     for name, row in result["rows"].items():
         lines.append(
             f"{name}: planned {row['planned']}, reached {row['reached']} after {row['last move after']} steps; step "
-            f"{row['before']:.3f} s → {row['after']:.3f} s, bound {row['bound']:.3f} s: {row['regained']:.1%} regained "
-            f"({row['throughput over bound']:.1%} of the bound's throughput); a move takes "
+            f"{row['before']:.3f} s → {row['after']:.3f} s; {row['of the planned partition']:.1%} of the speed of the "
+            f"planned partition in the same run ({row['reference']:.3f} s), {row['of the bound']:.1%} of the planner's "
+            f"bound ({row['bound']:.3f} s); a move takes "
             f"{row['seconds of a move'] * 1e3:.0f} ms"
             + (f"; after the rank has recovered {row['after recovery']}" if "after recovery" in row else "")
         )
