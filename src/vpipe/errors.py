@@ -28,6 +28,12 @@ def printable(text: str, most: int = 2000) -> str:
     return " ".join(shown.split())
 
 
+def on_one_line(text: str) -> str:
+    """A heading and its lines as one: the lines are numbered, so that they stay apart."""
+    heading, *lines = text.splitlines() or [""]
+    return " ".join([heading.strip(), *(f"({number}) {line.strip()}" for number, line in enumerate(lines, 1))])
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'zb-h1'?``, or an empty string where nothing is near."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -177,6 +178,10 @@ def test_commands_tell_all_of_it(
     assert "model.vocab_size is 20" in said
     assert "holds 3 layers" in said
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
+    if command == "train":  # on the page the problems stay apart
+        sentence = json.loads(next(tmp_path.glob("runs/2*/summary.json")).read_text())["ending"]["sentence"]
+        assert sentence.startswith("2 problems in the config: (1) ")
+        assert " (2) " in sentence
 
 
 @pytest.mark.usefixtures("fresh_directory")

@@ -21,7 +21,7 @@ from vpipe import config as configs
 from vpipe.cli import completion, loading
 from vpipe.cli.options import plugin_option, set_option, with_plugins
 from vpipe.cli.summary import summary_alone
-from vpipe.errors import UserError
+from vpipe.errors import UserError, on_one_line
 from vpipe.rundir import endings, lineage, manifest
 from vpipe.rundir.claim import CLAIMED, Claim
 from vpipe.rundir.endings import Ending, EndingKind
@@ -152,7 +152,7 @@ def _refuse(config: configs.PipelineConfig, taken: Claim) -> None:
     try:
         loading.refuse(config, here=not _elsewhere(config))
     except UserError as error:
-        _conclude(taken, Ending.of(EndingKind.FAILED, " ".join(error.sentence.split()), endings.MISTAKE))
+        _conclude(taken, Ending.of(EndingKind.FAILED, on_one_line(error.sentence), endings.MISTAKE))
         raise
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from vpipe.errors import UserError, printable
+from vpipe.errors import UserError, on_one_line, printable
 from vpipe.launch.environment import SECRET
 from vpipe.launch.first_cause import IN_ORDER, Report, Verdict
 from vpipe.launch.output import Output
@@ -287,7 +287,7 @@ class Launch:
         if self._broken:
             lines = [printable(line) for line in self._broken.splitlines()]
             self._output.say("\n  ".join(("vpipe: " + lines[0], *lines[1:])))
-            self.ending = Ending.of(EndingKind.FAILED, " ".join(lines), self._code)
+            self.ending = Ending.of(EndingKind.FAILED, on_one_line("\n".join(lines)), self._code)
             return self.ending.code
         return self._verdict.exit_code()
 

@@ -124,5 +124,7 @@ def _tried(run: RunDirectory, profile: Profile) -> Iterator[Remedy]:
             continue
         gain = now / found.step_time if found.step_time else 1.0
         cut = _cut(found.layout.counts)
-        words = f"{'Cut into' if same else f'{name} with'} {cut}, a step is predicted to be {gain:.2f}× as fast."
+        words = (
+            f"{'Cut into' if same else f'By {name}, cut into'} {cut}, a step is predicted to be {gain:.2f}× as fast."
+        )
         yield Remedy(words, f"{base} --scheduler {name}", gain)
