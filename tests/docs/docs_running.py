@@ -120,6 +120,7 @@ class Reader:
     def _fork(self, job: dict[str, Any], serves: bool = False) -> tuple[int, str]:
         assert self.forks.stdin is not None
         assert self.forks.stdout is not None
+        self.out.unlink(missing_ok=True)  # what the command before said is not read for this one's
         self.forks.stdin.write(json.dumps({"folder": str(self.folder), "out": str(self.out)} | job) + "\n")
         self.forks.stdin.flush()
         child = json.loads(self.forks.stdout.readline())
