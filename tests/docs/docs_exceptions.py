@@ -39,6 +39,8 @@ PLACEHOLDERS = {
     "runs/2026-11-16T10-00-00": "runs/resumed",
 }
 """What a reader puts in the place of a word."""
+PROFILED = "configs/default.yaml"
+"""The CONFIG of commands that name a profile: it is of this one."""
 
 _BERT = (
     *("model.hidden_size=16", "model.num_heads=2"),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from docs_exceptions import PLACEHOLDERS, SERVERS, SHORT, SMALL
+from docs_exceptions import PLACEHOLDERS, PROFILED, SERVERS, SHORT, SMALL
 from docs_reading import ROOT
 
 COPIED = ("configs", "docs", "examples", "scripts", "driver.py", "gpipe_runner.py", "README.md", "pyproject.toml")
@@ -141,8 +141,8 @@ class Reader:
 
 def smaller(words: list[str]) -> list[str]:
     """The same command with what a reader fills in, and with what makes its run short."""
-    for place, (old, new) in ((n, item) for n in range(len(words)) for item in PLACEHOLDERS.items()):
-        words[place] = new if words[place] == old else words[place]
+    chosen = PLACEHOLDERS | ({"CONFIG": PROFILED} if "--profile" in words else {})
+    words = [chosen.get(word, word) for word in words]
     words = [f"{word}-{abs(hash(tuple(words))) % 10**6}" if word == "DIR" else word for word in words]
     program = next((word for word in words if word in ("train", "parity", "compare", "profile", "plan")), "")
     if "gpipe_runner.py" in words:
