@@ -28,6 +28,9 @@ def test_the_doctor_proves_devices(capsys: pytest.CaptureFixture[str], monkeypat
     assert code_of("doctor", "--devices", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["equal"]
+    assert found["wrong_messages"] == []
+    assert found["facts"]["backend"] == "fakenccl"
+    assert all(found["overlap"][name] > 0 for name in ("compute", "copy", "together"))
     assert {"1f1b", "zb-v", "pipedream"} <= {proof["schedule"] for proof in found["proofs"]}
 
 
@@ -42,7 +45,10 @@ def test_the_doctor_sees_a_forgotten_wait(
     monkeypatch.setattr(device, "NUM_STEPS", 1)
     emulated.settings(lazy=1)
     assert code_of("doctor", "--devices") == 1
-    assert "DIFFERS" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "DIFFERS" in said
+    assert "8 × emulated accelerator" in said
+    assert "hidden" in said
 
 
 @pytest.mark.parametrize(

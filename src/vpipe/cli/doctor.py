@@ -41,19 +41,33 @@ def command(as_json: bool, devices: bool) -> int:
 
 def _prove(as_json: bool) -> int:
     """A line for each schedule as it is done."""
-    from vpipe.train.proof.device import prove
+    from vpipe.train.proof.device import accelerator, prove
+    from vpipe.train.proof.device_links import facts, messages, overlap
 
     found = []
+    kind = accelerator()
+    known = facts(kind)
+    if not as_json:
+        click.echo("  ".join(f"{name} {value}" for name, value in known.items()))
     for proof in prove():
         found.append(proof)
         if not as_json:
             verdict = click.style("equal", fg="green") if proof.equal else click.style("DIFFERS", fg="red")
             what = f"{proof.schedule:<16} {proof.num_ranks} devices  {proof.options:<14}"
             click.echo(f"{what} {verdict}  {proof.seconds:5.1f} s  {proof.detail}".rstrip())
-    equal = all(proof.equal for proof in found)
+    wrong, beside = messages(kind), overlap(kind)
+    equal = all(proof.equal for proof in found) and not wrong
     if as_json:
-        click.echo(json.dumps({"equal": equal, "proofs": [proof._asdict() for proof in found]}))
+        told = {"facts": known, "equal": equal, "proofs": [proof._asdict() for proof in found]}
+        click.echo(json.dumps(told | {"wrong_messages": wrong, "overlap": beside._asdict()}))
     else:
+        click.echo(
+            f"messages         {'DIFFER: ' + ', '.join(wrong) if wrong else 'equal, of every kind, there and back'}"
+        )
+        click.echo(
+            f"overlap          products {beside.compute * 1e3:.1f} ms, copy {beside.copy * 1e3:.1f} ms, both "
+            f"{beside.together * 1e3:.1f} ms: {beside.hidden:.0%} hidden"
+        )
         number = sum(proof.equal for proof in found)
         click.echo(f"{number} of {len(found)} schedules are equal on several devices and on one")
     return int(not equal)

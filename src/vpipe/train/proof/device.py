@@ -35,22 +35,28 @@ class Proof(NamedTuple):
     seconds: float
 
 
-def prove() -> Iterator[Proof]:
-    """Every schedule on the devices of this machine; the slowest part is torch's first use of a device."""
+def accelerator() -> str:
+    """The type of this machine's accelerators, of which the proof needs two."""
     if not torch.accelerator.is_available():
         raise UserError(f"torch finds no accelerator on this machine; {to_have_one()}, or leave --devices out")
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
+    offered = torch.accelerator.current_accelerator()
+    assert offered is not None
     found = torch.accelerator.device_count()
     if found < 2:
         raise UserError(
-            f"this machine has {found} {accelerator.type} device, but the proof compares several with one; "
+            f"this machine has {found} {offered.type} device, but the proof compares several with one; "
             "run it where there are two"
         )
-    num_ranks = min(found, MOST_RANKS)
+    return offered.type
+
+
+def prove() -> Iterator[Proof]:
+    """Every schedule on the devices of this machine; the slowest part is torch's first use of a device."""
+    kind = accelerator()
+    num_ranks = min(torch.accelerator.device_count(), MOST_RANKS)
     variants: list[dict[str, Any]] = [{}, {"recompute": 0.5}, {"swap": 1.0}]
     for number, entry in enumerate(catalog.entries()):
-        yield _proof(entry.name, accelerator.type, num_ranks, variants[number % len(variants)])
+        yield _proof(entry.name, kind, num_ranks, variants[number % len(variants)])
 
 
 def _proof(schedule: str, kind: str, num_ranks: int, options: dict[str, Any]) -> Proof:

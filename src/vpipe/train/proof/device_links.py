@@ -1,0 +1,105 @@
+"""What ``vpipe doctor --devices`` finds out beside equal schedules: what the devices are, whether messages of every
+kind cross between two of them unchanged, and how much of a copy hides behind compute."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vpipe.runtime.device import compute_stream, current, own_memory
+from vpipe.runtime.transport.handover import HandoverStreams, taken
+from vpipe.runtime.vendors import device_name
+
+SIZE, PRODUCTS = 1024, 8
+"""Of the matrices that keep a device busy while a copy is under way, and how many products."""
+COPY = 1 << 24
+"""Bytes of that copy."""
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+
+
+class Overlap(NamedTuple):
+    """Seconds of the products alone, of the copy alone, and of both at once."""
+
+    compute: float
+    copy: float
+    together: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of the shorter one that the longer one hides."""
+        shorter = min(self.compute, self.copy)
+        return max(0.0, min(1.0, (self.compute + self.copy - self.together) / shorter)) if shorter else 0.0
+
+
+def facts(kind: str) -> dict[str, str]:
+    """What to send back beside the results."""
+    first = torch.device(kind, 0)
+    memory = own_memory(first)
+    try:
+        backend = dist.get_default_backend_for_device(first)
+    except ValueError:
+        backend = "none"
+    return {
+        "torch": torch.__version__,
+        "devices": f"{torch.accelerator.device_count()} × {device_name([torch.empty(0, device=first)])}",
+        "memory": f"{memory / 2**30:.1f} GiB" if memory else "n/a",
+        "backend": backend,
+    }
+
+
+def messages(kind: str) -> list[str]:
+    """Kinds of tensors that did not cross from device 0 to device 1 and back as they were."""
+    here, there = torch.device(kind, 0), torch.device(kind, 1)
+    lanes = HandoverStreams(here, there), HandoverStreams(there, here)
+    wrong = []
+    for dtype in _DTYPES:
+        base = (torch.arange(600) % 101).to(dtype).view(20, 30)
+        for name, value in {"plain": base, "turned": base.t(), "sliced": base[:, ::2], "scalar": base[3, 4]}.items():
+            if not torch.equal(_there_and_back(value, lanes), value):
+                wrong.append(f"{name} {dtype}")
+    return wrong
+
+
+def _there_and_back(value: Tensor, lanes: tuple[HandoverStreams, HandoverStreams]) -> Tensor:
+    carried: Tensor = value.to(lanes[0].source)
+    for lane in lanes:
+        with current(lane.source):
+            on_its_way = lane.carry(carried)
+        with current(lane.target):
+            carried = taken(on_its_way, lane.target).clone()  # by the compute stream, which must have waited
+    return carried.cpu()
+
+
+def overlap(kind: str) -> Overlap:
+    """Matrix products on device 0 and a copy from it to device 1, each alone and both at once."""
+    here, there = torch.device(kind, 0), torch.device(kind, 1)
+    lane = HandoverStreams(here, there)
+    with current(here):
+        matrix, bytes_ = torch.ones(SIZE, SIZE, device=here), torch.ones(COPY, dtype=torch.uint8, device=here)
+
+        def timed(computes: bool, copies: bool) -> float:
+            torch.accelerator.synchronize(here)
+            begin = perf_counter()
+            carried = lane.carry(bytes_) if copies else None
+            for _ in range(PRODUCTS if computes else 0):
+                matrix @ matrix
+            compute_stream(here).synchronize()
+            if carried is not None and carried.arrived is not None:
+                carried.arrived.synchronize()
+            return perf_counter() - begin
+
+        timed(True, True)
+        return Overlap(timed(True, False), timed(False, True), timed(True, True))
