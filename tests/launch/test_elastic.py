@@ -13,9 +13,11 @@ import pytest
 import yaml
 from running import Running
 
+from vpipe.errors import UserError
 from vpipe.launch import chaos
 from vpipe.rundir.crew import Roster
 from vpipe.rundir.manifest import checkpoints
+from vpipe.train.sizes import refuse_sizes
 
 CONFIG: dict[str, Any] = {
     "model": {
@@ -120,20 +122,36 @@ def test_the_judge_sees_one_stale_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["launch.elastic='4:5'"], "launch.elastic is 4:5, but the run has 3 ranks"),
-        (["launch.elastic='2:3'", "parallel.transport=inprocess"], "needs a process for every rank"),
-        (["launch.elastic='2:3'", "parallel.scheduler=async_threaded"], "worker threads"),
-        (["launch.elastic='2:3'", "parallel.recompute=[0.5, 0.5, 0]"], "parallel.recompute says something about each"),
-        (["launch.elastic='3:9'"], "9"),
-        (["launch.elastic='3:3'", "launch.machines=['a:0', 'b:0', 'c:0']"], "by ssh"),
+        ({"launch": {"elastic": "4:5"}}, "launch.elastic is 4:5, but the run has 3 ranks"),
+        ({"parallel": {"transport": "inprocess"}}, "needs a process for every rank"),
+        ({"parallel": {"scheduler": "async_threaded"}}, "worker threads"),
+        ({"parallel": {"recompute": [0.5, 0.5, 0.0]}}, "parallel.recompute says something about each"),
+        ({"parallel": {"device": "cuda"}}, "not on cuda"),
+        ({"parallel": {"adapt": "on"}}, "parallel.adapt: on"),
+        ({"launch": {"elastic": "3:9"}}, "9"),
+        ({"launch": {"machines": ["a:0", "b:0", "c:0"]}}, "by ssh"),
     ],
 )
-def test_what_cannot_be_elastic_is_refused_in_a_sentence(config: Path, changes: list[str], words: str) -> None:
-    sets = [word for change in changes for word in ("--set", change)]
-    done = vpipe("train", config, *sets)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert words in done.stderr
+def test_what_cannot_be_elastic_is_refused_in_a_sentence(changes: dict[str, Any], words: str) -> None:
+    values = json.loads(json.dumps(CONFIG))
+    values["launch"]["elastic"] = "2:4"
+    for section, inner in changes.items():
+        values[section].update(inner)
+    with pytest.raises(UserError, match=words):
+        refuse_sizes(values)
+
+
+def test_a_refusal_has_exit_code_2(config: Path) -> None:
+    done = vpipe("train", config, "--elastic", "4:5")
+    assert done.returncode == 2
+    assert "launch.elastic is 4:5" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_cluster_job_is_refused_before_it_waits_in_a_queue(config: Path) -> None:
+    done = vpipe("submit", config, "--dry-run", "--set", "launch.elastic='2:3'")
+    assert done.returncode == 2
+    assert "launch.elastic is 2:3" in done.stderr
 
 
 def test_moves_are_refused_in_a_sentence(config: Path) -> None:

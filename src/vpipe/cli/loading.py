@@ -11,6 +11,7 @@ from typing import Any
 from vpipe import config as configs
 from vpipe.cli.names import KNOWN
 from vpipe.config import Loaded, PipelineConfig, Problem
+from vpipe.errors import UserError
 
 
 def load(path: Path | str, overrides: Sequence[str] = (), scheduler: str | None = None) -> Loaded:
@@ -23,6 +24,11 @@ def load_for_elsewhere(path: Path | str, overrides: Sequence[str] = (), schedule
     from vpipe.train import preflight
 
     loaded = load(path, overrides, scheduler)
+    if loaded.config.launch.elastic is not None:
+        raise UserError(
+            f"launch.elastic is {loaded.config.launch.elastic}, but ranks that a cluster starts cannot come and go "
+            "yet; remove it: a job that is queued again goes on from its checkpoints"
+        )
     refuse(loaded.config, here=False)
     unseen = [
         f"{configs.dotted(key)} {file} is not on this machine, so it was not checked with the rest"

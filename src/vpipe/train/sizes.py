@@ -11,7 +11,6 @@ from typing import Any
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.schedule import catalog
-from vpipe.train import preflight
 
 
 def resized(config: PipelineConfig, num_ranks: int) -> PipelineConfig:
@@ -56,6 +55,8 @@ def bounds(config: PipelineConfig) -> tuple[int, int]:
 
 def refuse_sizes(config: dict[str, Any]) -> None:
     """Before any rank starts: the run must be able to have its fewest and its most ranks, too."""
+    from vpipe.train import preflight  # torch, which a launcher need not load
+
     checked = PipelineConfig.from_dict(config)
     for num_ranks in dict.fromkeys((checked.num_ranks, *bounds(checked))):
         preflight.refuse(resized(checked, num_ranks).to_dict())
