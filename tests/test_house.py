@@ -60,7 +60,6 @@ ALIKE = {"models"}
 TWO_MEANINGS = {
     "Transport": "schedule's is how a link behaves in a simulation (public), runtime's is what carries messages",
     "Options": "plan's is what a plan may use, runtime's is what a pipeline is told",
-    "Seat": "launch's is a place in a Ray cluster, schedule's a rank's role for a stage",
 }
 """Class names that stand for two things. The list may only get shorter."""
 

@@ -48,7 +48,7 @@ class RayJob:
     threads: int = 0
 
 
-class Seat:
+class RayRank:
     """One rank's place in the cluster."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ def _places(ray: Any, job: RayJob, show: Show) -> Any:
 def _seats(ray: Any, job: RayJob, places: Any) -> list[Any]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    actor = ray.remote(Seat)
+    actor = ray.remote(RayRank)
     return [
         actor.options(
             num_cpus=job.cpus_per_task,
