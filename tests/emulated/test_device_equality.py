@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from functools import lru_cache
 from typing import Any
 
@@ -52,6 +54,22 @@ def test_every_schedule_on_four_devices(schedule: str, emulated: Any) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "pipedream"])
 def test_eight_devices(schedule: str, mode: str) -> None:
     assert_equal(trained(plain(16), "emu", schedule, **options_of(schedule, 8)), on_cpu(schedule, 8))
+
+
+WHOLE = [
+    (schedule, ranks, mode) for schedule in SCHEDULES for ranks in (2, 4, 8) for mode in ("as-is", "lazy", "delays")
+]
+"""Everything; EMULATED_WHOLE=1 runs it, EMULATED_SEED chooses which few are run without."""
+SOME = random.Random(int(os.environ.get("EMULATED_SEED", "0"))).sample(WHOLE, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "num_ranks", "mode_name"), WHOLE if os.environ.get("EMULATED_WHOLE") else SOME)
+def test_the_whole_catalogue(schedule: str, num_ranks: int, mode_name: str, emulated: Any) -> None:
+    emulated.settings(**emulated.MODES[mode_name])
+    num_layers = 8 if num_ranks <= 4 else 16
+    found = trained(plain(num_layers), "emu", schedule, **options_of(schedule, num_ranks))
+    assert_equal(found, on_cpu(schedule, num_ranks))
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -4,7 +4,8 @@
     lane                   └─ wait ─ copy ─ copy ─ … ─ arrived ──┘
     host      goes on at once; whoever needs the bytes waits for "arrived"
 
-The next kernels of the compute stream wait until the copies are made, since they may change what is copied.
+The next kernels of the compute stream wait until the copies are made, since they may change what is copied, or get its
+memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vpipe.runtime.device import compute_stream, current, is_host, share
+from vpipe.runtime.device import compute_stream, current, is_host
 
 
 class Departures:
@@ -33,7 +34,6 @@ class Departures:
                 lane.wait_event(compute_stream(tensor.device).record_event())
         with lane:
             place.copy_(tensor, non_blocking=True)
-        share([tensor], lane)
 
     def arrivals(self) -> list[torch.Event]:
         """Events after which everything is there; the devices go on after them."""
