@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -202,6 +203,28 @@ def test_clipping_is_by_the_norm_of_all_stages() -> None:
         pipe.train_step(*model.data(8, 0))
         norms |= {engine.updater.last_norm for engine in pipe.engines}
     assert len(norms) == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_users_optimizer_steps_as_it_does_in_a_plain_loop(fused: bool) -> None:
+    """A fused Adam rounds otherwise than a plain one: whoever gives it gets its bits, and nobody else."""
+
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.01, fused=True if fused else None)
+
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    plain = copy.deepcopy(nn.Sequential(*layers))
+    pipe = Pipeline(layers, mse, schedule="1f1b", num_microbatches=4, num_ranks=2, optimizer=adam)
+    optimizer = adam(plain.parameters())
+    for _ in range(3):
+        x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+        pipe.train_step(x, y)
+        for unit, goal in zip(x.chunk(4), y.chunk(4), strict=True):
+            (mse(plain(unit), goal) * 0.25).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert differing(pipe.state_dict(), plain.state_dict()) == []
 
 
 def test_a_loss_scale_grows_after_an_interval_of_good_steps_and_never_falls_below_one() -> None:
