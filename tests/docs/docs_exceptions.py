@@ -33,7 +33,7 @@ NOT_HERE = {
 PLACEHOLDERS = {
     "CONFIG": "configs/gpt_small_cpu.yaml",
     "COMMAND": "train",
-    "RUN": "runs/latest",
+    "RUN": "runs/resumed",
     "NAME": "zb-h1",
     "FILE": "profile.json",
     "runs/2026-11-16T10-00-00": "runs/resumed",

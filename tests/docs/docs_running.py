@@ -113,7 +113,7 @@ class Reader:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=100,
+            timeout=300,
         )
         return done.returncode, done.stdout
 
