@@ -32,11 +32,11 @@ def rank(task: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from vpipe import Pipeline
+    from vpipe.balance import even_partition
     from vpipe.config import PipelineConfig
     from vpipe.plan.costs import Profile
     from vpipe.plan.profile import Measuring, measure_layers
     from vpipe.plan.transfer import empty_pipeline, measure_link, measure_overhead
-    from vpipe.runtime.flow import even_partition
     from vpipe.runtime.microbatches import Microbatches
     from vpipe.schedule import catalog
     from vpipe.train.measure.profile import first_unit
@@ -114,10 +114,10 @@ def group(
 
     The profile is made by two ranks, one for each core: more would measure how they wait for a core.
     """
+    from vpipe.balance import even_partition
     from vpipe.plan.costs import profile_from_json
     from vpipe.plan.layout import PlannedLayout
     from vpipe.plan.predict import Machine, Pipe, predict
-    from vpipe.runtime.flow import even_partition
 
     cases = [(schedule, count) for count in counts for schedule in SCHEDULES]
     task = {"config": config, "repeats": repeats}
