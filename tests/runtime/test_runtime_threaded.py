@@ -60,7 +60,7 @@ def test_a_worker_for_each_microbatch() -> None:
     )
     x = torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, WIDTH)
     pipe.train_step(x, torch.zeros(8, WIDTH), update=False)
-    assert seen == {f"vpipe-rank0-unit{unit}": {unit} for unit in range(4)}
+    assert seen == {f"vpipe-rank0-microbatch{unit}": {unit} for unit in range(4)}
 
 
 def test_waiting_for_a_message_does_not_hold_the_device() -> None:
