@@ -151,6 +151,14 @@ def test_slurms_words_become_torchs() -> None:
     }
 
 
+@pytest.mark.parametrize("shown", [{"SLURM_GPUS_PER_TASK": "1"}, {"SLURM_GPU_BIND": "per_task:1"}])
+def test_a_task_that_is_shown_its_own_devices_takes_the_first(shown: dict[str, str]) -> None:
+    found = from_slurm(STEP | shown, scontrol)
+    local = int(found["LOCAL_RANK"])
+    assert [int(index) for index in found["VPIPE_DEVICES"].split(",")][local] == 0
+    assert "VPIPE_DEVICES" not in from_slurm(STEP, scontrol)
+
+
 @pytest.mark.parametrize(
     "environment",
     [
