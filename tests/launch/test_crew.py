@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import os
 import random
 
 from vpipe.launch.crew import Crew, MemberState
+from vpipe.launch.elastic import Elastic, ElasticLaunch
+from vpipe.launch.output import Output
 
 
 def running(num_ranks: int, least: int = 1, by: int = 1) -> Crew:
@@ -80,6 +84,22 @@ def test_those_that_had_finished_take_part_again() -> None:
         crew.finished(slot, 2)
     assert crew.all_finished
     assert crew.gone(1)
+
+
+def test_a_run_that_has_lost_its_last_rank_ends() -> None:
+    """It waited for ranks that had been lost before and were never replaced."""
+    output = Output(io.BytesIO(), io.BytesIO(), 2, None, False)
+    launch = ElasticLaunch(2, output, lambda: 1.0, Elastic(1, 2, replaces=False))
+    given = [fd for slot in (0, 1) for fd in launch._streams(slot)]
+    for slot in (0, 1):
+        launch._obey(slot, {"ready": True})
+    launch._ended(0, -9)
+    assert not launch._verdict.all_ended
+    launch._ended(1, -9)
+    assert launch._verdict.all_ended
+    assert launch._verdict.failed
+    for fd in (*given, *launch._shared):
+        os.close(fd)
 
 
 def test_at_no_time_are_there_two_epochs() -> None:

@@ -66,13 +66,20 @@ def command(
     words = ["train", str(config)]
     for override in (*overrides, f"checkpoint.interval={kept}", "checkpoint.directory=null", "launch.elastic=null"):
         words += ["--set", override]
+    replaces = loaded.launch.on_loss == "replace"
     chance, found = random.Random(seed), ChaosResult()
     blows = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
     chance.shuffle(blows)
     with ExitStack() as stack:
         folder = output_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vpipe-chaos-")))
         folder.mkdir(parents=True, exist_ok=True)
-        breaker = Breaker(words, ["--elastic", chosen], folder, lambda text: click.echo(text, err=True))
+        breaker = Breaker(
+            words,
+            ["--elastic", chosen],
+            folder,
+            loaded.launch.on_loss == "replace",
+            lambda text: click.echo(text, err=True),
+        )
         whole = breaker.undisturbed()
         while blows and not found.problems:
             before = len(blows)

@@ -60,6 +60,8 @@ class Breaker:
     command: Sequence[str]
     elastic: Sequence[str]
     folder: Path
+    replaces: bool = True
+    """Whether a lost rank comes back; else none is hit where the run could not go on with fewer."""
     say: Callable[[str], None] = lambda text: None
 
     def undisturbed(self) -> Path:
@@ -101,6 +103,8 @@ class Breaker:
         """Wait for the moment, then hit a rank; whether it was hit."""
         roster = Roster.read(directory)
         if roster is None or not roster.pids or not (roster.has_stepped or chance.random() < IMPATIENT * POLL):
+            return False
+        if not self.replaces and len(roster.pids) <= roster.least:
             return False
         time.sleep(chance.random() ** 2 * 0.5)
         slot = chance.choice(sorted(roster.pids))

@@ -159,6 +159,10 @@ class ElasticLaunch(Launch):
             self._begin_if_all_are_ready()
 
     def _ended(self, rank: int, status: int) -> None:
+        self._take_leave(rank, status)
+        self._count()
+
+    def _take_leave(self, rank: int, status: int) -> None:
         """A process has ended: as it should, by a failure of its own, or lost."""
         shown, was_rank = self._shown_as(rank), rank in self._crew.ranks
         done = self._crew.gone(rank) or status in (0, *IN_ORDER)
@@ -170,11 +174,9 @@ class ElasticLaunch(Launch):
         if rank in self._released:
             self._released.discard(rank)
             self._fill()
-            self._count()
             return
         if done or rank in self._verdict.reports or self._stop_signal or self._verdict.ended_by_us or status > 0:
             self._verdict.ended(rank, 0 if done and status < 0 else status)
-            self._count()
             return
         why = f"rank {shown} was killed by {signal_name(-status)}"
         if self._crew.in_vain >= MOST_IN_VAIN:
