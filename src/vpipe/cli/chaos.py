@@ -77,7 +77,7 @@ def command(
             words,
             ["--elastic", chosen],
             folder,
-            loaded.launch.on_loss == "replace",
+            replaces,
             lambda text: click.echo(text, err=True),
         )
         whole = breaker.undisturbed()
