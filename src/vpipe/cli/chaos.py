@@ -15,6 +15,7 @@ import click
 
 from vpipe.cli import loading
 from vpipe.cli.options import plugin_option, set_option, with_plugins
+from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 
 
@@ -62,10 +63,6 @@ def command(
     loaded = loading.load(config, overrides).config
     size = f"{loaded.num_ranks}:{loaded.num_ranks}"
     chosen = elastic or loaded.launch.elastic or size
-    kept = loaded.checkpoint.interval if loaded.checkpoint.interval >= 0 else 2**31
-    words = ["train", str(config)]
-    for override in (*overrides, f"checkpoint.interval={kept}", "checkpoint.directory=null", "launch.elastic=null"):
-        words += ["--set", override]
     replaces = loaded.launch.on_loss == "replace"
     chance, found = random.Random(seed), ChaosResult()
     blows = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
@@ -73,13 +70,7 @@ def command(
     with ExitStack() as stack:
         folder = output_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vpipe-chaos-")))
         folder.mkdir(parents=True, exist_ok=True)
-        breaker = Breaker(
-            words,
-            ["--elastic", chosen],
-            folder,
-            replaces,
-            lambda text: click.echo(text, err=True),
-        )
+        breaker = Breaker(_words(config, loaded, overrides), ["--elastic", chosen], folder, replaces, _say)
         whole = breaker.undisturbed()
         while blows and not found.problems:
             before = len(blows)
@@ -93,6 +84,17 @@ def command(
                 )
     _tell(found, as_json)
     return 1 if found.problems else 0
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _words(config: Path, loaded: PipelineConfig, overrides: tuple[str, ...]) -> list[str]:
+    """The command that both runs share; each writes at least its last checkpoint, into its own directory."""
+    kept = loaded.checkpoint.interval if loaded.checkpoint.interval >= 0 else 2**31
+    own = (f"checkpoint.interval={kept}", "checkpoint.directory=null", "launch.elastic=null")
+    return ["train", str(config), *(word for override in (*overrides, *own) for word in ("--set", override))]
 
 
 def _tell(found: Any, as_json: bool) -> None:
