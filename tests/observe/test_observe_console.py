@@ -51,6 +51,14 @@ def test_a_log_gets_plain_whole_lines() -> None:
     assert lines[-1].startswith("done: 20 iterations, in 10s, loss 8.3421, 12,000 tokens/s")
 
 
+def test_a_process_that_went_on_from_another_says_where() -> None:
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start(FACTS)
+    console.finish({"total_iterations": 157, "iterations_done": 256, "total_time_seconds": 30.0})
+    assert "done: 157 iterations (from 99 to 256), in 30s" in stream.getvalue()
+
+
 def test_vpipes_line_is_kept() -> None:
     stream = io.StringIO()
     text = run(Console(stream, line_format="vpipe-line"), stream)

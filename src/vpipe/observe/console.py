@@ -100,7 +100,9 @@ class Console:
             self._live = None
         if self._last and self._live_wanted:
             self._say(self._line(self._last))
-        parts = [f"{summary.get('total_iterations', self._last.get('iteration', 0))} iterations"]
+        trained = int(summary.get("total_iterations", self._last.get("iteration", 0)))
+        reached = int(summary.get("iterations_done", trained))  # more where this process has gone on from another
+        parts = [f"{trained} iterations{f' (from {reached - trained} to {reached})' if reached > trained else ''}"]
         parts.append(f"in {duration(float(summary.get('total_time_seconds') or monotonic() - self._began))}")
         loss = summary.get("final_loss", self._last.get("loss"))
         parts.append(f"loss {_number(loss, '.4f')}")
