@@ -142,7 +142,7 @@ def test_the_verifier_refuses_an_order_that_hangs() -> None:
 
 def waits_for_each_other(rank: int) -> list[float]:
     """The order of ``HANGS``, with messages whose forms both ends know."""
-    transport, device = between_devices(rank, timeout=0.5)
+    transport, device = between_devices(rank, timeout=4.0)
     forward, backward = Envelope(0, 0, 1, 0, 0), Envelope(0, 1, 0, 0, 1)
     mine, theirs = (forward, backward) if rank == 0 else (backward, forward)
     found = []
@@ -162,7 +162,7 @@ def waits_for_each_other(rank: int) -> list[float]:
 
 @pytest.mark.slow
 def test_the_emulation_hangs_in_that_order_and_says_where() -> None:
-    said = on_ranks(waits_for_each_other, 2, timeout=3, wait=40)
+    said = on_ranks(waits_for_each_other, 2, timeout=10, wait=60)
     assert all(isinstance(each, str) for each in said), said
     assert any("timed out" in each and "p2p" in each for each in said), said
 
