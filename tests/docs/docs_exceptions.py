@@ -15,10 +15,11 @@ NOT_HERE = {
     r"vpipe submit .*--follow.*": "tests/launch/test_slurm.py",
     r"vpipe submit CONFIG --nodes 2": "tests/launch/test_slurm.py",
     r"vpipe submit .* --to ray .*": "tests/launch/test_ray.py, without the GPU",
+    r"vpipe scale runs/latest 3": "needs a run that is going on; tests/launch/test_elastic.py has one",
     r"kubectl .*": "no Kubernetes here",
     r"ssh .*": "machines that are not here; tests/launch/test_ssh.py has a real sshd",
     r"python -m vpipe\.launch\.remote": "the other end of an ssh; tests/launch/test_ssh.py",
-    r"(python -m )?pytest .*": "these tests are in this suite",
+    r"(EMULATED_WHOLE=1 )?(python -m )?pytest .*": "these tests are in this suite",
     r"python benchmarks/.*": "minutes each; tests of their parts and benchmarks/README.md have their figures",
     r"(?s)vpipe compare configs/default\.yaml .*--repeats 2.*": "minutes; the other comparisons of the pages run here",
     r"wandb sync": "uploads to a service",
@@ -67,6 +68,9 @@ SHORT = {"compare": ("--iterations", "2", "--repeats", "1"), "profile": ("--repe
 
 SERVERS = ("dashboard", "playground")
 """Commands that show a page until they are interrupted."""
+
+BEFORE = {"vpipe train configs/default.yaml --resume latest": "vpipe train configs/default.yaml"}
+"""Command → what its reader did last: the latest run is of this config."""
 
 EXIT_CODES: dict[str, int] = {}
 """Commands that are meant to end with another code than 0."""

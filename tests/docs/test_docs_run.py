@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from docs_exceptions import EXIT_CODES, NOT_HERE
+from docs_exceptions import BEFORE, EXIT_CODES, NOT_HERE
 from docs_reading import PAGES, ROOT, Block, blocks
 from docs_running import Reader
 
@@ -75,6 +75,7 @@ def test_commands(reader: Reader, block: Block) -> None:
         if line in DONE and not line.startswith("vpipe simulate"):
             continue
         if not not_here(line):
+            assert line not in BEFORE or reader.command(BEFORE[line])[0] == 0
             code, said = reader.command(line)
             assert code == EXIT_CODES.get(line, 0), f"{line}\n{said}"
             assert "Traceback" not in said
@@ -86,7 +87,7 @@ def test_commands(reader: Reader, block: Block) -> None:
 def agrees(comment: str, said: str) -> None:
     """``makespan 33, peak activations 4 3 2 1`` behind a command: its output has these figures."""
     for figure in re.findall(r"makespan (\d[\d.]*)", comment) + re.findall(r"^(\d[\d.]*)$", comment):
-        assert re.search(rf"makespan {re.escape(figure)}\b", said), (comment, said)
+        assert re.search(rf"makespan +{re.escape(figure)}\b", said), (comment, said)
     for several in re.findall(r"(?<!\d)\d+(?: \d+){3}(?!\d)", comment):
         assert re.search(rf"(?<!\d){several}(?!\d)", said), (comment, said)
 

@@ -9,17 +9,20 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from train_runs import tiny
 
 from vpipe.observe.measured import Measured
 from vpipe.observe.payload import recorded
 from vpipe.observe.rundir import open_run
+from vpipe.runtime.assembly import gather_text
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.inprocess import Hub
 from vpipe.schedule.action import Kind
@@ -92,6 +95,11 @@ def test_ranks_of_one_machine_ask_nobody(tmp_path: Path) -> None:
     assert all(early(step) <= 0 for step in steps)
 
 
+def numbers_of_all(transport: Transport, numbers: list[float]) -> list[list[float]]:
+    blocks = transport.all_gather(torch.tensor(numbers, dtype=torch.float64), range(2), [len(numbers)] * 2)
+    return [block.tolist() for block in blocks]
+
+
 @pytest.mark.parametrize(("again", "asked"), [(0.0, [0, 1, 2, 3]), (1e9, [0, 1])])
 def test_all_ask_again_when_rank_0_says_so(again: float, asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "AGAIN", again)
@@ -100,7 +108,10 @@ def test_all_ask_again_when_rank_0_says_so(again: float, asked: list[int], monke
 
     def rank(transport: Transport) -> None:
         pipeline: Any = SimpleNamespace(
-            engines=[SimpleNamespace(rank=transport.rank, transport=transport)], placement=SimpleNamespace(num_ranks=2)
+            is_leader=not transport.rank,
+            transport=transport,
+            gather=partial(gather_text, transport),
+            gather_numbers=partial(numbers_of_all, transport),
         )
         mine = clocks.Clocks(pipeline)
         for iteration in range(4):
