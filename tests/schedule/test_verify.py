@@ -7,9 +7,11 @@ from itertools import product
 
 import pytest
 
+from vpipe.schedule.action import parse
 from vpipe.schedule.catalog import build
 from vpipe.schedule.grid import around
 from vpipe.schedule.lower import lower
+from vpipe.schedule.placement import two_ways
 from vpipe.schedule.program import Program, Versions
 from vpipe.schedule.text import cells, from_csv, to_csv
 from vpipe.schedule.timeline import Transport, never_waits, run, usual
@@ -127,3 +129,15 @@ def test_the_quick_proof_never_calls_a_hanging_program_safe() -> None:
             assert safe or not quick, (name, p, m, str(program))
             said[quick] += 1
     assert min(said.values()) > 30, said
+
+
+def test_two_ranks_that_send_at_the_same_moment_and_post_afterwards_hang() -> None:
+    """The tie on which the quick proof must not rely: both sends block, and neither receive is posted."""
+    rows = (
+        "0F0 0SEND_F0 1RECV_F1 1F1 1B1 1SEND_B1 0RECV_B0 0B0",
+        "0F1 0SEND_F1 1RECV_F0 1F0 1B0 1SEND_B0 0RECV_B1 0B1",
+    )
+    program = Program(tuple(tuple(map(parse, row.split())) for row in rows), two_ways(2), 2)
+    found = verify(program)
+    assert {violation.action for violation in found} == {"0SEND_F0", "0SEND_F1"}
+    assert all("deadlock" in violation.reason for violation in found)
