@@ -13,6 +13,8 @@ import pytest
 import yaml
 from running import Running
 
+from vpipe.cli import train
+from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.launch import chaos
 from vpipe.rundir.crew import Roster
@@ -158,3 +160,16 @@ def test_moves_are_refused_in_a_sentence(config: Path) -> None:
     done = vpipe("chaos", config, "--moves", 2)
     assert done.returncode == 2
     assert "--moves 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "on_loss", "warned"),
+    [("pipedream", "shrink", True), ("1f1b", "shrink", False), ("pipedream", "replace", False)],
+)
+def test_an_asynchronous_run_that_may_shrink_says_that_its_bits_change(
+    scheduler: str, on_loss: str, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = {"launch": {"elastic": "2:3", "on_loss": on_loss}}
+    parallel = {"parallel": CONFIG["parallel"] | {"scheduler": scheduler}}
+    assert train._elastic(PipelineConfig.model_validate(CONFIG | parallel | launch), None) is not None
+    assert ("does not end with the same bits" in capsys.readouterr().err) is warned

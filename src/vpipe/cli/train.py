@@ -173,6 +173,7 @@ def _elastic(config: configs.PipelineConfig, rank: int | None) -> Elastic | None
     if config.launch.elastic is None:
         return None
     from vpipe.launch.elastic import Elastic
+    from vpipe.schedule.catalog import get
     from vpipe.train.sizes import bounds
 
     if rank is not None:
@@ -181,6 +182,13 @@ def _elastic(config: configs.PipelineConfig, rank: int | None) -> Elastic | None
             "(torchrun, srun, mpirun, ssh) has started them; remove it, or start 'vpipe train' without that launcher"
         )
     replaces = config.launch.on_loss == "replace"
+    if not replaces and get(config.parallel.scheduler).asynchronous:
+        click.echo(
+            f"vpipe: warning: launch.on_loss is shrink and parallel.scheduler {config.parallel.scheduler}: with fewer "
+            "stages an asynchronous run reads other weight versions and does not end with the same bits; "
+            "launch.on_loss=replace keeps them",
+            err=True,
+        )
     rescue = "vpipe.train.rescue:save" if config.checkpoint.on_exit else ""
     return Elastic(*bounds(config), config.parallel.data_parallel_size, replaces, rescue=rescue)
 
