@@ -71,6 +71,7 @@ async function start() {
     h("section", { id: "timeline" }, h("div.tools", null, chosen, ...Object.entries(tools).map(([name, by]) => button(name, move(by))), button("remove", remove), undo, again), drawing.element, legendBox),
     h("div.pair", null, h("section", null, h("h2", null, "What the verifier says"), words), h("section", null, h("h2", null, "The program"), text, h("p.faint", null, "one line per rank, one action per cell: stage, kind, microbatch; messages are added by themselves")))));
   play.rows = address.get("rows");
+  if (parent !== window) new ResizeObserver(([entry]) => parent.postMessage({ playgroundHeight: Math.ceil(entry.borderBoxSize[0].blockSize) }, "*")).observe(document.body); // in a frame: its page makes it this high
   changed();
   refresh();
 }
