@@ -67,6 +67,17 @@ def test_resume_is_exact(name: str, tmp_path: Path) -> None:
     ]
 
 
+def test_a_checkpoint_due_within_an_accumulated_update_follows_at_its_end(tmp_path: Path) -> None:
+    """Updates end after iterations 3, 6 and 8; the checkpoint that was due after 4 once was forgotten."""
+    config = tiny(ADAM | {"training.gradient_accumulation": 3, "checkpoint.interval": 4})
+    whole = run(config, tmp_path / "whole")
+    names = [path.name for path in checkpoint.checkpoints(tmp_path / "whole" / "checkpoints")]
+    assert names == ["iteration-000006", "iteration-000008"]
+    resumed = Run(config, tmp_path / "rest", tmp_path / "whole" / "checkpoints" / "iteration-000006")
+    assert resumed.trainer.iteration == 6
+    assert equal(resumed.train().weights, whole.weights)
+
+
 def test_a_run_without_its_optimizer_state_is_another(tmp_path: Path) -> None:
     """The negative control: the test above would notice."""
     config = tiny(ADAM | {"checkpoint.interval": 3})
