@@ -8,6 +8,7 @@ import random
 
 from vpipe.launch.crew import Crew, MemberState
 from vpipe.launch.elastic import Elastic, ElasticLaunch
+from vpipe.launch.loop import Grace
 from vpipe.launch.output import Output
 
 
@@ -89,7 +90,7 @@ def test_those_that_had_finished_take_part_again() -> None:
 def test_a_run_that_has_lost_its_last_rank_ends() -> None:
     """It waited for ranks that had been lost before and were never replaced."""
     output = Output(io.BytesIO(), io.BytesIO(), 2, None, False)
-    launch = ElasticLaunch(2, output, lambda: 1.0, Elastic(1, 2, replaces=False))
+    launch = ElasticLaunch(2, output, Grace(lambda: 1.0), Elastic(1, 2, replaces=False))
     given = [fd for slot in (0, 1) for fd in launch._streams(slot)]
     for slot in (0, 1):
         launch._obey(slot, {"ready": True})

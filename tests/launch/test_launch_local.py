@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from running import FAILING, HANG, Running, vpipe_run
@@ -221,3 +222,71 @@ def test_what_the_zygote_froze_is_freed_when_a_rank_ends(start: Start, tmp_path:
     run = start(1, str(tmp_path / "cycle.py"))
     assert run.wait() == 0, run.err
     assert "freed" in run.out
+
+
+OWN = """
+import os, signal, sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+left_open = (HERE / "left_open.txt").open("w")
+
+
+class Torn:
+    def __del__(self, write=(HERE / "torn.txt").write_text):
+        write("torn")
+
+
+torn = Torn()
+
+
+def work():
+    left_open.write("kept")
+    print("done", end="")
+
+
+def save_slowly():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    print("begins")
+    signal.sigwait([signal.SIGTERM])
+    os.read(os.open(HERE / "disk", os.O_RDONLY), 1)
+    return 75
+"""
+
+
+def test_a_rank_of_ours_leaves_at_once_and_loses_nothing(tmp_path: Path) -> None:
+    """Its interpreter, taking itself apart, took longer than a run may take that was asked to stop (a load of 15)."""
+    (tmp_path / "own.py").write_text(OWN)
+    out = io.BytesIO()
+    found = {"PYTHONPATH": str(tmp_path)}
+    assert local.run("own:work", 1, preload=["json"], environment=found, stdout=out, stderr=io.BytesIO()) == 0
+    assert out.getvalue().strip() == b"done"
+    assert (tmp_path / "left_open.txt").read_text() == "kept"
+    assert not (tmp_path / "torn.txt").exists()
+
+
+class Asks(io.BytesIO):
+    """Asks for the end of the run when a rank has begun."""
+
+    def write(self, data: Any, /) -> int:
+        if b"begins" in bytes(data):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().write(data)
+
+
+def test_ranks_that_save_are_waited_for_beyond_the_grace(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    os.mkfifo(tmp_path / "disk")
+    asked: list[int] = []
+
+    def more() -> float:
+        asked.append(1)
+        if len(asked) == 3:  # now the disk has taken it
+            threading.Thread(target=(tmp_path / "disk").write_text, args=("x",)).start()
+        return 0.01 if len(asked) < 3 else 100.0
+
+    found, said = {"PYTHONPATH": str(tmp_path)}, io.BytesIO()
+    grace = local.Grace(lambda: 0.01, more)
+    code = local.run("own:save_slowly", 1, preload=["json"], environment=found, stdout=Asks(), stderr=said, grace=grace)
+    assert (code, len(asked)) == (75, 3), said.getvalue()
+    assert said.getvalue().count(b"still saving, and are waited for") == 1

@@ -6,6 +6,7 @@ import errno
 import json
 import pickle
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from train_runs import Run, close, equal, run, tiny
 
 from vpipe.errors import UserError
 from vpipe.rundir.manifest import CheckpointManifest
+from vpipe.rundir.state import Beat
 from vpipe.train.checkpoints import checkpoint, writer
 
 ADAM = {"training.optimizer": "adamw", "training.weight_decay": 0.1, "model.extra": {"dropout": 0.2}}
@@ -76,6 +78,23 @@ def test_a_checkpoint_due_within_an_accumulated_update_follows_at_its_end(tmp_pa
     resumed = Run(config, tmp_path / "rest", tmp_path / "whole" / "checkpoints" / "iteration-000006")
     assert resumed.trainer.iteration == 6
     assert equal(resumed.train().weights, whole.weights)
+
+
+def test_a_run_that_was_asked_to_stop_says_that_it_is_about_to_end(tmp_path: Path) -> None:
+    """Whoever has lost patience with it reads that, and waits for the checkpoint."""
+    asked, seen = Run(tiny(), tmp_path), []
+    save = asked.trainer.checkpoints.save
+
+    def watched(iteration: int, position: tuple[int, int]) -> None:
+        save(iteration, position)
+        beat = Beat.read(tmp_path)
+        seen.append(beat and beat.phase)
+
+    asked.trainer.checkpoints.save = watched  # type: ignore[method-assign]
+    asked.trainer.updated = lambda: signal.raise_signal(signal.SIGTERM)
+    asked.train()
+    assert seen == ["ending"]
+    assert (asked.trainer.iteration, asked.trainer.ended.code) == (1, 75)
 
 
 def test_a_run_without_its_optimizer_state_is_another(tmp_path: Path) -> None:

@@ -24,4 +24,4 @@ def test_a_run_goes_on_while_strangers_flood_its_ports() -> None:
     assert found["exit_code"] == 75, "a request to stop is heard as ever"
     assert found["answered"] == "1 of 1", "a whole request is served among half-sent ones"
     assert not found["strange_words"]
-    assert all(found["seen"][where]["connections"] > 50 for where in ("page", "store"))
+    assert all(found["seen"][where]["connections"] > 10 for where in ("page", "store"))

@@ -30,6 +30,7 @@ from vpipe.rundir.state import Beat
 
 if TYPE_CHECKING:
     from vpipe.launch.elastic import Elastic
+    from vpipe.launch.loop import Grace as LaunchGrace
 
 
 @click.command()
@@ -224,11 +225,18 @@ def _here(
         threads=config.launch.threads,
         port=config.launch.master_port,
         preload=(*local.PRELOAD, worker_module),
-        grace=lambda: config.launch.grace or Beat.patience(taken.directory),
+        grace=_grace(config, taken.directory),
         concluded=lambda ending: _conclude(taken, ending),
         check=loading.check(config) if elastic is None else loading.check_sizes(config),
         elastic=elastic,
     )
+
+
+def _grace(config: configs.PipelineConfig, directory: Path) -> LaunchGrace | float:
+    """What the config says, else what the run has measured."""
+    from vpipe.launch.loop import Grace
+
+    return config.launch.grace or Grace(lambda: Beat.patience(directory), lambda: Beat.more_patience(directory))
 
 
 def _conclude(taken: Claim, ending: Ending) -> str:

@@ -14,7 +14,6 @@ import os
 import selectors
 import socket
 import subprocess
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 from vpipe.launch.crew import MOST_IN_VAIN, Crew
 from vpipe.launch.first_cause import IN_ORDER
-from vpipe.launch.loop import Launch
+from vpipe.launch.loop import Grace, Launch
 from vpipe.launch.output import Output
 from vpipe.launch.process import is_stopped, signal_name
 from vpipe.rundir.crew import Roster, take_wanted
@@ -66,7 +65,7 @@ class Member:
 class ElasticLaunch(Launch):
     """A run whose ranks come and go."""
 
-    def __init__(self, num_ranks: int, output: Output, grace: Callable[[], float], elastic: Elastic) -> None:
+    def __init__(self, num_ranks: int, output: Output, grace: Grace, elastic: Elastic) -> None:
         super().__init__(num_ranks, output, grace)
         self._elastic = elastic
         self._crew = Crew(num_ranks, elastic.least, elastic.by)

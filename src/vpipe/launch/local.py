@@ -23,7 +23,7 @@ import psutil
 
 from vpipe.errors import UserError
 from vpipe.launch.elastic import Elastic, ElasticLaunch
-from vpipe.launch.loop import Launch
+from vpipe.launch.loop import Grace, Launch
 from vpipe.launch.output import Output, Stream
 from vpipe.launch.process import num_cores
 from vpipe.rundir.endings import Ending
@@ -43,7 +43,7 @@ def run(
     quiet: bool = False,
     environment: Mapping[str, str] | None = None,
     preload: Sequence[str] = PRELOAD,
-    grace: float | Callable[[], float] = STOP_GRACE,
+    grace: float | Grace = STOP_GRACE,
     threads: int = 0,
     port: int = 0,
     stdout: Stream | None = None,
@@ -81,7 +81,7 @@ def run(
     )
     with ExitStack() as stack:
         stack.callback(output.close)
-        patience = grace if callable(grace) else lambda: grace
+        patience = grace if isinstance(grace, Grace) else Grace(lambda: grace)
         launch = ElasticLaunch(num_ranks, output, patience, elastic) if elastic else Launch(num_ranks, output, patience)
         stack.callback(launch.close)
         launch.start(

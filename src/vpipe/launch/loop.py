@@ -20,6 +20,7 @@ import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from vpipe.errors import UserError, on_one_line, printable
@@ -35,10 +36,20 @@ CAUSE_PATIENCE = 5.0
 """Seconds to wait for the real cause when a rank has only lost another one."""
 
 
+@dataclass(frozen=True)
+class Grace:
+    """How long a run that was asked to stop may take."""
+
+    first: Callable[[], float]
+    """Seconds from the request on."""
+    more: Callable[[], float] = lambda: 0.0
+    """Seconds more, asked whenever the time is over: 0 ends the ranks."""
+
+
 class Launch:
     """One run: the zygote, the streams of its ranks, and what is known of their ends."""
 
-    def __init__(self, num_ranks: int, output: Output, grace: Callable[[], float]) -> None:
+    def __init__(self, num_ranks: int, output: Output, grace: Grace) -> None:
         self._num_ranks = num_ranks
         self._output = output
         self._grace = grace
@@ -51,7 +62,7 @@ class Launch:
         self._out_of_patience = False
         self.ending: Ending | None = None
         """How it ended, where the ranks could not say so themselves."""
-        self._kill_at = float("inf")
+        self._kill_at = self._first_end = float("inf")
         self._judge_at = float("inf")
         self._broken: str | None = None
         self._code: int | None = None
@@ -193,10 +204,21 @@ class Launch:
         self._wake_zygote()
         now = time.monotonic()
         if now >= self._kill_at:
-            self._kill_at = float("inf")
-            self._out_of_patience = True
-            self._signal(signal.SIGKILL)
+            more = self._grace.more() if self._waited else 0.0
+            if more:
+                self._wait_longer(more)
+            else:
+                self._kill_at = float("inf")
+                self._out_of_patience = True
+                self._signal(signal.SIGKILL)
         self._judge(now)
+
+    def _wait_longer(self, seconds: float) -> None:
+        """They have heard the request and are about to leave: what they write is what it was for."""
+        if self._kill_at == self._first_end:
+            self._output.say("vpipe: the ranks are still saving, and are waited for; a second signal ends them at once")
+        self._kill_at = time.monotonic() + seconds
+        self._waited += seconds
 
     def _judge(self, now: float) -> None:
         """End everything where a rank has failed, once it is known which one was the first."""
@@ -233,10 +255,11 @@ class Launch:
             self._kill_at, self._waited = 0.0, 0.0
             return
         self._stop_signal = signum
-        self._waited = self._grace()
+        self._waited = self._grace.first()
         again = "; Ctrl-C again ends them at once" if signum == signal.SIGINT else ""
         self._output.say(f"vpipe: stopping {self._num_ranks} ranks, at most {self._waited:.3g} s{again}")
         self._end(signum, self._waited)
+        self._first_end = self._kill_at
 
     @contextmanager
     def catching_signals(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ prints is gone with it, and what it imports was imported already.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -35,7 +36,7 @@ from typing import Any, NoReturn
 
 from vpipe.errors import UserError
 from vpipe.launch.process import die_with_parent, kill_own_group
-from vpipe.launch.rank import become_rank
+from vpipe.launch.rank import DEPARTURE, become_rank
 
 SAVE_AND_LEAVE = json.dumps({"signal": int(signal.SIGUSR1)}).encode()
 MOST_DESCRIPTORS = 64
@@ -270,6 +271,7 @@ def main() -> None:
     launcher = int(sys.argv[2])
     die_with_parent(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    atexit.register(DEPARTURE)  # first, so that it comes after the exit functions of whatever is imported
     received = b""
     while b"\n" not in received:
         data = control.recv(65536)

@@ -29,6 +29,8 @@ EVERY = 1.0
 LEAST_PATIENCE = 10.0
 UNKNOWN_UPDATE = 60.0
 """Seconds for an update that nobody has measured yet."""
+ENDING = "ending"
+"""The phase of a run that writes its last checkpoint and leaves."""
 SILENT_AFTER = 30.0
 """Seconds without a beat from another machine, after which its run is taken for lost."""
 
@@ -93,6 +95,14 @@ class Beat:
             return UNKNOWN_UPDATE
         return LEAST_PATIENCE + 2 * beat.update_seconds + 2 * beat.save_seconds
 
+    @classmethod
+    def more_patience(cls, directory: Path) -> float:
+        """Seconds more for a run that has heard the request, when its patience is over: none unless it is on its way
+        out and its heart beats. The first checkpoint of a large model takes as long as its disk takes."""
+        beat = cls.read(directory)
+        leaves = beat is not None and beat.phase == ENDING and beat.silence <= SILENT_AFTER
+        return LEAST_PATIENCE if leaves else 0.0
+
     @property
     def silence(self) -> float:
         """Seconds since this beat."""
@@ -114,10 +124,12 @@ class Heart:
         self._thread.start()
         return self
 
-    def tell(self, change: Callable[[Beat], None]) -> None:
-        """Change what the next beat says."""
+    def tell(self, change: Callable[[Beat], None], at_once: bool = False) -> None:
+        """Change what the next beat says; ``at_once`` it comes now."""
         with self._lock:
             change(self._beat)
+        if at_once:
+            self._write()
 
     @property
     def beat(self) -> Beat:

@@ -21,7 +21,7 @@ from vpipe.observe.console import Console
 from vpipe.rundir import lineage
 from vpipe.rundir.endings import Ending, EndingKind
 from vpipe.rundir.manifest import Standing
-from vpipe.rundir.state import Beat
+from vpipe.rundir.state import ENDING, Beat
 from vpipe.runtime.moving import Moved
 from vpipe.runtime.vendors import device_name
 from vpipe.schedule.entry import Chain
@@ -321,6 +321,7 @@ class Trainer:
         if self._asked is None:
             return False
         self.log.say(f"asked to stop ({self._asked.name}) after iteration {self.iteration}")
+        self.log.beat(lambda beat: setattr(beat, "phase", ENDING), at_once=True)
         if self.iteration:
             self.checkpoints.save(self.iteration, self.position)
         return True

@@ -14,7 +14,7 @@ from vpipe.rundir.claim import command
 from vpipe.rundir.layout import CHECKPOINTS
 from vpipe.rundir.lineage import Line, LineageEntry
 from vpipe.rundir.lock import Lock
-from vpipe.rundir.state import Beat
+from vpipe.rundir.state import ENDING, Beat
 from vpipe.runtime.updates.update import LossScale
 from vpipe.train.checkpoints import checkpoint, layer_file
 from vpipe.train.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint, Standing
@@ -76,7 +76,7 @@ class CheckpointManager:
         config = session.config.to_dict()
         if session.model.vocab_size > 0:  # a checkpoint must stand without the data set
             config["model"]["vocab_size"] = session.model.vocab_size
-        self._beat(lambda beat: setattr(beat, "phase", "saving"))
+        self._beat(_saving)
         self._saver.begin(Save(self.standing(iteration, position), self.line, config), self.layers())
         if self._kept is None:
             self._warn_of_groups()
@@ -237,6 +237,11 @@ class CheckpointManager:
         if rest:
             self._say(f"warning: the batch size has changed; {rest} examples of epoch {standing.epoch} are read again")
         return (standing.epoch, batch) if batch < feed.num_batches else (standing.epoch + 1, 0)
+
+
+def _saving(beat: Beat) -> None:
+    if beat.phase != ENDING:
+        beat.phase = "saving"
 
 
 def _note(beat: Beat, iteration: int, path: Path, seconds: float) -> None:

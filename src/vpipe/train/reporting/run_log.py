@@ -99,10 +99,10 @@ class RunLog:
             self._journal.facts(self._facts)
         self._journal.metrics(line)
 
-    def beat(self, change: Callable[[Beat], None]) -> None:
+    def beat(self, change: Callable[[Beat], None], at_once: bool = False) -> None:
         """Change what the heartbeat says."""
         if self._heart is not None:
-            self._heart.tell(change)
+            self._heart.tell(change, at_once)
 
     def recovered(self, iteration: int, num_ranks: int, facts: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
         """An elastic run goes on after a loss or a change: who was lost, and what the time until now went to."""
