@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from cli_answer import Answer
 
 from vpipe.cli.main import main
 from vpipe.plan.costs import LayerCost, Profile, load_profile
+from vpipe.plan.links import links_from_json
 
 MIB = 1 << 20
 BLOCK = LayerCost("block", 8e-3, 8e-3, 6e-3, 8 * MIB, MIB, 2 * MIB, 4 * MIB)
@@ -314,6 +316,47 @@ def test_links_that_differ_and_the_order_of_ranks(here: Any) -> None:
     assert sorted(turned["order"]) == [0, 1, 2, 3]
     Path("links.json").write_text('{"bandwidth": [1e9]}')
     assert "must be a list of 3 numbers" in here("plan", *common, "--links", "links.json").err
+
+
+def test_links_that_a_profile_has_measured(here: Any) -> None:
+    """The first ranks' are taken for fewer ranks; more were not measured. The command line goes before the profile."""
+    common = ("hosts.json", "-m", "8", "--scheduler", "1f1b", "--json")
+    Path("links.json").write_text('{"bandwidth": [1e9, 2e6], "latency": [0, 0.01]}')
+    asked = ("plan", "profile.json", *common[1:], "-p", "3")
+    wanted = here(*asked, "--links", "links.json").json()
+    links = links_from_json(json.loads(Path("links.json").read_text()), "links.json")
+    replace(PROFILE, links=links).save("hosts.json")
+    assert load_profile("hosts.json").links == links
+    assert here("plan", *common, "-p", "3").json() == wanted
+    assert here("plan", *common, "-p", "2").json()["step_time"] < wanted["step_time"]
+    Path("links.json").write_text('{"bandwidth": [1e9, 1e9], "latency": [1e-4, 1e-4]}')
+    assert here("plan", *common, "-p", "3", "--links", "links.json").json()["step_time"] < wanted["step_time"]
+    more = here("plan", *common, "-p", "4")
+    assert more.code == 2
+    assert "links between 3 ranks, but the plan is for 4; measure with 4 ranks, or give --links" in more.err
+    alone, fast = (
+        here("plan", name, *common[1:], "-p", "3", "--against", "ddp").json()["against"][0]["step_time"]
+        for name in ("hosts.json", "profile.json")
+    )
+    assert alone > fast, "data parallelism goes over the same links"
+
+
+@pytest.mark.parametrize(
+    ("links", "words"),
+    [
+        ([], "links are an object with 'latency'"),
+        ({"latency": [[0, 1], [1]]}, "latency[1] must be a list of 2 numbers"),
+        ({"latency": [1, 2], "bandwidth": [1]}, "latency is of 3 ranks, but bandwidth of 2"),
+        ({"bandwidth": [[1, "fast"], [1, 1]]}, "has 'fast', which is no time or bandwidth"),
+        ({"bandwidth": [[0, 0], [1, 0]]}, "the bandwidth from rank 0 to rank 1 is 0.0; it must be finite and positive"),
+        ({"latency": "soon"}, "latency must be a list of 1 numbers"),
+    ],
+)  # fmt: skip
+def test_links_of_a_profile_that_are_none(here: Any, links: object, words: str) -> None:
+    Path("hosts.json").write_text(json.dumps(PROFILE.to_json() | {"links": links}))
+    found = here("plan", "hosts.json", "-p", "2", "-m", "4", "--scheduler", "1f1b")
+    assert found.code == 2
+    assert words in found.err
 
 
 def test_effort_and_time_limit(here: Any) -> None:

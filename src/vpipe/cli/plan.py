@@ -131,6 +131,11 @@ def command(
     profile = _profile(wanted, config, quiet=as_json)
     if isinstance(profile, int):
         return profile
+    if check and profile.links is not None:
+        raise UserError(
+            f"--check runs on this machine, but the profile has the links between {profile.links.num_ranks} ranks as a "
+            "launcher started them; leave --check out, or measure here with 'vpipe profile'"
+        )
     if wanted.target.suffix == ".txt":
         from vpipe.plan.graph_orders import plan_graph
         from vpipe.plan.graph_text import load_graph
@@ -198,7 +203,7 @@ def _profile(wanted: Wanted, config: configs.PipelineConfig | None, quiet: bool)
     if wanted.profile is None:
         from vpipe.cli.profiling import measure
 
-        return measure(config, wanted.repeat or ROUNDS, quiet)
+        return measure(config, wanted.repeat or ROUNDS, wanted.target, wanted.overrides, quiet)
     if wanted.repeat is not None:
         raise UserError(f"--repeat is for measuring, and {wanted.profile} has been measured; leave one of them out")
     found = load_profile(wanted.profile)
@@ -246,7 +251,7 @@ def make(profile: Profile, wanted: Wanted, config: configs.PipelineConfig | None
             effort=wanted.effort,
             time_limit=wanted.time_limit,
             tell=tell,
-            **(read_links(wanted.links, total) if wanted.links else {}),
+            links=read_links(wanted.links, total) if wanted.links else None,
         )
 
 
@@ -279,10 +284,11 @@ def _counts(wanted: Wanted, config: configs.PipelineConfig | None, batch: int | 
 def _against(names: str, found: Plan, profile: Profile, wanted: Wanted) -> tuple[dict[str, Any], str]:
     """Other ways to train the plan's rows on the plan's ranks, for machines and for people."""
     from vpipe.plan import against
-    from vpipe.plan.machine import Machine
+    from vpipe.plan.machine import Machine, links_between
 
-    links = read_links(wanted.links, found.total_ranks) if wanted.links else {}
-    machine = Machine.of(found.total_ranks, found.memory, wanted.speeds or 1.0, **links)
+    given = read_links(wanted.links, found.total_ranks) if wanted.links else None
+    links = links_between(found.total_ranks, profile, given)
+    machine = Machine.of(found.total_ranks, found.memory, wanted.speeds or 1.0, links)
     one = profile.scaled(found.microbatch_rows)
     ways = against.compare([name.strip() for name in names.split(",")], one, machine, found.rows // one.microbatch_rows)
     told = {"against": [way.to_json() for way in ways], "verdict": against.verdict(ways, found.step_time)}

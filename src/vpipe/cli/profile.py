@@ -34,20 +34,22 @@ def command(
     """Measure the layers of a model, the links between ranks, the swap lane and the runtime itself.
 
     The model, the data, the size of a microbatch, the optimizer and the number format are the config's. Layers that are
-    alike are measured once.
+    alike are measured once. Where a launcher starts the ranks, or launch.machines names hosts, every link between two
+    ranks is measured.
 
     \b
-    Example:
+    Examples:
       vpipe profile configs/default.yaml -o profile.json
       vpipe plan profile.json -p 4 -m 8 --memory 512MiB
+      torchrun --nnodes 2 --nproc_per_node 2 … -m vpipe profile configs/gpt_small.yaml -o profile.json
     """
     from vpipe.cli.profiling import measure, refuse_lost
     from vpipe.plan.costs import write_text
     from vpipe.plan.graph_text import export_graph
 
     refuse_lost(output, graph_text, read=(config,))
-    loaded = loading.load(config, with_plugins(overrides, plugins))
-    found = measure(loaded.config, repeat, quiet=as_json)
+    overrides = with_plugins(overrides, plugins)
+    found = measure(loading.load(config, overrides).config, repeat, config, overrides, quiet=as_json)
     if isinstance(found, int):
         return found
     if output is not None:

@@ -1,17 +1,27 @@
-"""Measuring a config's model, for ``vpipe profile`` and ``vpipe plan``: ranks that measure, and a bar that shows it."""
+"""Measuring a config's model, for ``vpipe profile`` and ``vpipe plan``: ranks that measure, and a bar that shows it.
+
+Without a launcher the ranks are processes of this machine, which are alike, and one link stands for all. Under
+torchrun, srun or mpirun, and on ``launch.machines``, the ranks measure where they would train, with every link between
+two of them.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from vpipe import config as configs
 from vpipe.cli import loading
-from vpipe.cli.bar import following
+from vpipe.cli.bar import bar, following
 from vpipe.errors import UserError
-from vpipe.plan.costs import Profile, load_profile
+from vpipe.plan.costs import Profile, load_profile, profile_from_json
 
 ROUNDS = 10
 """How often each layer is measured."""
@@ -19,8 +29,28 @@ UNQUIET = 0.25
 """Spread of a layer's times above which a profile is not to be trusted."""
 
 
-def measure(config: configs.PipelineConfig, repeat: int, quiet: bool = False) -> Profile | int:
-    """The profile of a config's model, measured here and now; or the exit code of what went wrong, which was said."""
+def measure(
+    config: configs.PipelineConfig, repeat: int, source: Path, overrides: Sequence[str], quiet: bool = False
+) -> Profile | int:
+    """The profile of a config's model, measured here and now; or the exit code: of what went wrong, which was said, or
+    of a rank that has only helped. The ranks of other machines read ``source`` and ``overrides`` anew."""
+    from vpipe.launch import environment
+    from vpipe.launch.hosts import all_local
+
+    environment.adopt()
+    if environment.rank() is not None:
+        found = _as_rank(config, repeat, quiet)
+    elif config.launch.machines and not all_local(config.launch.machines):
+        found = _by_ssh(config, repeat, source, overrides)
+    else:
+        found = _here(config, repeat, quiet)
+    if isinstance(found, Profile):
+        _warn(found)
+    return found
+
+
+def _here(config: configs.PipelineConfig, repeat: int, quiet: bool) -> Profile | int:
+    """On processes of this machine."""
     from vpipe.launch import local
     from vpipe.launch.process import num_cores
 
@@ -36,9 +66,45 @@ def measure(config: configs.PipelineConfig, repeat: int, quiet: bool = False) ->
                 preload=(*local.PRELOAD, "vpipe.train.measure.profile"),
                 check=loading.check(config, parallel=False),
             )
-        if code:
-            return code
-        found = load_profile(Path(directory) / "profile.json")
+        return code or load_profile(Path(directory) / "profile.json")
+
+
+def _as_rank(config: configs.PipelineConfig, repeat: int, quiet: bool) -> Profile | int:
+    """As one of the ranks that a launcher has started."""
+    from vpipe.launch.environment import interface_variables
+    from vpipe.train.measure.profile import measure as measured
+
+    os.environ.update(interface_variables(config.launch.interface))
+    loading.refuse(config, parallel=False)
+    with bar("measuring", quiet) as show:
+        return measured(config.to_dict(), repeat, show, every_link=True) or 0
+
+
+def _by_ssh(config: configs.PipelineConfig, repeat: int, source: Path, overrides: Sequence[str]) -> Profile | int:
+    """On the machines of the config; rank 0 says what was found."""
+    from vpipe.launch import ssh
+
+    said: list[str] = []
+
+    def hear(line: str) -> None:
+        found = re.match(r'\S+: \[0\] (\{"format": .*\})$', line)
+        if found:
+            said.append(found[1])
+        else:
+            click.echo(line, err=True)
+
+    words = [word for setting in overrides for word in ("--set", setting)]
+    with tempfile.TemporaryDirectory(prefix="vpipe-profile-") as directory:
+        launch = ssh.from_config(config, [], Path(directory))
+        assert launch is not None, "asked only where ranks are elsewhere"
+        command = ("-m", "vpipe", "profile", str(source), "--repeat", str(repeat), "--json", *words)
+        code = ssh.run(replace(launch, command=command), hear)
+    if code or not said:
+        return code or 1
+    return profile_from_json(json.loads(said[-1]))
+
+
+def _warn(found: Profile) -> None:
     worst = max(found.layers, key=lambda layer: layer.spread)
     if worst.spread > UNQUIET:
         click.echo(
@@ -46,11 +112,16 @@ def measure(config: configs.PipelineConfig, repeat: int, quiet: bool = False) ->
             "again when the machine is quiet, or with a larger --repeat",
             err=True,
         )
-    return found
 
 
 def refuse_lost(*paths: Path | None, read: tuple[Path | None, ...] = ()) -> None:
-    """Say before a long measurement that its result could not be written, or would replace what it is made from."""
+    """Say before a long measurement that its result could not be written, or would replace what it is made from. Of
+    several ranks only the first writes."""
+    from vpipe.launch import environment
+
+    environment.adopt()
+    if environment.rank():
+        return
     for path in paths:
         for source in read:
             if path is not None and source is not None and path.resolve() == source.resolve():

@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError, nearest
+from vpipe.plan.links import Links, links_from_json
 from vpipe.plan.units import format_bytes, format_seconds
 
 FORMAT, VERSION = "vpipe-profile", 1
+_OBJECTS = {"layers", "device", "links"}
+"""Members of a profile that are no plain values."""
 MOST_SECONDS, MOST_BYTES = 1e9, 2**53
 """Of one layer and microbatch: 30 years, and what floating numbers count exactly. More is a slip of the pen."""
 
@@ -68,6 +71,8 @@ class Profile:
     link_latency: float = 0.0
     link_bandwidth: float | None = None
     """Bytes per second in each direction; ``None``: transfers take no time."""
+    links: Links | None = None
+    """Between every two ranks, where they were measured so; the two figures above are then of the slowest."""
     swap_bandwidth: float | None = None
     """Bytes per second of the swap lane, out and in together; ``None``: there is none."""
     action_overhead: float = 0.0
@@ -111,7 +116,9 @@ class Profile:
         return replace(self, layers=layers, input_bytes=math.ceil(self.input_bytes * share), microbatch_rows=rows)
 
     def to_json(self) -> dict[str, Any]:
-        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("layers", "device")}
+        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OBJECTS}
+        if self.links is not None:
+            head["links"] = self.links.to_json()
         layers = [{f.name: getattr(layer, f.name) for f in fields(layer)} for layer in self.layers]
         return {"format": FORMAT, "version": VERSION, **head, "device": dict(self.device), "layers": layers}
 
@@ -141,8 +148,21 @@ class Profile:
         swap = "none" if self.swap_bandwidth is None else f"{format_bytes(self.swap_bandwidth)}/s"
         return (
             f"microbatch of {self.microbatch_rows} rows; link {link} after {format_seconds(self.link_latency)}; "
-            f"swap {swap}; {format_seconds(self.action_overhead)} per action"
+            f"swap {swap}; {format_seconds(self.action_overhead)} per action" + self._spread_of_links()
         )
+
+    def _spread_of_links(self) -> str:
+        """The quickest and the slowest, where links were measured one by one."""
+        links = self.links
+        if links is None or links.bandwidth is None or links.latency is None or not links.pairs:
+            return ""
+        bandwidth, latency = links.bandwidth, links.latency
+        ordered = sorted(links.pairs, key=lambda pair: bandwidth[pair[0]][pair[1]])
+        told = (
+            f"{format_bytes(bandwidth[a][b])}/s after {format_seconds(latency[a][b])} from rank {a} to {b}"
+            for a, b in (ordered[-1], ordered[0])
+        )
+        return f"\nlinks between {links.num_ranks} ranks: {' (quickest), '.join(told)} (slowest)"
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -210,9 +230,11 @@ def profile_from_json(data: object, where: str = "profile") -> Profile:
     device = rest.pop("device", {})
     if not isinstance(device, dict):
         raise UserError(f"{where}: device must be an object of facts, not {_short(repr(device))}")
+    links = rest.pop("links", None)
     costs = tuple(LayerCost(**reader.fields(LayerCost, layer, f"layers[{i}].")) for i, layer in enumerate(layers))
-    values = reader.fields(Profile, rest, "", without={"layers", "device"})
-    return Profile(layers=costs, device=device, **values)
+    values = reader.fields(Profile, rest, "", without=_OBJECTS)
+    measured = None if links is None else links_from_json(links, f"{where}: links")
+    return Profile(layers=costs, device=device, links=measured, **values)
 
 
 def _short(text: str) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from vpipe.errors import UserError
 from vpipe.plan.costs import Profile
-
-Matrix = tuple[tuple[float, ...], ...]
+from vpipe.plan.links import Links, Matrix
 
 
 @dataclass(frozen=True)
@@ -29,15 +28,15 @@ class Machine:
         num_ranks: int,
         memory: float | Sequence[float] | None,
         speed: float | Sequence[float] = 1.0,
-        latency: Sequence[Sequence[float]] | None = None,
-        bandwidth: Sequence[Sequence[float]] | None = None,
+        links: Links | None = None,
     ) -> Machine:
         """One number for all ranks, or one for each."""
+        links = links or Links()
         return cls(
             _per_rank("memory", float("inf") if memory is None else memory, num_ranks),
             _finite("speed", _per_rank("speed", speed, num_ranks)),
-            _matrix("latency", latency, num_ranks),
-            _matrix("bandwidth", bandwidth, num_ranks, positive=True),
+            _matrix("latency", links.latency, num_ranks),
+            _matrix("bandwidth", links.bandwidth, num_ranks, positive=True),
         )
 
     @property
@@ -74,6 +73,13 @@ class Machine:
             return 0.0
         byte, lag = self.seconds_per_byte(profile, ranks, ranks), self.lag(profile, ranks, ranks)
         return 2 * (r - 1) * (size / r * byte + lag)
+
+
+def links_between(num_ranks: int, profile: Profile, given: Links | None) -> Links | None:
+    """The links that a user gives, else those that the profile has measured; ``None``: all are alike."""
+    if given is not None or profile.links is None:
+        return given
+    return profile.links.of_ranks(num_ranks, "the profile")
 
 
 def _per_rank(name: str, value: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:

@@ -25,7 +25,8 @@ from vpipe.plan.costs import Profile
 from vpipe.plan.floor import lower_bound
 from vpipe.plan.judge import Judge
 from vpipe.plan.limits import Limits
-from vpipe.plan.machine import Machine, Matrix
+from vpipe.plan.links import Links
+from vpipe.plan.machine import Machine, links_between
 from vpipe.plan.orders import orders
 from vpipe.plan.packing import Packer
 from vpipe.plan.pipe import Pipe
@@ -59,8 +60,7 @@ def plan(
     batch_rows: int | None = None,
     modes: Sequence[str] = ("bsp",),
     replicas: Replicas = 1,
-    latency: Matrix | None = None,
-    bandwidth: Matrix | None = None,
+    links: Links | None = None,
     free_order: bool = False,
     effort: float = 1.0,
     time_limit: float | None = None,
@@ -76,7 +76,7 @@ def plan(
     ``replicas`` pipelines of ``num_ranks`` ranks run side by side, each with its own microbatches; a list gives those
     of every stage (PipeDream's), which share the microbatches. With ``"auto"`` the ``num_ranks`` ranks are divided into
     stages and replicas, and ``num_microbatches`` are those of all replicas together. With ``free_order`` the ranks,
-    where they differ, may be numbered anew.
+    where they differ, may be numbered anew. ``links`` between the ranks are by default those of the profile.
     """
     counts = [num_microbatches] if isinstance(num_microbatches, int) else list(num_microbatches)
     copies = _copies(num_ranks, replicas)
@@ -92,7 +92,7 @@ def plan(
             "layers; use fewer ranks"
         )
     total = sum(copies) or num_ranks
-    machine = Machine.of(total, _caps(memory), speed, latency, bandwidth)
+    machine = Machine.of(total, _caps(memory), speed, links_between(total, profile, links))
     options = Options(recompute, swap and profile.swap_bandwidth is not None)
     limits = Limits(effort, inf if time_limit is None else monotonic() + time_limit)
     divided = None if replicas == "auto" else copies

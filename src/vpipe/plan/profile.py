@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from vpipe.layer import Layer
 from vpipe.plan.costs import LayerCost
-from vpipe.plan.transfer import Nothing, now
+from vpipe.plan.transfer import Nothing, Told, now
 from vpipe.runtime.device import HOST, is_host, place
 from vpipe.runtime.edges import detached
 from vpipe.runtime.flow import Flow, Value, bind_inputs, resolve
@@ -43,8 +43,6 @@ WARM_UP = 5
 
 Values = Mapping[Value, Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-Told = Callable[[int, int, str], None]
-"""(layers done, layers in all, name of the one that comes)."""
 
 
 @dataclass(frozen=True)

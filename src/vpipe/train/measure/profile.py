@@ -20,7 +20,15 @@ from vpipe.models.model import Model
 from vpipe.plan.costs import Profile
 from vpipe.plan.profile import Measuring, measure_layers
 from vpipe.plan.sharding import measure_sharding
-from vpipe.plan.transfer import empty_pipeline, measure_link, measure_overhead, measure_swap
+from vpipe.plan.transfer import (
+    Told,
+    empty_pipeline,
+    measure_link,
+    measure_links,
+    measure_overhead,
+    measure_swap,
+    slowest,
+)
 from vpipe.runtime import assembly
 from vpipe.runtime.device import own_memory
 from vpipe.runtime.vendors import device_name
@@ -35,12 +43,25 @@ PROGRESS, RESULT = "progress.json", "profile.json"
 
 
 def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
-    """Measure as one of several ranks."""
+    """Measure as one of several ranks of this machine, which are alike."""
+    where = Path(directory)
+
+    def show(done: int, total: int, name: str) -> None:
+        _write(where / PROGRESS, {"done": done, "total": total, "name": name})
+
+    found = measure(config, repeat, show)
+    if found is not None:
+        _write(where / RESULT, found.to_json())
+    return 0
+
+
+def measure(config: dict[str, Any], repeat: int, show: Told, every_link: bool = False) -> Profile | None:
+    """The profile, on the rank that leads. ``every_link`` is for ranks that a launcher has put where they will train:
+    what joins two of them need not be what joins two others."""
     checked = PipelineConfig.from_dict(config)
     if checked.launch.threads:
         torch.set_num_threads(checked.launch.threads)
     num_ranks = assembly.join(checked.parallel.timeout)
-    where = Path(directory)
     data = load_data(checked)
     model = load_model(checked, data.vocab_size)
     unit = first_unit(checked, data).batches[0]
@@ -52,10 +73,11 @@ def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
 
     def tell(done: int, total: int, name: str) -> None:
         if leads:
-            _write(where / PROGRESS, {"done": done, "total": total, "name": name})
+            show(done, total, name)
 
     tell(0, len(model.layers), "messages and actions")
-    link = measure_link(pipeline.transport, repeat, device)
+    links = measure_links(pipeline.transport, repeat, device, tell) if every_link else None
+    link = slowest(links) if links else measure_link(pipeline.transport, repeat, device)
     overhead = measure_overhead(pipeline, repeat)
     swap = measure_swap(3, device)
     shards = measure_sharding(link, repeat)
@@ -64,23 +86,22 @@ def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
         model.loss, optimizer(training), repeat, training.seed, autocast(training, device.type), device
     )
     layers, input_bytes = measure_layers(model.layers, unit.inputs, unit.targets, measuring, tell)
-    if leads:
-        found = Profile(
-            layers=tuple(layers),
-            input_bytes=input_bytes,
-            microbatch_rows=Units([unit]).num_samples,
-            link_latency=link.latency,
-            link_bandwidth=link.bandwidth,
-            swap_bandwidth=swap,
-            action_overhead=overhead,
-            shard_overhead=shards[0],
-            shard_overhead_per_byte=shards[1],
-            model=identity(checked, model),
-            device=_device(num_ranks, pipeline.transport, device),
-        )
-        _write(where / RESULT, found.to_json())
+    found = Profile(
+        layers=tuple(layers),
+        input_bytes=input_bytes,
+        microbatch_rows=Units([unit]).num_samples,
+        link_latency=link.latency,
+        link_bandwidth=link.bandwidth,
+        links=links,
+        swap_bandwidth=swap,
+        action_overhead=overhead,
+        shard_overhead=shards[0],
+        shard_overhead_per_byte=shards[1],
+        model=identity(checked, model),
+        device=_device(num_ranks, pipeline.transport, device),
+    )
     pipeline.close()
-    return 0
+    return found if leads else None
 
 
 def first_unit(config: PipelineConfig, data: DataSet) -> Units:
