@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +19,11 @@ from hypothesis import settings
 
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")  # a busy machine is no defect
+
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="vpipe-inductor-")
+"""Kernels compiled by these tests alone. Torch's own place is one for all of a user's environments and outlives a change
+of processor or compiler: a kernel found there once failed to load, and a landing with it."""
+atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 Vpipe = Callable[..., "subprocess.CompletedProcess[str]"]
 

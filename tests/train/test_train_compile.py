@@ -36,6 +36,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)  # a compiler beside other tests
 def test_layers_are_compiled_wherever_they_are(tmp_path: Path) -> None:
     """Cut or not, the same kernels run: equal to the bit; and close to what is not compiled, which rounds otherwise."""
     from torch._dynamo.utils import counters
