@@ -17,9 +17,10 @@ from vpipe.cli import train
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.launch import chaos
+from vpipe.rundir import crew
 from vpipe.rundir.crew import Roster
 from vpipe.rundir.manifest import checkpoints
-from vpipe.train.sizes import refuse_sizes
+from vpipe.train.sizes import refuse_sizes, resized
 
 CONFIG: dict[str, Any] = {
     "model": {
@@ -59,11 +60,13 @@ def vpipe(*words: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_and_stopped_ranks_change_no_bit(config: Path, tmp_path: Path) -> None:
-    done = vpipe("chaos", config, "--kills", 4, "--stops", 1, "--seed", 5, "--json", "--output-dir", tmp_path / "runs")
+    """Layers move meanwhile, as asked and by themselves."""
+    blows = ("--kills", 4, "--stops", 1, "--moves", 3, "--seed", 5, "--set", "parallel.adapt=on")
+    done = vpipe("chaos", config, *blows, "--json", "--output-dir", tmp_path / "runs")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["equal"]
-    assert (found["kills"], found["stops"]) == (4, 1)
+    assert (found["kills"], found["stops"], found["moves"]) == (4, 1, 3)
     assert found["recoveries"] >= 1
     lines = [json.loads(line) for line in (tmp_path / "runs" / "broken-1" / "metrics.jsonl").read_text().splitlines()]
     told = [line for line in lines if line["kind"] == "recovery"]
@@ -129,7 +132,6 @@ def test_the_judge_sees_one_stale_tensor(tmp_path: Path) -> None:
         ({"parallel": {"scheduler": "async_threaded"}}, "worker threads"),
         ({"parallel": {"recompute": [0.5, 0.5, 0.0]}}, "parallel.recompute says something about each"),
         ({"parallel": {"device": "cuda"}}, "not on cuda"),
-        ({"parallel": {"adapt": "on"}}, "parallel.adapt: on"),
         ({"launch": {"elastic": "3:9"}}, "9"),
         ({"launch": {"machines": ["a:0", "b:0", "c:0"]}}, "by ssh"),
     ],
@@ -156,10 +158,29 @@ def test_a_cluster_job_is_refused_before_it_waits_in_a_queue(config: Path) -> No
     assert "launch.elastic is 2:3" in done.stderr
 
 
-def test_moves_are_refused_in_a_sentence(config: Path) -> None:
-    done = vpipe("chaos", config, "--moves", 2)
+def test_where_nothing_is_to_be_broken_chaos_says_so(config: Path) -> None:
+    done = vpipe("chaos", config, "--kills", 0)
     assert done.returncode == 2
-    assert "--moves 2" in done.stderr
+    assert "give --kills, --stops or --moves" in done.stderr
+
+
+def test_what_is_wanted_from_outside_is_taken_once(tmp_path: Path) -> None:
+    crew.want_layout(tmp_path, [2, 1], [1, 0])
+    wanted = crew.take_wanted(tmp_path)
+    assert wanted is not None
+    assert json.loads(wanted.wish) == {"partition": [2, 1], "ranks": [1, 0]}
+    assert crew.take_wanted(tmp_path) is None
+    crew.want(tmp_path, 3)
+    assert crew.take_wanted(tmp_path) == crew.OutsideWish(3)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "moved", "partition"),
+    [(3, (), "auto"), (3, (1, 1, 4), (1, 1, 4)), (2, (), "auto"), (2, (5, 1), (5, 1))],
+)
+def test_layers_stay_where_they_have_moved_to(num_ranks: int, moved: tuple[int, ...], partition: Any) -> None:
+    found = resized(PipelineConfig.model_validate(CONFIG), num_ranks, moved)
+    assert (found.num_ranks, found.parallel.partition) == (num_ranks, partition)
 
 
 @pytest.mark.parametrize(

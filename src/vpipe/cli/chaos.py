@@ -23,7 +23,7 @@ from vpipe.errors import UserError
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--kills", type=click.IntRange(0), default=3, show_default=True, help="Ranks that are killed (SIGKILL).")
 @click.option("--stops", type=click.IntRange(0), default=0, show_default=True, help="Ranks that are stopped (SIGSTOP).")
-@click.option("--moves", type=click.IntRange(0), default=0, help="Layers that are moved; not there yet.")
+@click.option("--moves", type=click.IntRange(0), default=0, show_default=True, help="Random layouts that are moved to.")
 @click.option("--elastic", metavar="MIN:MAX", help="Ranks, instead of the config's launch.elastic or all of them.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Decides who is hit, and when.")
 @set_option
@@ -44,33 +44,33 @@ def command(
 ) -> int:
     """Break a run on purpose and prove that it ended equal.
 
-    The config is trained once undisturbed, then as often as it takes for all blows to fall. Weights, optimizer state,
-    position and the loss of every iteration must be the same bytes, and no process may be left behind. The exit code is
-    1 where anything differs.
+    Ranks are killed and stopped, and layers moved to other ranks. The config is trained once undisturbed, then as often
+    as it takes for all blows to fall. Weights, optimizer state, position and the loss of every iteration must be the
+    same bytes, and no process may be left behind. The exit code is 1 where anything differs.
 
     \b
     Examples:
       vpipe chaos configs/gpt_1f1b_cpu.yaml --kills 5 --set training.max_iterations=50
-      vpipe chaos configs/gpt_1f1b_cpu.yaml --kills 20 --stops 5 --seed 7 --json
+      vpipe chaos configs/gpt_1f1b_cpu.yaml --kills 20 --stops 5 --moves 20 --seed 7 --json
     """
-    from vpipe.launch.chaos import Breaker, ChaosResult, differences, recoveries
+    from vpipe.launch.chaos import MOVE, Blow, Breaker, ChaosResult, differences, recoveries
+    from vpipe.schedule.catalog import get
 
-    if moves:
-        raise UserError(f"--moves {moves} cannot be done yet: chaos kills and stops ranks; leave --moves out")
-    if not kills + stops:
-        raise UserError("there is nothing to break; give --kills or --stops")
+    if not kills + stops + moves:
+        raise UserError("there is nothing to break; give --kills, --stops or --moves")
     overrides = with_plugins(overrides, plugins)
     loaded = loading.load(config, overrides).config
     size = f"{loaded.num_ranks}:{loaded.num_ranks}"
     chosen = elastic or loaded.launch.elastic or size
     replaces = loaded.launch.on_loss == "replace"
     chance, found = random.Random(seed), ChaosResult()
-    blows = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
+    blows: list[Blow] = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops + [MOVE] * moves
+    cuts = not get(loaded.parallel.scheduler).asynchronous
     chance.shuffle(blows)
     with ExitStack() as stack:
         folder = output_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vpipe-chaos-")))
         folder.mkdir(parents=True, exist_ok=True)
-        breaker = Breaker(_words(config, loaded, overrides), ["--elastic", chosen], folder, replaces, _say)
+        breaker = Breaker(_words(config, loaded, overrides), ["--elastic", chosen], folder, replaces, cuts, _say)
         whole = breaker.undisturbed()
         while blows and not found.problems:
             before = len(blows)
@@ -79,9 +79,7 @@ def command(
                 found.problems += differences(whole, directory)
                 found.recoveries += recoveries(directory)
             if len(blows) == before:
-                found.problems.append(
-                    "the run ended before a rank could be hit; train longer (training.max_iterations)"
-                )
+                found.problems.append("the run ended before it could be broken; train longer (training.max_iterations)")
     _tell(found, as_json)
     return 1 if found.problems else 0
 
@@ -103,6 +101,7 @@ def _tell(found: Any, as_json: bool) -> None:
         "runs": found.runs,
         "kills": found.kills,
         "stops": found.stops,
+        "moves": found.moves,
         "recoveries": len(totals),
         "median_seconds": median(totals) if totals else None,
         "parts": {name: median(parts[name] for parts in found.recoveries) for name in (found.recoveries or [{}])[0]},
@@ -117,6 +116,7 @@ def _tell(found: Any, as_json: bool) -> None:
         click.echo(problem)
     seconds = f", {facts['median_seconds']:.2f} s each (median)" if totals else ""
     click.echo(
-        f"{found.kills} kills and {found.stops} stops over {found.runs} runs, {len(totals)} recoveries{seconds}: "
+        f"{found.kills} kills, {found.stops} stops and {found.moves} moves over {found.runs} runs, {len(totals)} "
+        f"recoveries{seconds}: "
         + ("NOT equal to the undisturbed run" if found.problems else "equal to the undisturbed run, to the bit")
     )

@@ -1,7 +1,8 @@
 """Breaking a run on purpose, and the proof that it ended equal.
 
 One run is left alone; others of the same config lose ranks at random moments: killed, stopped, now and then while the
-run is still recovering from the loss before. Each must end well, leave no process behind, and have written the same
+run is still recovering from the loss before; and their layers are moved to other ranks, now and then with a rank killed
+on the way. Each must end well, leave no process behind, and have written the same
 bytes: every layer's weights, buffers and optimizer state, where it stands, and the loss of every iteration.
 
 The judge shares nothing with what it judges: it compares files by their bytes.
@@ -19,14 +20,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from vpipe.errors import UserError
-from vpipe.rundir.crew import Roster
-from vpipe.rundir.layout import CHECKPOINTS, METRICS
+from vpipe.rundir import writing
+from vpipe.rundir.crew import Roster, want_layout
+from vpipe.rundir.layout import CHECKPOINTS, METRICS, RUN
 from vpipe.rundir.manifest import MANIFEST, checkpoints
 
 MARK = "VPIPE_CHAOS"
@@ -34,6 +37,11 @@ MARK = "VPIPE_CHAOS"
 POLL = 0.01
 IMPATIENT = 0.15
 """Share of the blows that fall while the run still recovers from the one before."""
+MOVE = "move"
+"""The blow that hits no process: layers go elsewhere."""
+Blow = signal.Signals | str
+PATIENCE = 30.0
+"""Seconds after which a move is asked for again."""
 HANG = 600.0
 """Seconds without a new iteration or epoch that mean a hang."""
 
@@ -45,6 +53,7 @@ class ChaosResult:
     runs: int = 0
     kills: int = 0
     stops: int = 0
+    moves: int = 0
     recoveries: list[dict[str, float]] = field(default_factory=list)
     """Seconds of each part of every recovery that came to a step."""
     noticed: list[float] = field(default_factory=list)
@@ -62,6 +71,9 @@ class Breaker:
     folder: Path
     replaces: bool = True
     """Whether a lost rank comes back; else none is hit where the run could not go on with fewer."""
+    cuts: bool = True
+    """Whether a move may change the partition; with an asynchronous schedule only ranks change places, since another
+    partition has other weight versions."""
     say: Callable[[str], None] = lambda text: None
 
     def undisturbed(self) -> Path:
@@ -74,14 +86,17 @@ class Breaker:
             raise UserError(f"the run fails without being broken: {log[-1] if log else f'exit code {code}'}")
         return directory
 
-    def broken(self, number: int, blows: list[signal.Signals], chance: random.Random, found: ChaosResult) -> Path:
+    def broken(self, number: int, blows: list[Blow], chance: random.Random, found: ChaosResult) -> Path:
         """One run that gets blows until it ends or there are none left; those that fell are taken off the list."""
         name = f"broken-{number}"
         directory = self.folder / name
         with self._started(directory, name, self.elastic) as run:
             sign, since = _sign(directory), time.monotonic()
             while run.poll() is None and blows:
-                if self._strike(directory, blows[-1], chance, found):
+                blow = blows[-1]
+                if isinstance(blow, str):
+                    self._move(directory, blows, chance, found)
+                elif self._strike(directory, blow, chance, found):
                     blows.pop()
                 sign, since = (sign, since) if sign == _sign(directory) else (_sign(directory), time.monotonic())
                 if time.monotonic() - since > HANG:
@@ -125,6 +140,34 @@ class Breaker:
         found.noticed.append(time.monotonic() - struck)
         return True
 
+    def _move(self, directory: Path, blows: list[Blow], chance: random.Random, found: ChaosResult) -> None:
+        """Ask for a random layout and wait until the layers are there; now and then a rank is killed meanwhile. What
+        was not carried out, because a rank was lost, stays on the list."""
+        roster, facts = Roster.read(directory), writing.read(directory / RUN)
+        if roster is None or not roster.has_stepped or not facts:
+            return
+        counts, ranks = list(facts["partition"]), list(range(len(roster.ranks)))
+        if self.cuts:
+            ends = sorted(chance.sample(range(1, sum(counts)), len(counts) - 1))
+            counts = [end - begin for begin, end in pairwise([0, *ends, sum(counts)])]
+        chance.shuffle(ranks)
+        before = _moved(directory)
+        want_layout(directory, counts, ranks)
+        self.say(f"layers per stage {counts} on ranks {ranks} in epoch {roster.epoch}")
+        if (
+            signal.SIGKILL in blows
+            and chance.random() < IMPATIENT
+            and self._strike(directory, signal.SIGKILL, chance, found)
+        ):
+            blows.remove(signal.SIGKILL)
+        until = time.monotonic() + PATIENCE
+        while _moved(directory) == before and (now := Roster.read(directory)) is not None:
+            if now.epoch != roster.epoch or time.monotonic() > until or not _lives(now):
+                return
+            time.sleep(POLL)
+        found.moves += 1
+        blows.pop()
+
     def _started(self, directory: Path, name: str, more: Sequence[str]) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", "vpipe", *self.command, *more, "--output-dir", str(directory)]
         with (self.folder / f"{name}.log").open("wb") as log:
@@ -142,6 +185,17 @@ class Breaker:
         while (left := _marked(f"{os.getpid()}-{name}")) and time.monotonic() < until:
             time.sleep(0.05)
         return left
+
+
+def _moved(directory: Path) -> int:
+    """How often layers have moved."""
+    with suppress(OSError):
+        return (directory / METRICS).read_bytes().count(b'"action": "move"')
+    return 0
+
+
+def _lives(roster: Roster) -> bool:
+    return any(psutil.pid_exists(pid) for pid in roster.pids.values())
 
 
 def _sign(directory: Path) -> tuple[int, int]:

@@ -251,7 +251,11 @@ class ElasticLaunch(Launch):
 
     def _judge(self, now: float) -> None:
         if self._elastic.directory is not None and (wanted := take_wanted(self._elastic.directory)) is not None:
-            self._resize(wanted)
+            if wanted.num_ranks:
+                self._resize(wanted.num_ranks)
+            for slot in [slot for slot, rank in self._crew.ranks.items() if rank == 0 and wanted.wish]:
+                if slot in self._members:
+                    _tell(self._members[slot], {"wish": wanted.wish})
         for slot, member in list(self._members.items()):
             silent = now - member.seen
             stopped = silent > STOPPED_FOR and member.pid and is_stopped(member.pid)

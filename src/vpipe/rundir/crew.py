@@ -1,12 +1,13 @@
-"""Who is in an elastic run, for whoever looks from outside; and how many ranks its user wants.
+"""Who is in an elastic run, for whoever looks from outside; and what is wanted of it from there.
 
-crew.json is written by the launcher with every change. wanted.json is written by ``vpipe scale``; the launcher takes
-it within a second.
+crew.json is written by the launcher with every change. wanted.json is written by ``vpipe scale`` (another number of
+ranks) and ``vpipe chaos`` (another layout); the launcher takes it within a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,15 +51,30 @@ def _numbered(found: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **inner}
 
 
+@dataclass(frozen=True)
+class OutsideWish:
+    """What somebody outside wants: another number of ranks, or layers elsewhere (JSON, see ``Trainer``)."""
+
+    num_ranks: int = 0
+    wish: str = ""
+
+
 def want(directory: Path, num_ranks: int) -> None:
     writing.replace(directory / WANTED, {"ranks": num_ranks})
 
 
-def take_wanted(directory: Path) -> int | None:
-    """How many ranks the user has asked for since the last call, if he has."""
+def want_layout(directory: Path, partition: Sequence[int], ranks: Sequence[int]) -> None:
+    """Ask for other layers per stage, and ``ranks[r]`` in the place of rank ``r``."""
+    wish = json.dumps({"partition": list(partition), "ranks": list(ranks)})
+    writing.replace(directory / WANTED, {"wish": wish})
+
+
+def take_wanted(directory: Path) -> OutsideWish | None:
+    """What was asked for since the last call, if anything was."""
     path = directory / WANTED
     if not path.exists():
         return None
-    found = (writing.read(path) or {}).get("ranks")
+    found = writing.read(path) or {}
     path.unlink(missing_ok=True)
-    return found if isinstance(found, int) and found > 0 else None
+    ranks, wish = found.get("ranks", 0), found.get("wish", "")
+    return OutsideWish(ranks if isinstance(ranks, int) and ranks > 0 else 0, wish if isinstance(wish, str) else "")

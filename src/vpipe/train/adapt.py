@@ -29,6 +29,7 @@ from vpipe.plan.predict import predict
 from vpipe.runtime.moving import Moved
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.schedule.action import Kind
+from vpipe.schedule.layout import Layout
 
 WINDOW = 3
 """Steps whose median is believed; the first step after a move is not among them."""
@@ -61,8 +62,10 @@ class Adapter:
         work: Sequence[float],
         layer_bytes: Sequence[int],
         tell: Callable[[Decision, Moved | None], None],
+        move: Callable[[Layout], Moved] | None = None,
     ) -> None:
         self._pipeline, self._mode, self._tell = pipeline, mode, tell
+        self._move = move or pipeline.move
         self._bytes = layer_bytes
         self._pipe = _plannable(pipeline)
         self._observed = Observed(work, pipeline.placement.ranks_of)
@@ -101,12 +104,16 @@ class Adapter:
     def _carry_out(self, decision: Decision) -> Moved | None:
         if not decision.moves or self._mode != "on":
             return None
-        moved = self._pipeline.move(self._pipeline.layout.with_counts(decision.partition))
+        moved = self._move(self._pipeline.layout.with_counts(decision.partition))
         self._pace.append((self._moving_bytes(moved), moved.seconds))
+        self.forget_times()
+        return moved
+
+    def forget_times(self) -> None:
+        """The layout has changed: what was measured belongs to another one."""
         self._window.clear()
         self._seconds.clear()
         self._skip, self._known = 1, None
-        return moved
 
     def _moving_bytes(self, moved: Moved) -> int:
         return sum(self._bytes[transfer.layer] for transfer in moved.difference.transfers)

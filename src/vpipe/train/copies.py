@@ -52,6 +52,8 @@ class Part:
     epoch: int
     number: int
     num_parts: int
+    partition: tuple[int, ...] = ()
+    """Layers per stage when it was written: layers may have moved since the run began."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class _Piece:
             self._lay_out(layers)
             self._form = form
         memory = self._memory
-        told = json.dumps([asdict(standing), part.number, part.num_parts]).encode()
+        told = json.dumps([asdict(standing), part.number, part.num_parts, part.partition]).encode()
         memory[_HEAD.size : self._begin] = _bytes((told + b"\n" + self._text).ljust(self._begin - _HEAD.size))
         copied = 0
         for layer, tensors in layers.items():
@@ -171,9 +173,9 @@ class _Piece:
         if _sum(memory[_HEAD.size : end]) != told:
             return None
         first, second = bytes(memory[_HEAD.size : begin].tolist()).split(b"\n", 1)
-        standing, number, num_parts = json.loads(first)
+        standing, number, num_parts, partition = json.loads(first)
         table = {int(layer): entries for layer, entries in json.loads(second).items()}
-        part = Part(epoch, number, num_parts)
+        part = Part(epoch, number, num_parts, tuple(partition))
         return Copy(iteration, part, Standing.parse(standing), table, memory)
 
 

@@ -16,7 +16,7 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from vpipe.runtime.ranks.control import Aborted, Control, EpochOrder
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.train import copies
 from vpipe.train.copies import SHELVES, Copy, CopyShelf, Part
-from vpipe.train.session import load_data, open_session
+from vpipe.train.session import load_data, num_stages, open_session
 from vpipe.train.sizes import resized
 from vpipe.train.trainer import Trainer
 from vpipe.train.worker import make_console
@@ -109,7 +109,8 @@ class Rank:
         took = Marks(order)
         if membership.current() is not None:  # it had finished, and another one had not
             self._part()
-        config = resized(self._config, order.num_ranks)
+        found = copies.newest(self._shelves)
+        config = self._config_of(order, found)
         os.environ.update(_environment(order))
         with self._control.sockets.noting():
             assembly.join(config.parallel.timeout)
@@ -120,19 +121,29 @@ class Rank:
         console = make_console(config, self._quiet) if order.rank == 0 else None
         trainer = Trainer(session, self._directory, console, self._run)
         try:
-            self._restore(trainer)
+            self._restore(trainer, found)
             took.mark("state")
             took.iteration = trainer.iteration
             trainer.stop_requests.heard = self._control.heard
             trainer.updated = partial(self._keep, trainer, order, took)
+            trainer.around_move = self._control.sockets.noting
+            self._control.wished = partial(setattr, trainer.stop_requests, "wish")
             trainer.run()
         finally:
             trainer.checkpoints.abandon()
         return trainer.ended.code
 
-    def _restore(self, trainer: Trainer) -> None:
+    def _config_of(self, order: EpochOrder, found: Sequence[Copy]) -> PipelineConfig:
+        """The config of this epoch: its ranks, and the layers where they have moved to, if there are as many stages.
+        What a plan of the config says about single layers stays with that plan's partition."""
+        config = resized(self._config, order.num_ranks)
+        moved = found[0].part.partition if found else ()
+        if len(moved) != num_stages(config) or (isinstance(own := config.parallel.partition, str) and own != "auto"):
+            return config
+        return resized(self._config, order.num_ranks, moved)
+
+    def _restore(self, trainer: Trainer, found: Sequence[Copy]) -> None:
         """Go on from the newest copy that is whole, else from where the run began."""
-        found = copies.newest(self._shelves)
         pipeline = trainer.session.pipeline
         generation = [float(found[0].iteration), float(found[0].part.epoch)] if found else [-1.0, -1.0]
         everybody = pipeline.gather_numbers(generation)
@@ -159,7 +170,7 @@ class Rank:
                 for name, parameter in module.named_parameters()
                 if not parameter.requires_grad
             }
-            part = Part(order.epoch, writers.index(order.rank), len(writers))
+            part = Part(order.epoch, writers.index(order.rank), len(writers), tuple(pipeline.partition))
             with self._control.undisturbed():
                 shelf = self._shelves[self._control.slot]
                 shelf.write(kept.standing(trainer.iteration, trainer.position), part, layers, frozen)

@@ -28,6 +28,9 @@ class StopRequests:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.heard = 0
+        self.wish = ""
+        """What else this rank was asked for, as text; all ranks hear of it at the same place."""
+        self.granted = ""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -49,8 +52,12 @@ class StopRequests:
         self.heard = number
 
     def agreed(self) -> signal.Signals | None:
-        """The signal that any rank has heard. Every rank calls this."""
-        heard = max(int(numbers[0]) for numbers in self._pipeline.gather_numbers([self.heard]))
+        """The signal that any rank has heard; ``granted`` is what any has been asked for. Every rank calls this."""
+        wish = self.wish
+        told = self._pipeline.gather_numbers([self.heard, bool(wish)])
+        self.granted = self._pipeline.gather_first(wish) if any(numbers[1] for numbers in told) else ""
+        self.wish = "" if self.granted else self.wish
+        heard = max(int(numbers[0]) for numbers in told)
         return signal.Signals(heard) if heard else None
 
 

@@ -6,6 +6,7 @@ with the same bits. What a config says about single stages cannot be kept for an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vpipe.config import PipelineConfig
@@ -13,13 +14,17 @@ from vpipe.errors import UserError
 from vpipe.schedule import catalog
 
 
-def resized(config: PipelineConfig, num_ranks: int) -> PipelineConfig:
-    """The config for so many ranks; a partition that was given for another number is cut anew."""
-    if num_ranks == config.num_ranks:
+def resized(config: PipelineConfig, num_ranks: int, partition: Sequence[int] = ()) -> PipelineConfig:
+    """The config for so many ranks; a partition that was given for another number is cut anew. ``partition`` is where
+    layers have moved to, if they have."""
+    own = config.parallel.partition
+    before = tuple(own) if not isinstance(own, str) else ()
+    if num_ranks == config.num_ranks and tuple(partition) in ((), before):
         return config
     values = config.to_dict()
     values["parallel"]["model_parallel_size"] = num_ranks // config.parallel.data_parallel_size
-    values["parallel"]["partition"] = "auto"
+    if partition or num_ranks != config.num_ranks:
+        values["parallel"]["partition"] = list(partition) or "auto"
     return PipelineConfig.from_dict(values)
 
 
@@ -73,11 +78,6 @@ def _refuse(config: PipelineConfig) -> None:
         raise UserError(
             f"parallel.scheduler {parallel.scheduler} runs worker threads, which cannot be interrupted; --elastic "
             "takes the other schedules, such as --scheduler 1f1b"
-        )
-    if parallel.adapt == "on":
-        raise UserError(
-            "parallel.adapt: on moves layers over connections that --elastic cannot interrupt yet; set parallel.adapt: "
-            "suggest or off, or remove launch.elastic (--elastic)"
         )
     if parallel.use_orion_scheduler or parallel.device not in ("auto", "cpu"):
         raise UserError(f"--elastic leads ranks that compute on the CPU, not on {parallel.device}{remedy}")

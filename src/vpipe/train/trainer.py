@@ -8,8 +8,10 @@ Every rank runs this loop in the same order.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from signal import Signals
 from time import perf_counter
@@ -17,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vpipe.errors import UserError
 from vpipe.observe.console import Console
 from vpipe.rundir import lineage
 from vpipe.rundir.endings import Ending, EndingKind
@@ -25,6 +28,7 @@ from vpipe.rundir.state import ENDING, Beat
 from vpipe.runtime.moving import Moved
 from vpipe.runtime.vendors import device_name
 from vpipe.schedule.entry import Chain
+from vpipe.schedule.layout import Layout
 from vpipe.schedule.own import short_name
 from vpipe.train import ending
 from vpipe.train.adapt import Adapter, Decision
@@ -85,6 +89,8 @@ class Trainer:
         self._since_update = perf_counter()
         self.updated: Callable[[], None] | None = None
         """Called between two updates, when all that belongs to the one before is done."""
+        self.around_move: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What is around every move of layers, which may open connections."""
         self._accumulating: list[Units] = []
         """The iterations of this update that are read but not yet trained on."""
 
@@ -164,7 +170,25 @@ class Trainer:
         if mode == "off":
             return None
         sizes = [3 * size for size in session.skeleton.weight_bytes]  # with what optimizers keep, about
-        return Adapter(session.pipeline, mode, session.skeleton.work, sizes, self._adapted)
+        return Adapter(session.pipeline, mode, session.skeleton.work, sizes, self._adapted, self._move)
+
+    def _move(self, layout: Layout) -> Moved:
+        with self.around_move():
+            return self.session.pipeline.move(layout)
+
+    def _move_as_asked(self, wish: str) -> None:
+        """Somebody outside wants another layout: ``{"partition": layers per stage, "ranks": their order}``."""
+        told, pipeline = json.loads(wish), self.session.pipeline
+        self.checkpoints.settle()
+        try:
+            moved = self._move(pipeline.layout.with_counts(told["partition"]).with_ranks(told["ranks"]))
+        except UserError as error:
+            self.log.say(f"iteration {self.iteration}  not moved as asked: {error.sentence}")
+            return
+        if self.adapter is not None:
+            self.adapter.forget_times()
+        asked = f"asked for {told['partition']} on ranks {told['ranks']}"
+        self._adapted(Decision(tuple(told["partition"]), True, asked), moved)
 
     def _adapt(self, seconds: float) -> None:
         """Between two updates, with no checkpoint under way."""
@@ -319,6 +343,8 @@ class Trainer:
         self._since_update = perf_counter()
         self._asked = self.stop_requests.agreed()
         if self._asked is None:
+            if self.stop_requests.granted:
+                self._move_as_asked(self.stop_requests.granted)
             return False
         self.log.say(f"asked to stop ({self._asked.name}) after iteration {self.iteration}")
         self.log.beat(lambda beat: setattr(beat, "phase", ENDING), at_once=True)

@@ -10,6 +10,7 @@ groups can never both go on. One socket a rank, which only its own process inher
                       {"beat": n}                         it lives; from a thread, four times a second
     launcher → rank   {"epoch": e, "rank": r, "num_ranks": n, …}    train so
                       {"abort": e}                                  leave epoch e, whatever you are doing
+                      {"wish": text}                                somebody asks this run for something
                       {"leave": true}                               all have finished
 
 An abort reaches the main thread through its sockets (``sockets``), and through a signal where it computes or waits for
@@ -24,7 +25,7 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -65,6 +66,8 @@ class Control:
         self.heard = 0
         """The signal that asks the run to stop, where it came between two epochs."""
         self.sockets = Sockets()
+        self.wished: Callable[[str], None] = lambda text: None
+        """Told what is asked for, by a thread."""
         self._connection = connection
         self._orders: queue.SimpleQueue[EpochOrder | None] = queue.SimpleQueue()
         self._epoch = 0
@@ -152,6 +155,8 @@ class Control:
     def _obey(self, message: dict[str, Any]) -> None:
         if "abort" in message:
             self._abort(int(message["abort"]))
+        elif "wish" in message:
+            self.wished(str(message["wish"]))
         elif "leave" in message:
             self._orders.put(None)
         else:
