@@ -57,6 +57,6 @@ def nearest_file(path: Path) -> str:
         found = {str(each): each.stem for each in islice(files, MOST_FILES)}
     except OSError:
         return ""
-    stems = set(get_close_matches(path.stem, set(found.values()), n=3, cutoff=0.7))
+    stems = set(get_close_matches(path.stem, set(found.values()), n=3, cutoff=0.6))
     close = get_close_matches(str(path), [name for name, stem in found.items() if stem in stems], n=1, cutoff=0)
     return f"; did you mean {close[0]}?" if close else ""

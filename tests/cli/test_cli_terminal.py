@@ -128,6 +128,8 @@ def test_the_nearest_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ):
         assert nearest_file(Path(wrong)) == "; did you mean configs/default.yaml?"
     assert nearest_file(Path("configs/gpt-small.yaml")) == "; did you mean configs/gpt_small.yaml?"
+    Path("job.yaml").touch()
+    assert nearest_file(Path("jbo.yaml")) == "; did you mean job.yaml?"
     assert nearest_file(Path("configs/nothing.yaml")) == ""
     assert nearest_file(Path("no/such/folder/default.yaml")) == ""
 

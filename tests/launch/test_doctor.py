@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from vpipe.launch import doctor
 from vpipe.launch.doctor import Finding, examine
 
+ROOT = Path(__file__).parents[2]
 TOPICS = {
     "python",
     "torch",
@@ -132,3 +135,9 @@ def test_ssh_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (tmp_path / ".ssh" / name).touch()
     (finding,) = doctor._ssh()
     assert (finding.status, finding.detail) == ("found", "keys: id_ed25519; no agent with any")
+
+
+def test_every_extra_that_users_can_ask_for_is_looked_at() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = {name: {re.split("[<>=]", each)[0] for each in extras[name]} for name in extras.keys() - {"test", "dev"}}
+    assert {name: set(modules) for name, modules in doctor.EXTRAS.items()} == wanted

@@ -23,6 +23,7 @@ from vpipe.schedule.lower import lower
     [
         (lambda path: None, "does not exist"),
         (lambda path: path.write_text("x"), "is a file"),
+        (lambda path: ((_ := path.parent / "runs").mkdir(), (_ / "run.json").write_text("{}")), "did you mean '"),
         (lambda path: path.mkdir(), "no run.json"),
         (lambda path: (path.mkdir(), (path / "config.yaml").write_text("")), "has not started yet"),
         (

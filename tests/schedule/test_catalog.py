@@ -104,6 +104,7 @@ def test_authors_write_only_compute_and_update(name):
     ("call", "words"),
     [
         (lambda: build("1f2b", 4, 8), "there is no schedule '1f2b'; did you mean '1f1b'?"),
+        (lambda: build("mine.cvs", 4, 8), "there is no schedule 'mine.cvs'; a file with one ends in .csv; known: 1f1b"),
         (lambda: build("zerobuble", 4, 8), "did you mean 'zerobubble'?"),
         (lambda: build("1f1b", 0, 8), "num_ranks must be a whole number of at least 1, not 0"),
         (lambda: build("1f1b", 4, -1), "num_microbatches must be a whole number of at least 1, not -1"),

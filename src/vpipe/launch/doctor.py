@@ -35,6 +35,8 @@ EXTRAS = {
     "dashboard": ("starlette", "uvicorn"),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
+    "ray": ("ray",),
+    "figures": ("matplotlib",),
 }
 """Extra → what it installs."""
 

@@ -26,7 +26,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, nearest
 from vpipe.observe.run_state import begun, ended, story
 from vpipe.rundir.layout import METRICS
 from vpipe.schedule.action import Action, parse
@@ -242,7 +242,9 @@ def open_run(path: str | Path) -> RunDirectory:
     path = Path(path)
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
-        raise UserError(f"{path} {what}; give the directory that 'vpipe train' wrote")
+        beside = [str(each) for each in path.parent.glob("*") if (each / "run.json").is_file()]
+        hint = nearest(str(path), beside) or "; give the directory that 'vpipe train' wrote"
+        raise UserError(f"{path} {what}{hint}")
     facts = path / "run.json"
     text = _text(facts)
     if text is None:

@@ -51,6 +51,8 @@ def get(name: str) -> Entry:
         return _entry(found)
     known = SCHEDULE_REGISTRY.list_registered()
     hint = nearest(str(name).lower(), [*_NAMES, *known]) or ";"
+    if "." in str(name):
+        hint = "; a file with one ends in .csv;"
     raise UserError(f"there is no schedule {name!r}{hint} known: {', '.join(known)}")
 
 
