@@ -155,7 +155,7 @@ def test_what_if(browser: Any, tmp_path: Path) -> None:
     opened = Opened(browser)
     with dashboard.Dashboard(path) as server:
         page = opened.go(server.url)
-        shows(page, "#whatif-result", "1.00× this run's simulated step")
+        shows(page, "#whatif-result", "1.00× as fast as this run, simulated")
         page.select_option("select[name=costs]", "own")
         shows(page, "#whatif-result", "makespan 33")
         before = pixels(page, "#whatif canvas")

@@ -105,6 +105,7 @@ function refresh() {
   document.getElementById("stages").replaceChildren(h("h2", null, "Stages"), stageTable(data), ...layoutTable(data), ...recoveryTable(data));
   showStep(page.follow || page.at < 0 ? data.steps.length - 1 : page.at);
   drawLegend();
+  if (page.measuredMore) page.measuredMore();
 }
 
 /* Live: the server sends the whole once, then what changed; the browser reconnects by itself. */

@@ -17,7 +17,7 @@ function tile(name, value, note, meaning) {
 }
 
 const figure = (value) => (isNumber(value) && Math.abs(value) >= 1000 ? short(value) : fixed(value, 4));
-const signed = (value) => (value >= 0 ? "+" : "−") + percent(Math.abs(value));
+const signed = (value) => (Math.abs(value) < 5e-4 ? "" : value > 0 ? "+" : "−") + percent(Math.abs(value));
 
 function tiles(data) {
   const { train, evaluation } = data.metrics, prediction = data.prediction || {};
