@@ -148,6 +148,8 @@ def test_refusals_say_both_numbers(call, words):
         ("pipedream", {"depths": (4, 2, 1, 0)}),
         ("pipedream-2bw", {"num_batches": 3}),
         ("zb-auto", {"costs": [(2, 2, 1), (2, 3, 2), (2, 2, 2), (2, 3, 1)]}),
+        ("zb-h2", {"post_validation": True, "num_batches": 2}),
+        ("zb-v", {"post_validation": True, "num_batches": 2}),
         ("zb-auto", {"memory_limit": 2}),
         ("zb-auto", {"latency": 1.0}),
     ],

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight, as_layers
 from vpipe.runtime import assembly
 from vpipe.runtime.assembly import Wires
@@ -35,6 +36,7 @@ from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.device import DeviceTransport
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.routes import routes
+from vpipe.runtime.updates.attempts import AgreeingAfterwards
 from vpipe.runtime.updates.ties import check_owners, refuse_sharing, tie_layers
 from vpipe.runtime.updates.update import LossScale, UpdateOptions, Updater, checked_scale
 from vpipe.schedule import catalog
@@ -153,7 +155,8 @@ class Builder:
         options = UpdateOptions(programs.synchronous, update.clip_norm, update.skip_nonfinite, update.exact_reduction)
         alone = self._lock is None and transport.num_ranks == 1
         scale = parts.loss_scale if alone else copy.copy(parts.loss_scale)
-        updater = Updater(transport, placement, stages, optimizers, parts.tied, options, scale, device)
+        kind = AgreeingAfterwards if programs.spec.agrees_after else Updater
+        updater = kind(transport, placement, stages, optimizers, parts.tied, options, scale, device)
         make = partial(ThreadedEngine, policy=parts.policy) if parts.policy is not None else Engine
         engine = make(stages, flow, transport, updater, self.options.seed, update.autocast, self._lock, device)
         for change in self._finishing:
@@ -222,6 +225,8 @@ def prepared(
         ranks.replicas,
         chosen.schedule_options or {},
     )
+    if spec.agrees_after and policy is not None:
+        raise UserError("post_validation needs executor='plain': worker threads would be among forwards made again")
     scale = checked_scale(options.update.loss_scale, spec.synchronous)
     plain, ties = tie_layers(tied, as_layers(layers), loss, spec)
     return Builder(Parts(plain, loss, ties, scale, policy), options, spec, wires)

@@ -27,10 +27,12 @@ from vpipe.runtime.memory.swap_device import DeviceSwapper
 from vpipe.runtime.prefetch import Prefetch
 from vpipe.runtime.randomness import evaluation_seed
 from vpipe.runtime.region import Pending, Run
+from vpipe.runtime.second_try import with_second_tries
 from vpipe.runtime.stage import Stage, Unit
 from vpipe.runtime.tasks import Hop, Task, Tasks, remote
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.wire import copied_value
+from vpipe.runtime.updates.attempts import AgreeingAfterwards
 from vpipe.runtime.updates.replicas import share_buffers
 from vpipe.runtime.updates.update import Updater
 from vpipe.schedule.action import Action, Kind
@@ -110,7 +112,13 @@ class Engine:
             task = tasks[action.stage, action.microbatch]
             return moving[action.kind](task) if action.kind in moving else partial(computing[action.kind], task)
 
-        return Compiled(program, [(action, bound(action)) for action in row], tasks, versions, uses)
+        calls = [(action, bound(action)) for action in row]
+        if isinstance(self.updater, AgreeingAfterwards):
+            calls = with_second_tries(calls, self.stages, self.updater, self._watch)
+        return Compiled(program, calls, tasks, versions, uses)
+
+    def _watch(self, action: Action) -> None:
+        self.current = action
 
     def run(self, compiled: Compiled, job: Job) -> Result:
         """Run the row. A failure names the action; the other ranks are told."""

@@ -59,11 +59,11 @@ def split_sizes(rows: int, num_units: int) -> list[int]:
     return [rows // num_units + (microbatch < rows % num_units) for microbatch in range(num_units)]
 
 
-def split(value: Any, num_units: int) -> tuple[list[Any], list[float]]:
-    """The units of a batch and their weights."""
-    rows = num_rows(value)
+def split(value: Any, num_units: int, num_batches: int = 1) -> tuple[list[Any], list[float]]:
+    """The units of a batch and their weights; of several batches, each unit's weight in its own."""
+    rows, each = num_rows(value), num_units // num_batches
     if rows is None:
-        return [value] * num_units, [1 / num_units] * num_units
+        return [value] * num_units, [1 / each] * num_units
     sizes = split_sizes(rows, num_units)
     tensors: list[Tensor] = []
     structure = flatten(value, tensors)
@@ -72,5 +72,7 @@ def split(value: Any, num_units: int) -> tuple[list[Any], list[float]]:
     for microbatch in range(num_units):
         mine = iter([piece[microbatch] for piece in pieces])
         units.append(unflatten(structure, lambda mine=mine: next(mine)))  # type: ignore[misc]
-    even = len(set(sizes)) == 1
-    return units, [1 / num_units if even else size / rows for size in sizes]
+    if len(set(sizes)) == 1:
+        return units, [1 / each] * num_units
+    wholes = [sum(sizes[begin : begin + each]) for begin in range(0, num_units, each)]
+    return units, [size / wholes[microbatch // each] for microbatch, size in enumerate(sizes)]

@@ -27,7 +27,7 @@ from vpipe.runtime.modes import Modes
 from vpipe.runtime.moving import Moved, Notice
 from vpipe.runtime.options import Memory, Options, PlainKeywords, Ranks, Schedule, Update
 from vpipe.runtime.randomness import undisturbed
-from vpipe.runtime.steps import check_counts, mean_loss, torn, units_of, without_gradient
+from vpipe.runtime.steps import check_counts, copies_of, mean_loss, torn, units_of, without_gradient
 from vpipe.runtime.trace import Trace
 from vpipe.runtime.train_mode import evaluating
 from vpipe.runtime.transport.base import Transport
@@ -215,7 +215,7 @@ class Pipeline(Holdings):
         self._trace = Trace(
             program, {engine.rank: result.records for engine, result in zip(self.engines, results, strict=True)}
         )
-        return mean_loss(losses, self.layout.num_layers)
+        return mean_loss(losses, self.layout.num_layers) / self.programs.num_batches(program)
 
     def move(self, layout: Layout, *, notice: Notice = lambda step: None) -> Moved:
         """Let other ranks hold the layers, from now on as ``layout`` says; training goes on as if nothing had happened.
@@ -274,10 +274,13 @@ class Pipeline(Holdings):
         wants_loss: bool = True,
     ) -> Job:
         num_units = program.num_microbatches
-        units, weights = units_of(inputs, num_units, self.is_first, "inputs")
-        goals, goal_weights = units_of(targets, num_units, self.is_last and wants_loss, "targets")
+        batches = self.programs.num_batches(program)
+        units, weights = units_of(inputs, num_units, self.is_first, "inputs", batches)
+        goals, goal_weights = units_of(targets, num_units, self.is_last and wants_loss, "targets", batches)
         check_rows(inputs, targets)
-        shares = weights or goal_weights or [1 / num_units] * num_units
+        shares = weights or goal_weights or [batches / num_units] * num_units
+        if training and self.programs.spec.agrees_after:  # a forward that is made again must find them as they were
+            units = copies_of(units)
         return Job(
             self.step,
             self.num_units,

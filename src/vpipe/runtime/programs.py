@@ -17,12 +17,12 @@ from vpipe.errors import UserError
 from vpipe.runtime.flow import Flow
 from vpipe.schedule import catalog
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
-from vpipe.schedule.entry import Entry
+from vpipe.schedule.entry import Chain, Entry
 from vpipe.schedule.lower import agree, is_lowered, lower
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
 from vpipe.schedule.replicas import replicate
-from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, update_groups
+from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, agrees_after, update_groups
 from vpipe.schedule.verify import verify
 from vpipe.schedule.violation import folded
 
@@ -87,6 +87,16 @@ class ScheduleSpec:
     def synchronous(self) -> bool:
         """Whether every unit of a step reads the same weights and each stage updates once at the end."""
         return not self.entry.asynchronous
+
+    @cached_property
+    def agrees_after(self) -> bool:
+        """Whether ranks update first and agree on it afterwards."""
+        return agrees_after(self.program)
+
+    @property
+    def chains(self) -> Chain:
+        """How several batches run without a drain between them."""
+        return self.entry.chains_with(self.options or {})
 
     def partition(self, num_layers: int, wanted: Sequence[int] | None) -> list[int]:
         """Layers per stage: as wanted, or even."""
@@ -224,6 +234,10 @@ class Programs:
         """How many updates stage 0 makes."""
         row = program.rows[program.placement.ranks_of[0][0]]
         return sum(action == Action(0, Kind.STEP) for action in row)
+
+    def num_batches(self, program: Program) -> int:
+        """How many batches of a synchronous schedule follow each other in the program; all units of another are one."""
+        return max(1, self.num_updates(program)) if self.synchronous else 1
 
     def gradient_weights(self, program: Program) -> list[float] | None:
         """What units' gradients are multiplied by where that is not their share of the batch: an asynchronous update is

@@ -115,6 +115,12 @@ class Stage:
         self.regions = self._cut()
         self._swapped = [region for region in self.regions if region.treatment is Treatment.SWAPPED]
 
+    @property
+    def buffer_slots(self) -> list[tuple[nn.Module, str]]:
+        """Where the layers and the loss hold buffers."""
+        parts = [part for module in self._called for part in module.modules()]
+        return [(part, slot) for part in parts for slot, _ in part.named_buffers(recurse=False)]
+
     def _cut(self) -> list[Region]:
         """Neighbouring layers that are treated alike form one region."""
         alike = [(treatment, list(run)) for treatment, run in groupby(self.modules, self.options.treatment)]

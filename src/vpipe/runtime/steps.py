@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Microbatches, split
-from vpipe.runtime.transport.wire import flatten
+from vpipe.runtime.transport.wire import copied_value, flatten
 
 
 def check_counts(num_microbatches: int | None, weight: float) -> None:
@@ -64,16 +64,23 @@ def mean_loss(contributions: Mapping[tuple[int, int], float], num_layers: int) -
     return total
 
 
-def units_of(value: Any, num_units: int, needed: bool, what: str) -> tuple[Callable[[int], Any], list[float] | None]:
-    """A batch as a function of the unit, and the units' weights; a batch that is not needed here is not cut."""
+def units_of(
+    value: Any, num_units: int, needed: bool, what: str, num_batches: int = 1
+) -> tuple[Callable[[int], Any], list[float] | None]:
+    """A batch (or several) as a function of the unit, and the units' weights; what is not needed here is not cut."""
     if isinstance(value, Microbatches):
         return value.get, _checked(value.weights, num_units)
     if value is None:
         if needed:
             raise UserError(f"this rank needs the {what}: it holds the {'first' if what == 'inputs' else 'last'} stage")
         return lambda microbatch: None, None
-    parts, weights = split(value, num_units)
+    parts, weights = split(value, num_units, num_batches)
     return parts.__getitem__, weights
+
+
+def copies_of(units: Callable[[int], Any]) -> Callable[[int], Any]:
+    """The same units, which a layer may change in place."""
+    return lambda microbatch: copied_value(without_gradient(units(microbatch)))
 
 
 def _checked(weights: Sequence[float] | None, num_units: int) -> list[float] | None:

@@ -16,7 +16,7 @@ from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.collector import collector_paused
 from vpipe.schedule.flat import CODE, KINDS, NONE, Bools, Flat, Ints, padded, with_flat
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import INPUT_GRADIENT, LANE, Lane, channel
+from vpipe.schedule.semantics import INPUT_GRADIENT, LANE, Lane, agrees_after, channel
 
 POST_AHEAD = 2
 """How many compute actions before its use a receive is posted. A receive that is posted late exposes the whole
@@ -162,6 +162,7 @@ def _post_at(flat: Flat, results: _Results, messages: _Messages, post_ahead: int
     np.minimum.at(bounds, receives, messages.used)
     takes = (results.way, results.stage, results.microbatch)
     early = np.minimum(np.maximum(results.place - post_ahead, 0), bounds[takes])
+    early = np.maximum(early, _fence(flat)[results.number])
     post_at[takes] = np.where(bounds[takes] == never, never, early)
     floor = messages.queue * (never + 1)
     while True:  # each no later than the next of its queue; a receive from several sources may have to move again
@@ -173,18 +174,50 @@ def _post_at(flat: Flat, results: _Results, messages: _Messages, post_ahead: int
         np.minimum.at(post_at, tuple(column[moved] for column in receives), latest[moved])
 
 
+def _fence(flat: Flat) -> Ints:
+    """Of every action, the place before which its receive is not posted: where ranks agree on updates that are made,
+    the forwards between the two may be made again, with all their messages."""
+    if not agrees_after(flat.program):
+        return np.zeros(len(flat), np.int64)
+    last = np.maximum.accumulate(np.where(flat.of([Kind.STEP, Kind.AGREE]), np.arange(len(flat)), NONE))
+    there = last >= flat.row_start[flat.rank]
+    fence: Ints = np.where(there, _among_compute(flat)[np.maximum(last, 0)] + 1, 0)
+    return fence
+
+
+def _sent_after(flat: Flat, messages: _Messages, sender: Ints) -> Ints:
+    """The action that each SEND stands behind: the one that makes the result, or the agreement that comes between it
+    and its use."""
+    if not agrees_after(flat.program):
+        return sender
+    agreements = flat.of([Kind.AGREE])
+    before = np.concatenate(([0], np.cumsum(agreements)))
+    rounds = before[:-1] - before[flat.row_start[flat.rank]]
+    users = np.where(
+        messages.way == 0,
+        flat.find(Kind.F, messages.reader, messages.microbatch),
+        flat.find_any(INPUT_GRADIENT, messages.reader, messages.microbatch),
+    )
+    late = messages.result[rounds[users] > rounds[messages.result]]
+    following = np.flatnonzero(agreements)
+    after = np.arange(len(flat))
+    after[late] = following[np.searchsorted(following, late)]
+    return after[sender]
+
+
 def _assembled(flat: Flat, messages: _Messages, post_at: Ints) -> Program:
     """The program with its SENDs and RECVs in place."""
     program = flat.program
     sends = np.zeros(len(flat), np.bool_)
     sends[messages.result] = True
     sender = np.flatnonzero(sends)
+    behind = _sent_after(flat, messages, sender)
     send_kind = np.where(flat.kind[sender] == CODE[Kind.F], CODE[Kind.SEND_F], CODE[Kind.SEND_B])
     way, reader, microbatch, target = _receives(flat, messages, post_at)
     compute = np.flatnonzero(_computes(flat))
     before = compute[np.searchsorted(compute, flat.row_start[target]) + post_at[way, reader, microbatch]]
     receive_kind = np.where(way == 0, CODE[Kind.RECV_F], CODE[Kind.RECV_B])
-    order = np.argsort(np.concatenate((np.arange(len(flat)) * 3 + 1, sender * 3 + 2, before * 3)), kind="stable")
+    order = np.argsort(np.concatenate((np.arange(len(flat)) * 3 + 1, behind * 3 + 2, before * 3)), kind="stable")
     stage = np.concatenate((flat.stage, flat.stage[sender], reader))
     kind = np.concatenate((flat.kind, send_kind, receive_kind))
     unit = np.concatenate((flat.microbatch, flat.microbatch[sender], microbatch))

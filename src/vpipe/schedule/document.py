@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vpipe.schedule.catalog import entries
 from vpipe.schedule.choose import RankedSchedule, rank
-from vpipe.schedule.entry import Entry
+from vpipe.schedule.entry import BATCHES, POST_VALIDATION, Entry
 from vpipe.schedule.simulate import Simulation, simulate
 from vpipe.schedule.svg import svg
 
@@ -37,6 +37,27 @@ the input gradient and the weight gradient; a stage costs 1/v of it. T = F + I +
   them in the terminal, `vpipe simulate NAME -p {p} -m {m}` prints the figures.
 - In Python, build, verify, simulate and draw: [a notebook](../examples/schedules.ipynb).
 - In the pictures a number is a microbatch, a line an update, and paler boxes are later stages of a rank.
+"""
+
+AFTERWARDS = """## Updates that are agreed on afterwards
+
+Before a stage updates, all ranks exchange the norms of their gradients: one that is not finite skips the update
+everywhere, and clipping is by the norm of all. So every rank waits for the last one, and a step takes the makespan.
+{names} end as staggered as they begin, and would take only the maxspan. With the option `post_validation`
+each rank updates at once, begins the next batch, and agrees there; what must not stand is taken back to the bit, and
+the few forwards that have begun are made again. It chains as many batches as come before the next log line, checkpoint
+or evaluation.
+
+Time of a batch on {p} ranks with {m} microbatches, from the second on, F = I = W = 1:
+
+"""
+
+COSTS = """
+`vpipe simulate zb-h2 -p {p} -m {m} --option post_validation=true --option num_batches=3` shows it; in a config it is
+`parallel.schedule_options: {{post_validation: true}}`. It costs a copy of a rank's weights and optimizer state from the
+update to the agreement. It pays where updates stand: a run that clips in every step takes every update back, and is
+slower than without. Results are the same to the bit, clipped, skipped or not. It is refused with replicas, tied
+weights, swapped layers, worker threads, and optimizers that are not torch's (they may keep more than their state).
 """
 
 NETWORKS = """## Slow links turn the ranking over
@@ -65,7 +86,7 @@ def pages() -> dict[str, str]:
 
 def page() -> str:
     """All schedules: one table, one section each, and what slow links do."""
-    parts = [HEAD.format(p=RANKS, m=MICROBATCHES), _overview(), *map(_section, entries()), _networks()]
+    parts = [HEAD.format(p=RANKS, m=MICROBATCHES), _overview(), *map(_section, entries()), _afterwards(), _networks()]
     return "\n".join(parts)
 
 
@@ -99,6 +120,22 @@ def _section(entry: Entry) -> str:
     names_another = entry.summary.split()[0] in {each.name for each in entries()}
     summary = entry.summary if names_another else entry.summary[0].upper() + entry.summary[1:]
     return f"## {entry.name}\n\n{summary}.\n\n![{entry.name}](pictures/{entry.name}.svg)\n\n{_table(rows)}"
+
+
+def _afterwards() -> str:
+    """What a batch takes where ranks agree on updates before they make them, and afterwards."""
+    rows = [("schedule", "agreed on before", "agreed on afterwards", "maxspan")]
+    chosen = [entry for entry in entries() if POST_VALIDATION in entry.options]
+    for entry in chosen:
+        short, long = (
+            simulate(entry.build(RANKS, MICROBATCHES, **{POST_VALIDATION: True, BATCHES: count})).makespan
+            for count in (2, 3)
+        )
+        one = _simulation(entry)
+        rows.append((entry.name, f"{one.makespan:g}", f"{long - short:g}", f"{one.maxspan:g}"))
+    names = " and ".join(f"`{entry.name}`" for entry in chosen)
+    told = {"names": names, "p": RANKS, "m": MICROBATCHES}
+    return AFTERWARDS.format(**told) + _table(rows) + COSTS.format(**told)
 
 
 def _networks() -> str:

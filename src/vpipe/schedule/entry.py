@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -28,6 +28,8 @@ class Chain(StrEnum):
 
 
 BATCHES = "num_batches"
+POST_VALIDATION = "post_validation"
+"""The option of a synchronous schedule whose ranks may agree on updates afterwards (``post_validation``)."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,10 @@ class Entry:
     def asynchronous(self) -> bool:
         """Whether units of several updates are in flight together."""
         return self.mode == "asp"
+
+    def chains_with(self, options: Mapping[str, Any]) -> Chain:
+        """The same with these options: batches that are agreed on afterwards follow each other."""
+        return Chain.BATCHES if options.get(POST_VALIDATION) is True else self.chains
 
     def runs_threads(self, name: object) -> bool:
         """Whether what the user called the schedule asks for worker threads."""

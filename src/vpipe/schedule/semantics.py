@@ -9,7 +9,8 @@ with itself.
     R, OUT, IN   stand between F and its backward and are needed by it where the program has them
     SEND, RECV   carry a result to another rank; on one rank stages hand results over directly
     REDUCE       needs  every replica of the stage to come to it: round n of one is round n of all
-    AGREE        needs  every rank to come to it; gradients are complete before it, updates come after it
+    AGREE        needs  every rank to come to it; gradients are complete before it, updates come after it (or before
+                        it, and are taken back where they must be: ``agrees_after``)
 """
 
 from __future__ import annotations
@@ -106,6 +107,14 @@ MEETINGS = frozenset(kind for kind, needs in NEEDS.items() if any(need.where is 
 def members(program: Program, action: Action) -> tuple[int, ...]:
     """The ranks that meet at an action: a stage's replicas at REDUCE, everybody at AGREE."""
     return program.placement.ranks_of[action.stage] if action.kind is Kind.REDUCE else tuple(range(program.num_ranks))
+
+
+def agrees_after(program: Program) -> bool:
+    """Whether ranks update first and agree on it afterwards (``post_validation``)."""
+    if Kind.AGREE not in program.flat.kinds:
+        return False
+    firsts = (next((k for _, k, _ in row if k in (Kind.STEP, Kind.AGREE)), None) for row in program.rows)
+    return all(first is Kind.STEP for first in firsts)
 
 
 class Round(NamedTuple):

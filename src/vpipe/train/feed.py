@@ -41,6 +41,8 @@ class Units:
     pad_id: int | None = None
     whole: Whole | None = None
     """The units of the update, where these are only a part of them (gradient accumulation)."""
+    num_updates: int = 1
+    """Of how many updates these are the units, where each update has shares of its own."""
 
     @property
     def num_targets(self) -> int:
@@ -63,10 +65,18 @@ class Units:
 
     def shares(self) -> list[float]:
         """Each unit's part of all valid targets: the weights that make the mean over units the mean over targets."""
+        if self.num_updates > 1:
+            return [share for update in self.by_update() for share in update.shares()]
         whole = self.whole or Whole(self.num_targets, len(self.batches))
         if whole.num_targets == 0:
             return [1 / whole.num_units] * len(self.batches)
         return [batch.num_tokens / whole.num_targets for batch in self.batches]
+
+    def by_update(self) -> list[Units]:
+        """The units of one update after the other."""
+        each = len(self.batches) // self.num_updates
+        parts = (self.batches[begin : begin + each] for begin in range(0, len(self.batches), each))
+        return [replace(self, batches=part, num_updates=1) for part in parts]
 
     def inputs(self) -> Microbatches:
         return Microbatches(lambda microbatch: self.batches[microbatch].inputs, self.shares())

@@ -6,7 +6,8 @@ Every rank builds the same session; what a rank does not hold it does not build.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vpipe import plugins
@@ -29,7 +30,7 @@ from vpipe.schedule import catalog as schedule_catalog
 from vpipe.schedule.entry import BATCHES, Chain
 from vpipe.schedule.layout import Layout
 from vpipe.train.compiling import compiled
-from vpipe.train.feed import Feed
+from vpipe.train.feed import Feed, Position, Units
 from vpipe.train.limits import refuse
 from vpipe.train.optimizers import optimizer
 from vpipe.train.partition import cut
@@ -68,7 +69,7 @@ class Session:
         one of its batches."""
         own = self.config.training.num_microbatches
         programs = self.pipeline.programs
-        chains = programs.spec.entry.chains
+        chains = programs.spec.chains
         if chains is Chain.BATCHES:
             key = (num_iterations, self.pipeline.layout)
             if key not in self._programs:
@@ -77,6 +78,11 @@ class Session:
             self.pipeline.programs = self._programs[key]
             return own
         return own * num_iterations * self.num_replicas if chains is Chain.UNITS else own
+
+    def read(self, positions: Sequence[Position]) -> Units:
+        """The units of these iterations; of a synchronous schedule each is an update of its own."""
+        units = self.feed.read(positions)
+        return replace(units, num_updates=len(positions)) if self.pipeline.programs.synchronous else units
 
     def close(self) -> None:
         self.feed.close()
@@ -129,7 +135,7 @@ def schedule_options(config: PipelineConfig) -> dict[str, Any]:
             "parallel.replicas); remove it"
         )
     entry.check_options(chosen)
-    return chosen | ({BATCHES: 1} if entry.chains is Chain.BATCHES else {})
+    return chosen | ({BATCHES: 1} if entry.chains_with(chosen) is Chain.BATCHES else {})
 
 
 def open_session(config: PipelineConfig, data: DataSet | None = None) -> Session:

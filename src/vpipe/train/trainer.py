@@ -250,7 +250,7 @@ class Trainer:
         """The units of these iterations. Where gradients are accumulated, all iterations of the update are read first:
         a unit weighs as much as its share of all their targets."""
         if self.session.config.training.gradient_accumulation == 1:
-            return self.session.feed.read(positions)
+            return self.session.read(positions)
         if not self._accumulating:
             group, end = [self.position], self.iteration + 1
             while not self._ends_update(end):
@@ -267,7 +267,8 @@ class Trainer:
         """The iterations of one program: as many as fit before the next thing that needs a drain."""
         config, feed = self.session.config, self.session.feed
         positions = [self.position]
-        if self.session.pipeline.programs.spec.entry.chains is Chain.NOT:
+        chains = self.session.pipeline.programs.spec.chains
+        if chains is Chain.NOT or (chains is Chain.BATCHES and config.training.gradient_accumulation > 1):
             return positions
         intervals = [
             config.training.evaluation_interval,

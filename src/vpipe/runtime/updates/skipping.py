@@ -12,6 +12,7 @@ Three ways, from the best:
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -40,13 +41,18 @@ def step_if(finite: bool | Tensor, optimizer: Optimizer, step: Callable[[], None
         finally:
             del held.found_inf, held.grad_scale
         return None
-    if not type(optimizer).__module__.startswith(_OPEN) or (not once and _counts_on_host(optimizer)):
+    if not keeps_all_in_state(optimizer) or (not once and _counts_on_host(optimizer)):
         if bool(finite):
             step()
         return None
-    before = _Before(optimizer)
+    before = Before(optimizer)
     step()
     return before.unless(finite, once)
+
+
+def keeps_all_in_state(optimizer: Optimizer) -> bool:
+    """Whether ``Before`` knows all that the optimizer may change beside weights."""
+    return type(optimizer).__module__.startswith(_OPEN)
 
 
 def _counts_on_host(optimizer: Optimizer) -> bool:
@@ -57,7 +63,7 @@ def _is_there(value: Any) -> bool:
     return isinstance(value, Tensor) and not is_host(value.device)
 
 
-class _Before:
+class Before:
     """What an optimizer may change, as it was."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -66,7 +72,7 @@ class _Before:
             (p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
         self._state = {
-            p: {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+            p: {name: value.clone() if isinstance(value, Tensor) else deepcopy(value) for name, value in state.items()}
             for p, state in optimizer.state.items()
         }
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -87,6 +93,18 @@ class _Before:
         if self._has_made_some() and not bool(finite):  # in the first update only
             self._take_back()
         return None
+
+    def restore(self) -> None:
+        """Take all back, whatever the device says."""
+        with torch.no_grad():
+            for parameter, old in self._weights:
+                parameter.copy_(old)
+            for parameter, state in self._state.items():
+                for name, value in state.items():
+                    new = self._optimizer.state[parameter].get(name)
+                    if _is_there(value) and isinstance(new, Tensor):
+                        new.copy_(value)
+        self._take_back()
 
     def _has_made_some(self) -> bool:
         return any(state.keys() != self._state.get(p, {}).keys() for p, state in self._optimizer.state.items())

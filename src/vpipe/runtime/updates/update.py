@@ -2,8 +2,8 @@
 
 In synchronous modes all ranks agree (``AGREE``) before the first stage of a batch updates: one exchange carries every
 parameter's gradient norm and the losses. So clipping uses the norm over all stages, summed in the order of layers
-whatever the partition, and a gradient that is not finite skips the update everywhere. Asynchronous modes have no such
-moment: they clip and skip stage by stage.
+whatever the partition, and a gradient that is not finite skips the update everywhere. Or they update first and agree
+afterwards (``attempts``). Asynchronous modes have no such moment: they clip and skip stage by stage.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Updater:
         def update() -> None:
             if factor is not None and gradients:
                 multiply(gradients, beside(factor, gradients[0]))
-            self._set_learning_rate(stage.index)
+            self._set_learning_rate(stage.index, self.num_updates[stage.index])
             self.optimizers[stage.index].step()
 
         take_back = step_if(finite, self.optimizers[stage.index], update, once=self.options.synchronous)
@@ -206,9 +206,9 @@ class Updater:
         stage.weights.after_update()
         forget_casts()
 
-    def _set_learning_rate(self, stage: int) -> None:
+    def _set_learning_rate(self, stage: int, update: int) -> None:
         if self.learning_rate is not None:
-            rate = self.learning_rate(self.num_updates[stage])
+            rate = self.learning_rate(update)
             for group in self.optimizers[stage].param_groups:
                 group["lr"] = rate
 
@@ -232,29 +232,33 @@ class Updater:
                 divide([p.grad for p in stage.weights.parameters.values() if p.grad is not None], self.loss_scale)
         if not self._judges:
             return True, None
-        order = self._parameter_order()
-        counted = [_counted(self._stages[stage], self._tied) for stage in sorted(self._stages)]
-        sizes = [sum(count for _, count, _ in counts) + self._num_losses(rank) for rank, counts in enumerate(order)]
-        everyone = range(self._transport.num_ranks)
-        found = self._transport.all_gather(
-            torch.cat([*map(self._norms, counted), self.local_losses()]), everyone, sizes
-        )
-        by_layer: dict[int, Tensor] = {}
-        self._told = []
-        for block, counts in zip(found, order, strict=True):
-            at = 0
-            for layer, count, _ in counts:
-                by_layer.setdefault(layer, block[at : at + count])  # replicas agree: the first will do
-                at += count
-            self._told.append(block[at:])
-        dtype = _promoted([_FLOATS[code] for counts in order for _, _, code in counts])
-        empty = torch.empty(0, dtype=torch.float64, device=self._device)
-        everything = torch.cat([by_layer[layer] for layer in sorted(by_layer)] or [empty])
+        trained = [counted(self._stages[stage], self._tied) for stage in sorted(self._stages)]
+        everything, dtype = self._exchanged([*map(self._norms, trained)], self.local_losses())
         if not is_host(self._device):
             return self._verdict_of(*judge_there(everything, dtype))
         finite, factor = self._verdict_of(*judge(everything, dtype))
         self._learn(bool(finite))
         return finite, factor
+
+    def _exchanged(self, mine: list[Tensor], losses: Tensor | None) -> tuple[Tensor, torch.dtype]:
+        """The norms of all ranks' gradients in the order of layers, and the dtype to add them in; losses go along."""
+        order = self._parameter_order()
+        rows = [self._num_losses(rank) if losses is not None else 0 for rank in range(len(order))]
+        sizes = [sum(count for _, count, _ in counts) + more for counts, more in zip(order, rows, strict=True)]
+        block = torch.cat(mine if losses is None else [*mine, losses])
+        found = self._transport.all_gather(block, range(self._transport.num_ranks), sizes)
+        by_layer: dict[int, Tensor] = {}
+        self._told = None if losses is None else []
+        for block, counts in zip(found, order, strict=True):
+            at = 0
+            for layer, count, _ in counts:
+                by_layer.setdefault(layer, block[at : at + count])  # replicas agree: the first will do
+                at += count
+            if self._told is not None:
+                self._told.append(block[at:])
+        dtype = _promoted([_FLOATS[code] for counts in order for _, _, code in counts])
+        empty = torch.empty(0, dtype=torch.float64, device=self._device)
+        return torch.cat([by_layer[layer] for layer in sorted(by_layer)] or [empty]), dtype
 
     def _norms(self, parameters: list[Tensor]) -> Tensor:
         """Of one stage, where this rank computes."""
@@ -355,5 +359,5 @@ def _named(stage: Stage, tied: Sequence[TiedWeight]) -> list[str]:
     return [name for name in stage.weights.parameters if name not in later]
 
 
-def _counted(stage: Stage, tied: Sequence[TiedWeight]) -> list[Tensor]:
+def counted(stage: Stage, tied: Sequence[TiedWeight]) -> list[Tensor]:
     return [stage.weights.parameters[name] for name in _named(stage, tied)]

@@ -113,7 +113,7 @@ def _chains(session: Session) -> list[int]:
 
 def _train(session: Session, num_batches: int, seen: Seen) -> float:
     positions = [(0, 0)] * num_batches
-    units = session.feed.read(positions)
+    units = session.read(positions)
     num_microbatches = session.prepare(num_batches)
     begin = perf_counter()
     session.pipeline.train_step(units.inputs(), units.targets(), num_microbatches=num_microbatches)

@@ -59,7 +59,7 @@ def pipelined(config: dict[str, Any], directory: str, steps: int) -> int:
     session.pipeline.set_learning_rate(_rate(session, steps))
     for step in range(steps):
         positions = _positions(session, step)
-        units = session.feed.read(positions)
+        units = session.read(positions)
         loss = session.pipeline.train_step(
             units.inputs(), units.targets(), num_microbatches=session.prepare(len(positions))
         )
@@ -77,8 +77,8 @@ def _rate(session: Session, steps: int) -> Callable[[int], float]:
 
 
 def _positions(session: Session, step: int) -> list[Position]:
-    """The batches of a step: one, or two of a schedule that delays updates from one to the next."""
-    chained = 2 if session.pipeline.programs.spec.entry.chains is Chain.BATCHES else 1
+    """The batches of a step: one, or two of a schedule that does not drain between them."""
+    chained = 2 if session.pipeline.programs.spec.chains is Chain.BATCHES else 1
     return [divmod(step * chained + i, session.feed.num_batches) for i in range(chained)]
 
 
@@ -111,7 +111,8 @@ def sequential(session: Session, steps: int, reference: str = "auto") -> dict[st
     """The same steps in one process, by the chosen reference. ``session`` gives the program, the data and the model;
     its pipeline is not trained."""
     config, pipeline = session.config, session.pipeline
-    num_microbatches = session.prepare(len(_positions(session, 0)))
+    chosen = choose_reference(reference, session)
+    num_microbatches = session.prepare(1 if chosen == "plain" else len(_positions(session, 0)))
     program = pipeline.programs.training(num_microbatches=num_microbatches)
     modules = dict(enumerate(session.model.build()))
     seen: dict[str, Tensor] = {}
@@ -130,10 +131,10 @@ def sequential(session: Session, steps: int, reference: str = "auto") -> dict[st
         _watch(made, names, lambda name, gradient: seen.__setitem__(f"{step}/grad/{name}", gradient))
         return made
 
-    make_loop = _plain if choose_reference(reference, session) == "plain" else _replay
+    make_loop = _plain if chosen == "plain" else _replay
     train, state = make_loop(session, program, modules, watched, _rate(session, steps), options)
     for step in range(steps):
-        loss = train(session.feed.read(_positions(session, step)))
+        loss = train(session.read(_positions(session, step)))
         seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
         seen |= {f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in state().items()}
     return seen
@@ -158,8 +159,12 @@ def _plain(
     updates = count()
 
     def train(units: Units) -> float:
-        pairs = zip(units.batches, units.shares(), strict=True)
-        return loop.step([PlainUnit(batch.inputs, batch.targets, s) for batch, s in pairs], sums, rate(next(updates)))
+        total = 0.0
+        for update in units.by_update():
+            pairs = zip(update.batches, update.shares(), strict=True)
+            plain = [PlainUnit(batch.inputs, batch.targets, share) for batch, share in pairs]
+            total += loop.step(plain, sums, rate(next(updates)))
+        return total / units.num_updates
 
     return train, loop.state_dict
 
@@ -191,13 +196,11 @@ def _replay(
 
     def train(units: Units) -> float:
         shares = units.shares()
-        return replay.run(
-            program,
-            [
-                ReplayUnit(batch.inputs, batch.targets, shares[k] if weights is None else weights[k], shares[k])
-                for k, batch in enumerate(units.batches)
-            ],
-        )
+        replayed = [
+            ReplayUnit(batch.inputs, batch.targets, shares[k] if weights is None else weights[k], shares[k])
+            for k, batch in enumerate(units.batches)
+        ]
+        return replay.run(program, replayed) / units.num_updates
 
     return train, replay.state_dict
 
