@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from plan_chains import cap_of, large_chain
 
 from vpipe.errors import UserError
+from vpipe.plan.advice import Misfit
+from vpipe.plan.answer import Plan
 from vpipe.plan.bounds import Options
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.cuts import Cutter
+from vpipe.plan.floor import lower_bound
 from vpipe.plan.judge import Judge
+from vpipe.plan.limits import Limits
+from vpipe.plan.links import Links
 from vpipe.plan.machine import Machine
+from vpipe.plan.orders import orders
 from vpipe.plan.packing import Packer
 from vpipe.plan.pipe import Pipe
 from vpipe.plan.planner import plan
@@ -78,3 +86,47 @@ def test_the_time_limit_holds_for_the_proposals_too_and_what_fits_is_still_found
     found = plan(profile, 6, num_microbatches=12, memory=cap, time_limit=1e-6)
     assert max(found.prediction.rank_memory) <= cap
     assert found.lower_bound <= found.step_time
+
+
+@pytest.mark.parametrize("swap", [0.0, 1.0])
+def test_near_the_least_memory_no_stage_is_solved_that_cannot_fit(swap: float) -> None:
+    """At 1000 x 64 a hundred paths were solved stage by stage before one fitted, and the effort was spent."""
+    profile = large_chain(0, 60, alike=0.0, swap=swap)
+    cap = cap_of(profile, "1f1b", 12, 24, 0.0) * 1.01
+    packer = Packer(Judge(profile, Pipe.of("1f1b", 12, 24), Machine.of(12, cap)), Options())
+    assert list(Cutter(packer).proposals())
+    assert packer._cache
+    assert all(packer._cache.values())
+
+
+def test_the_time_limit_holds_for_bound_remedies_and_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound of 1000 x 64 took seconds, remedies are plans of their own, and 64 ranks have two thousand exchanges."""
+    profile = large_chain(0, 60, alike=0.0, swap=0.0)
+    cap = cap_of(profile, "1f1b", 6, 12, 0.0)
+    over = Limits(deadline=0.0)
+    judge = Judge(profile, Pipe.of("1f1b", 6, 12), Machine.of(6, cap * 1.02))
+    full = lower_bound(judge, Options())
+    with monkeypatch.context() as patched:
+        patched.setattr("vpipe.plan.floor._Reach", None)
+        assert 0 < lower_bound(judge, Options(), over) <= full
+    misfit = Misfit(profile, judge.pipe, Machine.of(6, cap * 0.9), Options(), over)
+    with monkeypatch.context() as patched:
+        patched.setattr("vpipe.plan.advice.shortfall", lambda *given: pytest.fail("asked after the time"))
+        assert "short by" in str(misfit.explained())
+        assert "the time limit ended the search" in str(misfit.explained())
+    tried: list[float] = []
+
+    def made(order: Sequence[int], effort: float) -> Plan:
+        tried.append(effort)
+        return plan(profile, 8, num_microbatches=8, effort=0.01)
+
+    orders(Machine.of(8, None, [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7]), made, over)
+    assert tried == [0.1, 1.0], "the given order, little and in full"
+
+
+def test_what_limits_a_plan_is_seen_over_links_that_differ() -> None:
+    layer = LayerCost("layer", 1e-3, 1e-3, 1e-3, 1000, 10**6)
+    profile = Profile((layer,) * 4, link_bandwidth=1e12)
+    slow = Links(bandwidth=((1.0, 1e12, 1e6), (1e12, 1.0, 1e6), (1e6, 1e6, 1.0)))
+    found = plan(profile, 3, num_microbatches=4, links=slow)
+    assert found.limit == f"the link before layer {found.layout.cuts[2]}, which is busy 1.00 s for each microbatch"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -142,8 +142,9 @@ def command(
 
         stages = (wanted.ranks or 1) * (wanted.stages_per_rank or 1)
         fastest = max(wanted.speeds or [1.0])
+        each = replace(wanted, time_limit=wanted.time_limit / 2) if wanted.time_limit else wanted  # of two orders
         profile, found = plan_graph(
-            load_graph(wanted.target), stages, lambda one: make(one, wanted, quiet=as_json), fastest
+            load_graph(wanted.target), stages, lambda one: make(one, each, quiet=as_json), fastest
         )
     else:
         found = make(profile, wanted, config, quiet=as_json)

@@ -9,6 +9,7 @@ from vpipe.plan.bounds import Options
 from vpipe.plan.costs import Profile
 from vpipe.plan.judge import Judge
 from vpipe.plan.layout import PlannedLayout
+from vpipe.plan.limits import Limits
 from vpipe.plan.memory import Choice
 from vpipe.plan.packing import Packer
 from vpipe.plan.predict import Machine, Pipe, Prediction
@@ -17,11 +18,15 @@ from vpipe.plan.starts import least_overflow
 from vpipe.plan.units import format_bytes, format_seconds
 
 
-def explain_limit(profile: Profile, layout: PlannedLayout, prediction: Prediction) -> str:
+def explain_limit(profile: Profile, layout: PlannedLayout, prediction: Prediction, pipe: Pipe, machine: Machine) -> str:
     """What keeps the plan from being faster."""
     stage = max(range(layout.num_stages), key=lambda s: prediction.stage_times[s])
     time = prediction.stage_times[stage]
-    links = {cut: profile.link_time(cut) for cut in layout.cuts[1:-1]}
+    ranks = pipe.program.placement.ranks_of
+    links = {
+        cut: profile.cut_bytes[cut] * machine.seconds_per_byte(profile, ranks[s], ranks[s + 1])
+        for s, cut in enumerate(layout.cuts[1:-1])
+    }
     if links and max(links.values()) > time:
         cut = max(links, key=lambda c: links[c])
         return f"the link before layer {cut}, which is busy {format_seconds(links[cut])} for each microbatch"
@@ -56,9 +61,9 @@ class Infeasible(UserError):
 class Misfit(Infeasible):
     """A model that fits under no plan of a schedule. ``explained`` looks for remedies, which takes a moment."""
 
-    def __init__(self, profile: Profile, pipe: Pipe, machine: Machine, options: Options) -> None:
+    def __init__(self, profile: Profile, pipe: Pipe, machine: Machine, options: Options, limits: Limits) -> None:
         super().__init__(f"no plan of {pipe.entry.name} on {pipe.num_ranks} ranks fits into memory")
-        self._problem = profile, pipe, machine, options
+        self._problem = profile, pipe, machine, options, limits
         self._short = missing(*self._problem)
 
     @property
@@ -68,7 +73,7 @@ class Misfit(Infeasible):
 
     def explained(self) -> Infeasible:
         """The error with the numbers: how many bytes, where, and what would fit."""
-        profile, pipe, _, options = self._problem
+        profile, pipe, _, options, limits = self._problem
         short = self._short
         means = {"recomputing": options.recompute, "swapping": options.swap}
         used = " and ".join(name for name, allowed in means.items() if allowed)
@@ -78,6 +83,8 @@ class Misfit(Infeasible):
         if (rows := _fitting_rows(*self._problem)) is not None:
             remedies.append(f"microbatches of {rows} instead of {profile.microbatch_rows} rows")
         remedy = f"it would fit with {' or with '.join(remedies)}" if remedies else "it needs ranks with more memory"
+        if limits.over:
+            remedy += " (the time limit ended the search; with a larger --time-limit more is tried)"
         found = "fits" if short.proven else "was found that fits (not every partition was tried)"
         return Infeasible(
             f"no plan of {pipe.entry.name} on {pipe.num_ranks} ranks {found}: {short.place} is short by "
@@ -96,7 +103,7 @@ class Missing:
     proven: bool = True
 
 
-def missing(profile: Profile, pipe: Pipe, machine: Machine, options: Options) -> Missing:
+def missing(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limits: Limits) -> Missing:
     """By how much memory is short. Several stages share their rank's memory, so there a rank is short, not a stage."""
     if pipe.num_stages > profile.num_layers:
         raise UserError(f"{pipe.num_stages} stages for {profile.num_layers} layers")
@@ -106,11 +113,11 @@ def missing(profile: Profile, pipe: Pipe, machine: Machine, options: Options) ->
         layers = f"layers {short.cuts[short.stage]} to {short.cuts[short.stage + 1] - 1}"
         return Missing(short.missing, f"stage {short.stage} ({layers})", judge.facts[short.stage].memory)
     packer = Packer(judge, options)
-    size, group, proven = least_overflow(judge, packer)
+    size, group, proven = least_overflow(judge, packer, limits)
     return Missing(size, f"the rank of stages {', '.join(map(str, packer.groups[group]))}", packer.caps[group], proven)
 
 
-def _enough_ranks(profile: Profile, pipe: Pipe, machine: Machine, options: Options) -> int | None:
+def _enough_ranks(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limits: Limits) -> int | None:
     """The smallest number of equal ranks that would do: doubled until it fits, then halved down."""
     if len(set(machine.memory)) > 1 or len(set(machine.speed)) > 1 or machine.bandwidth or pipe.replicas:
         return None
@@ -119,12 +126,12 @@ def _enough_ranks(profile: Profile, pipe: Pipe, machine: Machine, options: Optio
     def fits(ranks: int) -> bool:
         more = Machine.of(ranks, machine.memory[0], machine.speed[0])
         try:
-            return missing(profile, replace(pipe, num_ranks=ranks), more, options).size <= 0
+            return missing(profile, replace(pipe, num_ranks=ranks), more, options, limits).size <= 0
         except UserError:
             return False
 
     step, low = 1, pipe.num_ranks
-    while low < most:
+    while low < most and not limits.over:
         high = min(low + step, most)
         if fits(high):
             while high - low > 1:
@@ -135,11 +142,11 @@ def _enough_ranks(profile: Profile, pipe: Pipe, machine: Machine, options: Optio
     return None
 
 
-def _fitting_rows(profile: Profile, pipe: Pipe, machine: Machine, options: Options) -> int | None:
+def _fitting_rows(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limits: Limits) -> int | None:
     """The largest microbatch that would do."""
     low, high = 0, profile.microbatch_rows
-    while high - low > 1:
+    while high - low > 1 and not limits.over:
         middle = (low + high) // 2
-        fits = missing(profile.scaled(middle), pipe, machine, options).size <= 0
+        fits = missing(profile.scaled(middle), pipe, machine, options, limits).size <= 0
         low, high = (middle, high) if fits else (low, middle)
     return low or None

@@ -93,10 +93,6 @@ class Profile:
         """``cut_bytes[i]`` crosses a boundary before layer ``i``; index 0 is the model's input."""
         return (self.input_bytes, *(layer.boundary_bytes for layer in self.layers))
 
-    def link_time(self, cut: int) -> float:
-        """How long one direction of the link at a cut is busy with one unit."""
-        return 0.0 if self.link_bandwidth is None else self.cut_bytes[cut] / self.link_bandwidth
-
     def scaled(self, rows: int) -> Profile:
         """The same model with microbatches of ``rows`` rows: times, activations and boundaries in proportion."""
         share = rows / self.microbatch_rows

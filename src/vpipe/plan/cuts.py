@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from vpipe.plan.bounds import Floats, Ints
 from vpipe.plan.packing import Packer
+from vpipe.plan.shortfall import overflows
 
 _SHY = 1e-10
 _EVEN = 1e-10
@@ -149,10 +150,28 @@ class Cutter:
             inside = (start >= start_low) & (start <= start_high)
             start = np.where(inside, start, start_low)
             times, solved = stage.times(start, np.broadcast_to(stops[:, None], start.shape))
-            times[~inside] = np.inf
+            times[~inside | ~self._possible(index, start, stops)] = np.inf
             times[~solved] *= 1 + _SHY  # of two equal paths, the one that is solved
             places = self.links[stops], self.fills[stops]
             found.append(_Cells(start_low, stop_low, fewest, start - start_low, times, solved | ~inside, *places))
+        return found
+
+    def _possible(self, index: int, start: Ints, stops: Ints) -> NDArray[np.bool_]:
+        """Which of these stages have some way to fit: bounds do not see all that have none, and near the least memory
+        path after path would be solved in vain."""
+        if self.packer.free:
+            return np.ones(start.shape, bool)
+        packer, first_stop = self.packer, int(stops[0])
+        starts = range(int(start.min()), int(start.max()) + 1)
+        ends = {"first": index == 0, "last": index == self.num_stages - 1}
+        found = np.zeros(start.shape, bool)
+        for begin, stop, short in overflows(
+            packer.profile, packer.facts[index], packer.options, starts, int(stops[-1]), **ends, most=0.0
+        ):
+            if stop >= first_stop:
+                row = start[stop - first_stop]
+                inside = (row >= begin) & (row < stop)
+                found[stop - first_stop, inside] = short[row[inside] - begin] <= 0
         return found
 
     def _path(self, cells: list[_Cells], time: float) -> list[int] | None:

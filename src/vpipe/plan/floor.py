@@ -21,17 +21,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
 from vpipe.plan.bounds import Options, StageBounds, range_table
 from vpipe.plan.judge import Array, Judge
+from vpipe.plan.limits import NO_LIMITS, Limits
 from vpipe.schedule.action import Kind
 from vpipe.schedule.semantics import INPUT_GRADIENT, LANE, Lane
 
 _SHY = 1e-9
 """What the bound gives away, so that rounding cannot lift it above a step."""
-_STEPS = 24
+_STEPS, _FINE = 24, 1e-6
+"""How often the range of the bound is halved, and what is narrow enough."""
 _PRICES, _PRICED = 4, 3
 """Prices per byte, and for how many of the paths."""
 _CELLS = 1_000_000
@@ -40,11 +43,12 @@ _FREE = 1e200
 """Bandwidth of a swap lane that takes no time."""
 
 
-def lower_bound(judge: Judge, options: Options) -> float:
-    """No layout that fits has a shorter step."""
+def lower_bound(judge: Judge, options: Options, limits: Limits = NO_LIMITS, step: float = inf) -> float:
+    """No layout that fits has a shorter step; some layout is known to have ``step``. Where the time ends, the bound is
+    looser."""
     found = max(_unit(judge), _all_ranks(judge))
-    if judge.pipe.stages_per_rank == 1:
-        found = max(found, _busiest_rank(judge, options, found))
+    if judge.pipe.stages_per_rank == 1 and not limits.over:
+        found = max(found, _busiest_rank(judge, options, found, limits, step))
     else:
         found = max(found, _largest_layer(judge))
     return found * (1 - _SHY)
@@ -107,7 +111,7 @@ def _largest_layer(judge: Judge) -> float:
     return float(_work(judge).max() / judge.speed.max() * min(judge.units))
 
 
-def _busiest_rank(judge: Judge, options: Options, low: float) -> float:
+def _busiest_rank(judge: Judge, options: Options, low: float, limits: Limits, step: float) -> float:
     """One stage per rank: the least step at which the stages reach the end."""
     reach = _Reach(judge, options)
     if (judge.profile.num_layers + 1) ** 2 * judge.pipe.num_stages <= _CELLS:
@@ -115,12 +119,13 @@ def _busiest_rank(judge: Judge, options: Options, low: float) -> float:
     total = judge.units.max() * (_work(judge).sum() * 2 + 2 * judge.forward[-1]) / judge.speed.min()
     high = max(low, float(total + judge.units.max() * 2 * judge.overhead.sum() + judge.update[-1] / judge.speed.min()))
     high += float(_hops(judge, 0)[-1] + _hops(judge, 1)[-1])
+    high = max(low, min(high, step * (1 + _FINE)))
     if not reach.reaches(high):
         return low
     for _ in range(_STEPS):
         middle = (low + high) / 2
         low, high = (low, middle) if reach.reaches(middle) else (middle, high)
-        if high - low <= 1e-7 * high:
+        if high - low <= _FINE * high or limits.over:
             break
     return low
 

@@ -17,3 +17,6 @@ class Limits:
     @property
     def over(self) -> bool:
         return monotonic() > self.deadline
+
+
+NO_LIMITS = Limits()

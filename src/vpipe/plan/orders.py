@@ -11,6 +11,7 @@ from itertools import combinations, permutations
 
 from vpipe.errors import UserError
 from vpipe.plan.answer import Plan
+from vpipe.plan.limits import Limits
 from vpipe.plan.machine import Machine
 
 _ALL = 4
@@ -20,14 +21,17 @@ _LITTLE = 0.1
 Maker = Callable[[Sequence[int], float], Plan]
 
 
-def orders(machine: Machine, made: Maker) -> Plan:
-    """The best plan over the orders of the ranks; the error of the given order where none has a plan."""
+def orders(machine: Machine, made: Maker, limits: Limits) -> Plan:
+    """The best plan over the orders of the ranks that there is time for; the error of the given order where none has a
+    plan."""
     given = tuple(range(machine.num_ranks))
     tried: dict[Machine, tuple[float, tuple[int, ...]]] = {}
 
     def value(order: tuple[int, ...]) -> float:
         turned = machine.in_order(order)
         if turned not in tried:
+            if tried and limits.over:
+                return float("inf")
             try:
                 tried[turned] = made(order, _LITTLE).step_time, order
             except UserError:
@@ -35,9 +39,10 @@ def orders(machine: Machine, made: Maker) -> Plan:
         return tried[turned][0]
 
     if machine.num_ranks <= _ALL:
-        for each in permutations(given):
+        for each in permutations(given):  # the given order first
             value(each)
     else:
+        value(given)
         _exchange(given, value)
     best = min(tried.values(), default=(0.0, given))[1]
     return made(best if value(best) < value(given) * (1 - 1e-9) else given, 1.0)

@@ -182,7 +182,7 @@ class _Outcome:
             return replace(answer, order=tuple(order) if list(order) != sorted(order) else ())
 
         try:
-            self.found.append(orders(machine, made) if free_order else made(range(machine.num_ranks), 1.0))
+            self.found.append(orders(machine, made, limits) if free_order else made(range(machine.num_ranks), 1.0))
         except Misfit as misfit:
             self.misfits.append(misfit)
         except UserError as error:
@@ -223,7 +223,7 @@ def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limi
     packer = Packer(judge, options)
     found = Search(judge, packer, limits).run(starts(judge, packer, options, limits))
     if found is None:
-        raise Misfit(profile, pipe, machine, options)
+        raise Misfit(profile, pipe, machine, options, limits)
     prediction = predict(profile, found.layout, pipe, machine)
     return Plan(
         layout=found.layout,
@@ -234,8 +234,8 @@ def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limi
         microbatch_rows=profile.microbatch_rows,
         memory=machine.memory,
         prediction=prediction,
-        lower_bound=prediction.step_time if found.proven else lower_bound(judge, options),
-        limit=explain_limit(profile, found.layout, prediction),
+        lower_bound=prediction.step_time if found.proven else lower_bound(judge, options, limits, prediction.step_time),
+        limit=explain_limit(profile, found.layout, prediction, pipe, machine),
         replicas=pipe.replicas,
         asynchronous=pipe.asynchronous,
     )

@@ -28,8 +28,9 @@ from vpipe.schedule.batch import Path
 
 SLACK = 1e-9
 """Steps closer than this are equal: the sums of thousands of floats are no better."""
-_NODES, _NODES_EACH = 300_000, (150, 500)
-"""Effort 1: nodes of the graph that are passed, and how often the whole graph besides; more where units may leave."""
+_NODES, _NODES_EACH, _MOST_NODES = 100_000, 400, 3_300_000
+"""Effort 1: nodes of the graph that are passed, and how often the whole graph besides; in all no more than a few
+seconds take."""
 _KNAPSACK = 10
 """Nodes that take as long as one step of a knapsack."""
 _CHUNK = 1_000_000
@@ -65,7 +66,7 @@ class Search:
         self.known: dict[State, float] = {}
         self.paths: list[Path] = []
         """Longest paths of the plain graph: each bounds every layout."""
-        self.budget = int(limits.effort * (_NODES + _NODES_EACH[packer.swaps] * judge.num_nodes))
+        self.budget = int(limits.effort * min(_NODES + _NODES_EACH * judge.num_nodes, _MOST_NODES))
         self.synchronous = not judge.pipe.asynchronous
         self.best: tuple[float, State] | None = None
         self._left = 0.0
@@ -230,7 +231,7 @@ class Search:
     def _look_at_all(self) -> bool:
         """Whether every layout was looked at, or ruled out by a path."""
         layers, stages = self.judge.profile.num_layers, self.judge.pipe.num_stages
-        if comb(layers - 1, stages - 1) > _FEW_CUTS * min(self.limits.effort, 10.0):
+        if comb(layers - 1, stages - 1) > _FEW_CUTS * min(self.limits.effort, 10.0) or self.limits.over:
             return False
         cuts = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
         self._left = _FEW_LAYOUTS * min(self.limits.effort, 10.0)

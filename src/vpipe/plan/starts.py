@@ -35,24 +35,25 @@ def starts(judge: Judge, packer: Packer, options: Options, limits: Limits) -> li
     pipe = judge.pipe
     if pipe.stages_per_rank == 1:
         found += Cutter(packer, lambda: limits.over).proposals()
-        if not found and (short := shortfall(judge.profile, judge.facts, options)).missing <= 0:
-            found.append(short.cuts)
         if not found:
-            return []
+            short = shortfall(judge.profile, judge.facts, options)  # also after the time: what fits is to be found
+            if short.missing > 0:
+                return []
+            found.append(short.cuts)
     mixed = list(dict.fromkeys(_balanced(judge, mix) for mix in _MIXES))
     fitting = [cuts for cuts in mixed if packer.overflow(cuts)[0] <= 0]
     if not fitting and not found:
-        best = min((_eased(packer, cuts) for cuts in mixed), key=lambda cuts: packer.overflow(cuts)[0])
-        if packer.overflow(best)[0] > 0:
+        best = min((_eased(packer, cuts, limits) for cuts in mixed), key=lambda cuts: packer.overflow(cuts)[0])
+        if packer.overflow(best)[0] > 0 and not limits.over:
             best = min(_all_cuts(judge), key=lambda cuts: packer.overflow(cuts)[0], default=best)
         return [best] if packer.overflow(best)[0] <= 0 else []
     return found + fitting
 
 
-def least_overflow(judge: Judge, packer: Packer) -> tuple[float, int, bool]:
+def least_overflow(judge: Judge, packer: Packer, limits: Limits) -> tuple[float, int, bool]:
     """The bytes that the worst rank lacks in the best partition found, its group, and whether all were tried."""
-    few = list(_all_cuts(judge))
-    tried = few or [_eased(packer, _balanced(judge, mix)) for mix in _MIXES]
+    few = [] if limits.over else list(_all_cuts(judge))
+    tried = few or [_eased(packer, _balanced(judge, mix), limits) for mix in _MIXES]
     missing, group = min(packer.overflow(cuts) for cuts in tried)
     return missing, group, bool(few)
 
@@ -76,10 +77,10 @@ def _balanced(judge: Judge, mix: float) -> Cuts:
     return proportional(line.tolist(), share.tolist())
 
 
-def _eased(packer: Packer, cuts: Cuts) -> Cuts:
-    """The cuts after moving them while that makes the worst rank overflow less."""
+def _eased(packer: Packer, cuts: Cuts, limits: Limits) -> Cuts:
+    """The cuts after moving them while that makes the worst rank overflow less, and there is time."""
     now = packer.overflow(cuts)[0]
-    while now > 0:
+    while now > 0 and not limits.over:
         better = min(((packer.overflow(moved)[0], moved) for moved in _shifts(cuts)), default=(inf, cuts))
         if better[0] >= now:
             break
