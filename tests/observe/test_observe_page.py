@@ -94,13 +94,20 @@ def test_a_failed_run_shows_its_first_cause_and_its_last_lines(browser: Any, tmp
         opened.page.goto(server.url)
         shows(opened.page, "#state", "starting")
         (path / "logs" / "rank1.log").write_text("reading data\n<b>not bold</b>\n")
-        cause = Ending.of(EndingKind.FAILED, "stage 1, 1F0: shapes do not match", rank=1, details="ValueError: 3 and 4")
+        cause = Ending.of(
+            EndingKind.FAILED,
+            "stage 1, 1F0: shapes do not match",
+            rank=1,
+            details="frame\n" * 60 + "ValueError: 3 and 4",
+        )
         endings.conclude(path, RUN, cause)
         shows(opened.page, "#state", "failed")
         shows(opened.page, "#story", "The run failed on rank 1")
         shows(opened.page, "#story", "shapes do not match")
         shows(opened.page, "#story", "ValueError: 3 and 4")
         shows(opened.page, "#log", "<b>not bold</b>")
+        ends = "[...document.querySelectorAll('#story pre')].map((e) => e.scrollHeight - e.scrollTop - e.clientHeight)"
+        assert max(opened.page.evaluate(ends)) <= 1, "the end of a traceback is what one sees"
     assert not [each for each in opened.problems if "ERR_" not in each]
 
 

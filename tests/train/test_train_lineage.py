@@ -53,6 +53,44 @@ def test_a_branch_that_was_killed_before_it_saved_is_still_the_line(tmp_path: Pa
     assert numbers(tmp_path) == [3, 2, 1]
 
 
+def test_a_damaged_list_of_runs_does_not_bring_back_what_was_discarded(tmp_path: Path) -> None:
+    """With it unread, the newest number was taken; with a run's id changed in it, an older one, both in silence."""
+    run(upto(4), tmp_path)
+    run(upto(3), tmp_path, tmp_path / "checkpoints" / "iteration-000002")
+    assert numbers(tmp_path) == [3, 2, 1]
+    file = tmp_path / "lineage.json"
+    whole = file.read_bytes()
+    for place in (0, whole.rindex(b'"run"'), whole.rindex(b'"run"') + 9, len(whole) - 1):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(UserError, match=r"several runs: iteration-000004 of .*name the one to go on from"):
+            find(tmp_path)
+    file.unlink()
+    with pytest.raises(UserError, match="several runs"):
+        find(tmp_path / "checkpoints")
+    named = find(tmp_path / "checkpoints" / "iteration-000004")
+    assert [path.name[-1] for path in named] == list("4321")
+
+
+def test_a_damaged_list_is_said_where_only_one_line_is_there(tmp_path: Path) -> None:
+    run(upto(2), tmp_path)
+    (tmp_path / "lineage.json").write_text("{")
+    resumed = Run(upto(3), tmp_path, tmp_path)
+    assert resumed.trainer.iteration == 2
+    assert "lineage.json is damaged" in resumed.said
+    resumed.train()
+    assert numbers(tmp_path) == [3, 2, 1]
+
+
+def test_half_a_line_of_metrics_costs_only_itself(tmp_path: Path) -> None:
+    """A run was killed while it wrote; the one that went on appended its first word to that half."""
+    run(upto(6), tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "iterat')
+    run(upto(5), tmp_path, tmp_path / "checkpoints" / "iteration-000003")
+    lines = [line["iteration"] for line in open_run(tmp_path).metrics() if line["kind"] == "train"]
+    assert lines == [1, 2, 3, 4, 5]
+
+
 def test_only_the_own_line_is_counted_and_pruned(tmp_path: Path) -> None:
     run(upto(8), tmp_path)
     before = {path.name for path in checkpoints(tmp_path / "checkpoints")}

@@ -6,7 +6,8 @@ one it began with, its parent's parent's up to the one that one began with, and 
     run a   10 ── 20 ── 30 ── 35 ── 40         35 and 40 are not on the line of b: never resumed, counted or
     run b               └──── 32 ── 34         removed for it, although they are later
 
-lineage.json lists the runs of a directory; the last one is the directory's own.
+lineage.json lists the runs of a directory; the last one is the directory's own. It has a checksum: a list that has lost
+its last run would send the next one back to what was given up.
 """
 
 from __future__ import annotations
@@ -110,8 +111,11 @@ class LineageEntry:
 
 
 def read(directory: Path) -> list[LineageEntry]:
-    """The runs of a directory, the first one first; those that cannot be read are left out."""
-    listed = (writing.read(directory / LINEAGE) or {}).get("runs")
+    """The runs of a directory, the first one first; none where the file is not as it was written."""
+    try:
+        listed = writing.unsealed((directory / LINEAGE).read_bytes()).get("runs")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return []
     found = []
     for each in listed if isinstance(listed, list) else ():
         try:
@@ -132,7 +136,12 @@ def read(directory: Path) -> list[LineageEntry]:
 def enter(directory: Path, entry: LineageEntry) -> None:
     """From now on the directory is this run's; call where its lock is held."""
     runs = [each for each in read(directory) if each.line.run != entry.line.run]
-    writing.replace(directory / LINEAGE, {"runs": [each.to_json() for each in (*runs, entry)]}, durable=True)
+    writing.replace(directory / LINEAGE, {"runs": [each.to_json() for each in (*runs, entry)]}, durable=True, seal=True)
+
+
+def is_damaged(directory: Path) -> bool:
+    """Whether a list is there that says nothing."""
+    return (directory / LINEAGE).exists() and not read(directory)
 
 
 def current(directory: Path) -> LineageEntry | None:

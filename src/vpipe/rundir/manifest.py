@@ -11,8 +11,6 @@ Everything that is read is checked for its type before it is believed. A name is
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError
-from vpipe.rundir import lineage
+from vpipe.rundir import lineage, writing
 from vpipe.rundir.layout import CHECKPOINTS
 from vpipe.rundir.lineage import Line
 
@@ -30,7 +28,6 @@ FORMAT = 2
 _NAME = re.compile(r"iteration-(\d{6,})(?:-([0-9a-f]{12})(?:-(\d+))?)?\Z")
 _FILE = re.compile(r"layer-\d{4,}\.safetensors\Z")
 _SHA = re.compile(r"[0-9a-f]{64}\Z")
-_SEAL = (b',\n "sha256": "', b'"\n}\n')
 
 
 class DamagedCheckpoint(Exception):
@@ -104,8 +101,7 @@ class CheckpointManifest:
             "files": {name: asdict(self.files[name]) for name in sorted(self.files)},
             "config": self.config,
         }
-        text = json.dumps(body, indent=1).encode().removesuffix(b"\n}")
-        return text + _SEAL[0] + hashlib.sha256(text).hexdigest().encode() + _SEAL[1]
+        return writing.sealed(body)
 
     @classmethod
     def read(cls, directory: Path) -> CheckpointManifest:
@@ -134,14 +130,9 @@ class CheckpointManifest:
 
 
 def _unsealed(data: bytes) -> Any:
-    before, after = _SEAL
-    begin = len(data) - len(before) - 64 - len(after)
-    text = data[: max(0, begin)]
-    if data[max(0, begin) :] != before + hashlib.sha256(text).hexdigest().encode() + after:
-        if data.startswith(b'{\n "format": 1,'):
-            raise ValueError("it has no checksum: it was written by an earlier version of vpipe")
-        raise ValueError("it does not match its checksum")
-    found = json.loads(data)
+    if data.startswith(b'{\n "format": 1,'):
+        raise ValueError("it has no checksum: it was written by an earlier version of vpipe")
+    found = writing.unsealed(data)
     if found.get("format") != FORMAT:
         raise ValueError(f"its format is {found.get('format')!r}, not {FORMAT}")
     return found
@@ -204,7 +195,7 @@ def find(where: Path) -> list[Path]:
         kept = checkpoints(directory)
         if not kept:
             continue
-        line = entry.line if entry is not None else _newest_line(kept)
+        line = entry.line if entry is not None else _only_line(where, kept)
         found = on_line(directory, line) if line is not None else kept
         if found:
             return found[::-1]
@@ -236,11 +227,21 @@ def _places(where: Path) -> list[tuple[Path, lineage.LineageEntry | None]]:
     return [*places, (where / CHECKPOINTS, own)]
 
 
-def _newest_line(kept: list[Path]) -> Line | None:
-    """The line of the newest checkpoint that says whose it is; ``None`` where none does."""
+def _only_line(where: Path, kept: list[Path]) -> Line | None:
+    """The line of the newest checkpoint, where nothing says which run came last; ``None`` where no manifest can be
+    read. Refused where others are of another line: they may be what followed, and the newest what was given up."""
+    found = []
     for path in reversed(kept):
         try:
-            return CheckpointManifest.read(path).line
+            found.append((path, CheckpointManifest.read(path)))
         except DamagedCheckpoint:
             continue
-    return None
+    line = found[0][1].line if found else None
+    for path, manifest in found:
+        if line is not None and line.place(manifest.line.run, manifest.standing.iteration) is None:
+            raise UserError(
+                f"{where} has no lineage.json that can be read, and its checkpoints are of several runs: "
+                f"{found[0][0].name} of {line.run}, {path.name} of {manifest.line.run}; name the one to go on from, as "
+                f"in --resume {path}"
+            )
+    return line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -12,10 +13,29 @@ MAX_BYTES = 16 * 2**20
 """Of the small files of this room: a larger one was not written here."""
 
 
-def replace(path: Path, value: Mapping[str, Any], *, durable: bool = False) -> None:
+_SEAL = (b',\n "sha256": "', b'"\n}\n')
+
+
+def sealed(value: Mapping[str, Any]) -> bytes:
+    """JSON that ends with the sha256 of all its bytes before that: any flipped bit is noticed."""
+    text = json.dumps(value, indent=1).encode().removesuffix(b"\n}")
+    return text + _SEAL[0] + hashlib.sha256(text).hexdigest().encode() + _SEAL[1]
+
+
+def unsealed(data: bytes) -> dict[str, Any]:
+    """What ``sealed`` has written; ``ValueError`` for anything else."""
+    before, after = _SEAL
+    begin = max(0, len(data) - len(before) - 64 - len(after))
+    if data[begin:] != before + hashlib.sha256(data[:begin]).hexdigest().encode() + after:
+        raise ValueError("it does not match its checksum")
+    found: dict[str, Any] = json.loads(data)
+    return found
+
+
+def replace(path: Path, value: Mapping[str, Any], *, durable: bool = False, seal: bool = False) -> None:
     """Write JSON beside ``path`` and put it in its place; ``durable`` survives a power cut as well."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    data = (json.dumps(value, indent=1) + "\n").encode()
+    data = sealed(value) if seal else (json.dumps(value, indent=1) + "\n").encode()
     try:
         write(fresh, data, durable=durable)
         os.replace(fresh, path)
@@ -39,10 +59,12 @@ def write(path: Path, data: bytes, *, durable: bool) -> None:
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
-    """Whole lines only: one write."""
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    """Whole lines only: one write. Half a line, left by a crash or a full disk, costs itself and not the next one."""
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(handle, (json.dumps(line) + "\n").encode())
+        size = os.fstat(handle).st_size
+        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        os.write(handle, b"\n" * torn + json.dumps(line).encode() + b"\n")
     finally:
         os.close(handle)
 

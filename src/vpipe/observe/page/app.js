@@ -96,6 +96,7 @@ function build(data) {
 function refresh() {
   const { data } = page;
   document.getElementById("story").replaceWith(statePanel(data));
+  for (const text of document.querySelectorAll("#story pre")) text.scrollTop = text.scrollHeight; // its end says what it was
   document.getElementById("remarks").replaceChildren(...figures(data));
   if (!data.facts.num_ranks) return;
   document.getElementById("verdict").replaceWith(verdictPanel(data));

@@ -170,6 +170,8 @@ class CheckpointManager:
                 self._say(f"warning: {problem}; trying the checkpoint before it")
                 continue
             self._restore(found.standing, tensors)
+            if path != where and any(lineage.is_damaged(each) for each in (path.parent, path.parent.parent)):
+                self._say("warning: lineage.json is damaged and does not say which run came last; the newest is taken")
             self._continue(found)
             position = self._position(found.standing)
             self._say(f"resumed from {path}: epoch {position[0]}, batch {position[1]}")
