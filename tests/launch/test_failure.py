@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -147,6 +148,7 @@ def test_a_mistake_in_a_config_is_said_once_by_ranks_that_have_met(bare_ranks: B
     (tmp_path / "script.py").write_text("import sys; from vpipe.cli.main import main; main(sys.argv[1:])")
     codes, said = bare_ranks.run(tmp_path, str(tmp_path / "script.py"), "train", str(tmp_path / "job.yaml"))
     assert codes == [2, 2, 2]
+    said = re.sub(r"^\[Gloo\].*\n", "", said, flags=re.MULTILINE)  # an older torch tells that they have met
     assert said == "vpipe: there is no data at /nowhere; build it with: vpipe data build text --out /nowhere\n"
 
 
