@@ -35,6 +35,13 @@ def test_pictures_and_pages_are_there() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_a_reader_is_told_how_the_command_comes_into_the_shell(name: str) -> None:
+    """The two commands make an environment that no shell has entered: the next line of the page was 'not found'."""
+    text = (ROOT / name).read_text(encoding="utf-8").partition("scripts/quickstart")[2]
+    assert "source .venv/bin/activate" in text.partition("`vpipe ")[0]
+
+
 @pytest.mark.parametrize("line", commands())
 def test_every_command_has_the_arguments_that_it_needs(line: str) -> None:
     """Parsed, not run: a required option that README leaves out, or one that does not exist, is an error here."""
