@@ -183,6 +183,39 @@ def test_layers_stay_where_they_have_moved_to(num_ranks: int, moved: tuple[int, 
     assert (found.num_ranks, found.parallel.partition) == (num_ranks, partition)
 
 
+def test_under_another_launcher_the_run_takes_the_ranks_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = PipelineConfig.model_validate(CONFIG | {"launch": {"elastic": "2:4"}})
+    assert train._as_started(config, None, None) == (config, None)
+    monkeypatch.setenv("RANK", "0")
+    for num_ranks in (2, 3, 4):
+        monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+        found, resume = train._as_started(config, tmp_path, None)
+        assert (found.num_ranks, found.launch.elastic, resume) == (num_ranks, None, "latest")
+    with pytest.raises(UserError, match="give --output-dir"):
+        train._as_started(config, None, None)
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with pytest.raises(UserError, match=r"has started 5 ranks, but launch.elastic is 2:4"):
+        train._as_started(config, tmp_path, None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_that_torchrun_starts_again_may_be_fewer_and_change_no_bit(config: Path, tmp_path: Path) -> None:
+    words = (str(config), "--set", "training.max_iterations=8", "--set", "checkpoint.interval=4")
+    more = ("--set", "launch.elastic='2:3'", "--output-dir", str(tmp_path / "run"), "--quiet")
+    for ranks, last in ((3, 4), (2, 8)):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+        stop = ("--set", f"training.max_iterations={last}")
+        done = subprocess.run(
+            [*torchrun, "-m", "vpipe", "train", *words, *more, *stop], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert vpipe("train", *words, "--output-dir", tmp_path / "plain", "--quiet").returncode == 0
+    assert chaos.differences(tmp_path / "plain", tmp_path / "run") == []
+
+
 @pytest.mark.parametrize(
     ("scheduler", "on_loss", "warned"),
     [("pipedream", "shrink", True), ("1f1b", "shrink", False), ("pipedream", "replace", False)],
@@ -192,5 +225,5 @@ def test_an_asynchronous_run_that_may_shrink_says_that_its_bits_change(
 ) -> None:
     launch = {"launch": {"elastic": "2:3", "on_loss": on_loss}}
     parallel = {"parallel": CONFIG["parallel"] | {"scheduler": scheduler}}
-    assert train._elastic(PipelineConfig.model_validate(CONFIG | parallel | launch), None) is not None
+    assert train._elastic(PipelineConfig.model_validate(CONFIG | parallel | launch)) is not None
     assert ("does not end with the same bits" in capsys.readouterr().err) is warned

@@ -120,7 +120,8 @@ def run(
     if not rank:
         for warning in warnings:
             click.echo(f"vpipe: warning: {warning}", err=True)
-    elastic = _elastic(config, rank)
+    config, resume = _as_started(config, output_dir, resume)
+    elastic = _elastic(config) if "RANK" not in os.environ else None
     start = _resume_from(config, output_dir, resume)
     arguments: dict[str, Any] = {"config": config.to_dict(), "resume": str(start) if start else None}
     arguments["quiet"] = quiet
@@ -169,7 +170,24 @@ def _forks(config: configs.PipelineConfig) -> bool:
     return config.parallel.transport != "inprocess" and config.num_ranks > 1 and not _elsewhere(config)
 
 
-def _elastic(config: configs.PipelineConfig, rank: int | None) -> Elastic | None:
+def _as_started(
+    config: configs.PipelineConfig, output_dir: Path | None, resume: str | None
+) -> tuple[configs.PipelineConfig, str | None]:
+    """Where another launcher (torchrun's elastic agent, a job that is queued again) decides how many ranks there are:
+    the config for so many, which goes on from its newest checkpoint."""
+    if config.launch.elastic is None or "RANK" not in os.environ:
+        return config, resume
+    from vpipe.train.sizes import started
+
+    if output_dir is None and config.checkpoint.directory is None:
+        raise UserError(
+            "launch.elastic under torchrun, srun or mpirun goes on from the newest checkpoint when ranks are started "
+            "again, which must be at a place that they know; give --output-dir or checkpoint.directory"
+        )
+    return started(config, int(os.environ.get("WORLD_SIZE", "1"))), resume or "latest"
+
+
+def _elastic(config: configs.PipelineConfig) -> Elastic | None:
     """How many ranks there may be, where the config lets them come and go."""
     if config.launch.elastic is None:
         return None
@@ -177,11 +195,6 @@ def _elastic(config: configs.PipelineConfig, rank: int | None) -> Elastic | None
     from vpipe.schedule.catalog import get
     from vpipe.train.sizes import bounds
 
-    if rank is not None:
-        raise UserError(
-            "launch.elastic leads the ranks that 'vpipe train' starts on this machine, but here another launcher "
-            "(torchrun, srun, mpirun, ssh) has started them; remove it, or start 'vpipe train' without that launcher"
-        )
     replaces = config.launch.on_loss == "replace"
     if not replaces and get(config.parallel.scheduler).asynchronous:
         click.echo(

@@ -59,6 +59,9 @@ class ChaosResult:
     noticed: list[float] = field(default_factory=list)
     """Seconds from each blow to the moment when the launcher knew of it."""
     problems: list[str] = field(default_factory=list)
+    hasty: bool = False
+    """Whether the last blow fell during a recovery; no two in a row do, since a run that is lost again and again before
+    it has done a step ends, as it should."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,9 @@ class Breaker:
     def _strike(self, directory: Path, blow: signal.Signals, chance: random.Random, found: ChaosResult) -> bool:
         """Wait for the moment, then hit a rank; whether it was hit."""
         roster = Roster.read(directory)
-        if roster is None or not roster.pids or not (roster.has_stepped or chance.random() < IMPATIENT * POLL):
+        if roster is None or not roster.pids:
+            return False
+        if not roster.has_stepped and (found.hasty or chance.random() > IMPATIENT * POLL):
             return False
         if not self.replaces and len(roster.pids) <= roster.least:
             return False
@@ -128,6 +133,7 @@ class Breaker:
         except ProcessLookupError:
             return False
         struck = time.monotonic()
+        found.hasty = not roster.has_stepped
         self.say(f"{blow.name} to slot {slot} in epoch {roster.epoch}")
         if blow is signal.SIGKILL:
             found.kills += 1

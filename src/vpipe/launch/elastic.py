@@ -114,7 +114,7 @@ class ElasticLaunch(Launch):
         crew, elastic = self._crew, self._elastic
         if elastic.directory is not None:
             pids = {slot: member.pid for slot, member in self._members.items() if member.pid}
-            has_stepped = crew.epoch > 0 and crew.in_vain == 0
+            has_stepped = crew.epoch > 0 and crew.in_vain == 0 and not crew.lost
             limits = (elastic.least, elastic.most, crew.by, crew.wanted)
             with suppress(OSError):
                 Roster(crew.epoch, *limits, has_stepped, pids, dict(crew.ranks)).write(elastic.directory)

@@ -58,6 +58,26 @@ def bounds(config: PipelineConfig) -> tuple[int, int]:
     return least, most
 
 
+def started(config: PipelineConfig, num_ranks: int) -> PipelineConfig:
+    """The config for as many ranks as another launcher has started, without anything that only ours can do."""
+    least, most = bounds(config)
+    replicas = config.parallel.data_parallel_size
+    if not least <= num_ranks <= most or num_ranks % replicas:
+        raise UserError(
+            f"the launcher has started {num_ranks} ranks, but launch.elastic is {config.launch.elastic}"
+            + (f" and every stage has {replicas} replicas" if replicas > 1 else "")
+            + "; start another number, or change it"
+        )
+    if config.checkpoint.on_exit:
+        raise UserError(
+            "checkpoint.on_exit writes copies that a launcher of vpipe's keeps in memory, but another one (torchrun, "
+            "srun, mpirun) has started these ranks; set checkpoint.interval, and remove checkpoint.on_exit"
+        )
+    values = resized(config, num_ranks).to_dict()
+    values["launch"]["elastic"] = None
+    return PipelineConfig.from_dict(values)
+
+
 def refuse_sizes(config: dict[str, Any]) -> None:
     """Before any rank starts: the run must be able to have its fewest and its most ranks, too."""
     from vpipe.train import preflight  # torch, which a launcher need not load
