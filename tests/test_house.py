@@ -48,6 +48,7 @@ HALL: dict[str, set[str]] = {
     "interfaces": {"errors", "layer", "registry", "models", "data"},
     "layer": set(),
     "network": {"errors"},
+    "parcel": set(),
     "plugins": {"errors"},
     "process": set(),
     "registry": {"errors"},

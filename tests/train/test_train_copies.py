@@ -103,7 +103,7 @@ def test_the_copy_that_a_run_went_on_from_is_overwritten_last(memory: list[Pair]
     found = newest(again)
     assert found[0].iteration == 2
     for shelf in again:
-        shelf.keep(found)
+        shelf.keep(found[0].iteration, found[0].part.epoch)
     write(again[0], 0, 3, epoch=2)  # and the second is killed before it has its third
     assert [copy.iteration for copy in newest(shelves(memory))] == [2, 2]
     write(again[1], 1, 3, epoch=2)

@@ -139,14 +139,15 @@ def run(
     taken = claim.take(config, output_dir, resume=resume is not None, source=start, overwrite=overwrite)
     with taken, summary_alone(as_json) as runs:
         runs.append(taken)
+        arguments |= {"directory": str(taken.directory), "run": taken.run}
+        if elastic is not None:
+            elastic = replace(elastic, directory=taken.directory)
         if not _forks(config):
             _refuse(config, taken)
         if _elsewhere(config):
-            return _by_ssh(config, taken, start, quiet)
+            return _by_ssh(config, taken, start, quiet, arguments, elastic)
         vpipe_files.keep(taken.directory, config, claim.command(), source, _forks(config))
-        if elastic is not None:
-            elastic = replace(elastic, directory=taken.directory)
-        return _here(config, taken, arguments | {"directory": str(taken.directory), "run": taken.run}, elastic)
+        return _here(config, taken, arguments, elastic)
 
 
 def _refuse(config: configs.PipelineConfig, taken: Claim) -> None:
@@ -263,13 +264,31 @@ def _conclude(taken: Claim, ending: Ending) -> str:
     return ending.remedy(taken.directory) if said else ""
 
 
-def _by_ssh(config: configs.PipelineConfig, taken: Claim, start: Path | None, quiet: bool) -> int:
+def _by_ssh(
+    config: configs.PipelineConfig,
+    taken: Claim,
+    start: Path | None,
+    quiet: bool,
+    arguments: dict[str, Any],
+    elastic: Elastic | None,
+) -> int:
     """Run on the machines of the config. The ranks read the resolved config."""
-    from vpipe.launch import ssh
+    from vpipe.launch import elastic_hosts, local, ssh
 
     words = [str(taken.directory / CONFIG), *(("--resume", str(start)) if start else ()), *(["--quiet"] * quiet)]
     launch = ssh.from_config(config, words, taken.directory, {CLAIMED: taken.run})
     assert launch is not None, "asked only where ranks are elsewhere"
+    if elastic is not None:
+        target = "vpipe.train.elastic"
+        return elastic_hosts.run(
+            launch,
+            config.num_ranks,
+            elastic,
+            {"target": f"{target}:train", "arguments": arguments, "preload": [*local.PRELOAD, target]},
+            _grace(config, taken.directory),
+            lambda ending: _conclude(taken, ending),
+            taken.directory / LOGS,
+        )
     return ssh.run(launch, click.echo)
 
 

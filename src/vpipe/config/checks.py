@@ -218,8 +218,14 @@ def _replicas(config: PipelineConfig) -> Iterator[Problem]:
             "parallel.replicas",
             "parallel.data_parallel_size",
         )
-    machines = config.launch.machines
-    if machines and len(machines) != config.num_ranks:
+    machines, elastic = config.launch.machines, config.launch.elastic
+    if elastic and machines and len(machines) != int(elastic.split(":")[1]):
+        yield _broken(
+            f"lists {len(machines)} machines, but launch.elastic is {elastic}; one host:gpu for each rank of the most",
+            "launch.machines",
+            "launch.elastic",
+        )
+    elif machines and not elastic and len(machines) != config.num_ranks:
         yield _broken(
             f"lists {len(machines)} machines, but the pipeline has {config.num_ranks} ranks; one host:gpu per rank",
             "launch.machines",

@@ -54,7 +54,8 @@ class Elastic:
 class Member:
     """The process of a slot."""
 
-    connection: socket.socket
+    connection: socket.socket | None
+    """``None`` where it is another machine's."""
     pid: int = 0
     seen: float = field(default_factory=monotonic)
     longest: float = 0.0
@@ -62,8 +63,17 @@ class Member:
     unread: bytes = b""
 
 
+def make_shelves(count: int) -> list[list[int]]:
+    """Memory without a name for the copies of so many slots: two generations each."""
+    return [[os.memfd_create("vpipe-copy") for _ in range(2)] for _ in range(count)]
+
+
 class ElasticLaunch(Launch):
     """A run whose ranks come and go."""
+
+    num_streams = 4
+    keeps_copies = True
+    """Whether the memory of the copies is this process's."""
 
     def __init__(self, num_ranks: int, output: Output, grace: Grace, elastic: Elastic) -> None:
         super().__init__(num_ranks, output, grace)
@@ -74,7 +84,7 @@ class ElasticLaunch(Launch):
         """Slots whose process was told to leave for good."""
         self._noticed = 0.0
         self._rescues = False
-        self._shelves = [[os.memfd_create("vpipe-copy") for _ in range(2)] for _ in range(elastic.most)]
+        self._shelves = make_shelves(elastic.most) if self.keeps_copies else []
         self._shared = [fd for pair in self._shelves for fd in pair]
 
     def start(self, spec: dict[str, Any], environment: dict[str, str], port: int = 0) -> None:
@@ -120,6 +130,7 @@ class ElasticLaunch(Launch):
                 Roster(crew.epoch, *limits, has_stepped, pids, dict(crew.ranks)).write(elastic.directory)
 
     def _read_member(self, slot: int, member: Member) -> bool:
+        assert member.connection is not None
         try:
             data = member.connection.recv(65536)
         except OSError:
@@ -146,8 +157,8 @@ class ElasticLaunch(Launch):
         if "finished" in message:
             crew.finished(slot, int(message["finished"]))
             if crew.all_finished:
-                for each in self._members.values():
-                    _tell(each, {"leave": True})
+                for each in self._members:
+                    self._tell(each, {"leave": True})
         if message.get("lost") == crew.epoch and not crew.lost:
             self._output.say(f"vpipe: {message['sentence']}")
             self._interrupt(f"rank {crew.ranks.get(slot, slot)} lost a connection")
@@ -166,7 +177,7 @@ class ElasticLaunch(Launch):
         shown, was_rank = self._shown_as(rank), rank in self._crew.ranks
         done = self._crew.gone(rank) or status in (0, *IN_ORDER)
         member = self._members.pop(rank, None)
-        if member is not None:
+        if member is not None and member.connection is not None:
             with suppress(KeyError, ValueError):
                 self._selector.unregister(member.connection)
             member.connection.close()
@@ -177,7 +188,7 @@ class ElasticLaunch(Launch):
         if done or rank in self._verdict.reports or self._stop_signal or self._verdict.ended_by_us or status > 0:
             self._verdict.ended(rank, 0 if done and status < 0 else status)
             return
-        why = f"rank {shown} was killed by {signal_name(-status)}"
+        why = f"rank {shown} {self._how(rank, status)}"
         if self._crew.in_vain >= MOST_IN_VAIN:
             self._output.say(f"vpipe: {MOST_IN_VAIN} times in a row no step was done before a rank was lost")
             self._verdict.ended(rank, status)
@@ -186,7 +197,7 @@ class ElasticLaunch(Launch):
             self._interrupt(why)
         if self._elastic.replaces:
             self._fill()
-        else:
+        if not self._elastic.replaces or not self._free_slots():
             self._crew.wanted = min(self._crew.wanted, self._num_living)
         if self._crew.num_ranks < self._crew.least:
             self._output.say(
@@ -195,6 +206,11 @@ class ElasticLaunch(Launch):
             self._verdict.ended(rank, status)
             return
         self._begin_if_all_are_ready()
+
+    def _how(self, slot: int, status: int) -> str:
+        """How a process was lost, in words."""
+        del slot
+        return f"was killed by {signal_name(-status)}"
 
     def _count(self) -> None:
         """The run has ended when nobody is left."""
@@ -207,9 +223,12 @@ class ElasticLaunch(Launch):
 
     def _fill(self) -> None:
         """As many processes as are wanted, in the first slots that are free."""
-        for slot in range(self._elastic.most):
-            if slot not in self._members and self._num_living < self._crew.wanted:
+        for slot in self._free_slots():
+            if self._num_living < self._crew.wanted:
                 self._fork(slot)
+
+    def _free_slots(self) -> list[int]:
+        return [slot for slot in range(self._elastic.most) if slot not in self._members]
 
     def _resize(self, wanted: int) -> None:
         """The user wants another number of ranks."""
@@ -227,7 +246,7 @@ class ElasticLaunch(Launch):
             self._noticed = monotonic()
         epoch = self._crew.epoch
         for slot in self._crew.interrupt(why):
-            _tell(self._members[slot], {"abort": epoch})
+            self._tell(slot, {"abort": epoch})
 
     def _fork(self, slot: int) -> None:
         """A new process for a slot; its streams are as those of the one before."""
@@ -240,31 +259,51 @@ class ElasticLaunch(Launch):
         crew = self._crew
         if not crew.can_begin or self._verdict.ended_by_us:
             return
-        facts = {"noticed": self._noticed} if crew.lost else {}
-        for slot, order in crew.begin().items():
-            _tell(self._members[slot], order | facts)
+        facts = {"since": monotonic() - self._noticed} if crew.lost else {}
+        orders = crew.begin()
+        seats = self._seats(list(orders))
+        for slot, order in orders.items():
+            self._tell(slot, order | facts | seats.get(slot, {}))
         for slot in crew.superfluous:
             self._released.add(slot)
             crew.gone(slot)
-            _tell(self._members[slot], {"leave": True})
+            self._tell(slot, {"leave": True})
         self._show()
+
+    def _seats(self, slots: list[int]) -> dict[int, dict[str, Any]]:
+        """What the order of a slot says besides: where the others are. ``slots`` are in the order of their ranks."""
+        del slots
+        return {}
+
+    def _tell(self, slot: int, order: dict[str, Any]) -> None:
+        """A process that is gone will be reaped."""
+        member = self._members.get(slot)
+        with suppress(OSError):
+            if member is not None and member.connection is not None:
+                member.connection.sendall(json.dumps(order).encode() + b"\n")
 
     def _judge(self, now: float) -> None:
         if self._elastic.directory is not None and (wanted := take_wanted(self._elastic.directory)) is not None:
             if wanted.num_ranks:
                 self._resize(wanted.num_ranks)
             for slot in [slot for slot, rank in self._crew.ranks.items() if rank == 0 and wanted.wish]:
-                if slot in self._members:
-                    _tell(self._members[slot], {"wish": wanted.wish})
+                self._tell(slot, {"wish": wanted.wish})
         for slot, member in list(self._members.items()):
             silent = now - member.seen
-            stopped = silent > STOPPED_FOR and member.pid and is_stopped(member.pid)
-            if (stopped or silent > max(SILENT_FOR, 3 * member.longest)) and not self._verdict.ended_by_us:
-                how = "is stopped" if stopped else "gives no sign"
-                self._output.say(f"vpipe: rank {self._shown_as(slot)} {how} for {silent:.1f} s; it is ended")
-                member.seen = now
-                self._tell_zygote({"kill": slot})
+            stopped = silent > STOPPED_FOR and self._seems_stopped(member)
+            if stopped or silent > max(SILENT_FOR, 3 * member.longest):
+                self._end_silent(slot, f"{'is stopped' if stopped else 'gives no sign'} for {silent:.1f} s")
         super()._judge(now)
+
+    def _seems_stopped(self, member: Member) -> bool:
+        return bool(member.pid) and is_stopped(member.pid)
+
+    def _end_silent(self, slot: int, how: str) -> None:
+        """A process that cannot answer is as good as lost."""
+        if slot in self._members and not self._verdict.ended_by_us:
+            self._output.say(f"vpipe: rank {self._shown_as(slot)} {how}; it is ended")
+            self._members[slot].seen = monotonic()
+            self._tell_zygote({"kill": slot})
 
     def close(self) -> None:
         """A run that did not end in order leaves what its copies hold on the disk, where that is asked for."""
@@ -276,12 +315,7 @@ class ElasticLaunch(Launch):
                 self._zygote.wait(RESCUE_WITHIN)
         super().close()
         for member in self._members.values():
-            member.connection.close()
+            if member.connection is not None:
+                member.connection.close()
         for fd in self._shared:
             os.close(fd)
-
-
-def _tell(member: Member, order: dict[str, Any]) -> None:
-    """A process that is gone will be reaped."""
-    with suppress(OSError):
-        member.connection.sendall(json.dumps(order).encode() + b"\n")

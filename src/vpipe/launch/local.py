@@ -92,7 +92,7 @@ def run(
                 "check": dict(check) if check else None,
                 "rescue": elastic.rescue if elastic else "",
             },
-            _environment(num_ranks, threads, environment or {}),
+            environment_of(num_ranks, threads, environment or {}),
             port,
         )
         stack.enter_context(launch.catching_signals())
@@ -104,7 +104,7 @@ def run(
         return code
 
 
-def _environment(num_ranks: int, threads: int, given: Mapping[str, str]) -> dict[str, str]:
+def environment_of(num_ranks: int, threads: int, given: Mapping[str, str]) -> dict[str, str]:
     """What the zygote needs before it imports torch; the user's own settings win."""
     default = {
         "OMP_NUM_THREADS": str(threads or max(1, num_cores() // num_ranks)),

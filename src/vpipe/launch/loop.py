@@ -49,6 +49,9 @@ class Grace:
 class Launch:
     """One run: the zygote, the streams of its ranks, and what is known of their ends."""
 
+    num_streams = 3
+    """Descriptors that every rank gets: see ``_streams``."""
+
     def __init__(self, num_ranks: int, output: Output, grace: Grace) -> None:
         self._num_ranks = num_ranks
         self._output = output
@@ -86,6 +89,7 @@ class Launch:
         spec |= {
             "num_ranks": self._num_ranks,
             "fds": fds,
+            "num_fds": self.num_streams,
             "listener": listener.fileno(),
             "port": port,
             "environment": {

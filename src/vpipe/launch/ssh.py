@@ -100,9 +100,9 @@ def from_config(
     )
 
 
-def command(node: Node, launch: SshLaunch) -> list[str]:
+def command(node: Node, launch: SshLaunch, module: str = "vpipe.launch.remote") -> list[str]:
     """The ssh command of one node. The far side's shell reads one string, so every word of it is quoted."""
-    remote = wrap(launch.container, [launch.python, "-m", "vpipe.launch.remote"], launch.directory, carried(os.environ))
+    remote = wrap(launch.container, [launch.python, "-m", module], launch.directory, carried(os.environ))
     line = f"cd {shlex.quote(launch.directory)} && exec {shlex.join(remote)}"
     options = [word for name, value in OPTIONS.items() for word in ("-o", f"{name}={value}")]
     config = os.environ.get("VPIPE_SSH_CONFIG")

@@ -178,7 +178,7 @@ class Zygote:
 
     def _fork_one(self, rank: int) -> bool:
         """A new process for a rank, with the streams that came along; whether this is it."""
-        count = len(self._spec["fds"][0])
+        count = self._spec["num_fds"]
         given, self._given = self._given[:count], self._given[count:]
         zygote = os.getpid()
         pid = os.fork()

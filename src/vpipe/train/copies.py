@@ -78,11 +78,15 @@ class CopyShelf:
         self._pieces = [_Piece(descriptor) for descriptor in descriptors]
         self._last: _Piece | None = None
 
-    def keep(self, found: Sequence[Copy]) -> None:
-        """The run goes on from these copies: the one that is here is overwritten last. What is newer here was written
-        by a rank that had come further than others, and is worth nothing now."""
-        generations = {(copy.iteration, copy.part.epoch) for copy in found}
-        self._last = next((piece for piece in self._pieces if piece.order() in generations), None)
+    def keep(self, iteration: int, epoch: int) -> None:
+        """The run goes on from this generation: the copy that is here is overwritten last. What is newer here was
+        written by a rank that had come further than others, and is worth nothing now."""
+        self._last = next((piece for piece in self._pieces if piece.order() == (iteration, epoch)), None)
+
+    def last(self) -> tuple[int, int]:
+        """Which of the pieces was written last, and its descriptor."""
+        assert self._last is not None
+        return self._pieces.index(self._last), self._last.descriptor
 
     def write(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[Key] = ()) -> int:
         """Keep the state after an update, beside the one before; bytes that were copied. What is ``frozen`` is copied
@@ -99,7 +103,7 @@ class CopyShelf:
 
 class _Piece:
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._form: list[Any] = []
         self._table: dict[int, dict[str, Entry]] = {}
@@ -113,13 +117,13 @@ class _Piece:
         return head[1:3] if head is not None else (-1, -1)
 
     def _head(self) -> tuple[bytes, int, int, int, int, int] | None:
-        data = os.pread(self._descriptor, _HEAD.size, 0)
+        data = os.pread(self.descriptor, _HEAD.size, 0)
         if len(data) < _HEAD.size or not data.startswith(_MAGIC):
             return None
         return _HEAD.unpack(data)
 
     def write(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[Key]) -> int:
-        os.pwrite(self._descriptor, bytes(len(_MAGIC)), 0)
+        os.pwrite(self.descriptor, bytes(len(_MAGIC)), 0)
         form = [(layer, name, t.dtype, t.shape) for layer, tensors in layers.items() for name, t in tensors.items()]
         if form != self._form:
             self._lay_out(layers)
@@ -159,17 +163,17 @@ class _Piece:
         }
         self._text = json.dumps(self._table, separators=(",", ":")).encode()
         self._frozen = set()
-        if os.fstat(self._descriptor).st_size < self._end:
-            os.ftruncate(self._descriptor, self._end)
-        self._memory = torch.frombuffer(mmap.mmap(self._descriptor, 0), dtype=torch.uint8)
+        if os.fstat(self.descriptor).st_size < self._end:
+            os.ftruncate(self.descriptor, self._end)
+        self._memory = torch.frombuffer(mmap.mmap(self.descriptor, 0), dtype=torch.uint8)
 
     def read(self) -> Copy | None:
         head = self._head()
-        size = os.fstat(self._descriptor).st_size
+        size = os.fstat(self.descriptor).st_size
         if head is None or not _HEAD.size <= head[3] <= head[4] <= size:
             return None
         _, iteration, epoch, begin, end, told = head
-        memory = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
+        memory = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
         if _sum(memory[_HEAD.size : end]) != told:
             return None
         first, second = bytes(memory[_HEAD.size : begin].tolist()).split(b"\n", 1)

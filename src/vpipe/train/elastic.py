@@ -16,7 +16,6 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,12 +28,15 @@ from vpipe import plugins
 from vpipe.config import PipelineConfig
 from vpipe.data.dataset import DataSet
 from vpipe.rundir.endings import BY_SIGNAL
+from vpipe.rundir.layout import CHECKPOINTS
+from vpipe.rundir.manifest import checkpoints
 from vpipe.runtime import assembly
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.ranks.control import Aborted, Control, EpochOrder
 from vpipe.runtime.ranks.failure import PeerLost
-from vpipe.train import copies
-from vpipe.train.copies import SHELVES, Copy, CopyShelf, Part
+from vpipe.train import abroad, copies
+from vpipe.train.abroad import Abroad, Generation, StoreDoor
+from vpipe.train.copies import SHELVES, CopyShelf, Part
 from vpipe.train.session import load_data, num_stages, open_session
 from vpipe.train.sizes import resized
 from vpipe.train.trainer import Trainer
@@ -67,6 +69,8 @@ class Rank:
         self._control = Control.read(os.environ)
         self._shelves = [CopyShelf(pair) for pair in json.loads(os.environ[SHELVES])]
         self._data: DataSet | None = None
+        self._door = StoreDoor()
+        self._abroad: Abroad | None = None
         self._code = 0
 
     def live(self) -> int:
@@ -74,7 +78,7 @@ class Rank:
         for number in BY_SIGNAL:
             signal.signal(number, self._hear)
         self._data = load_data(self._config)
-        control.tell(ready=True)
+        control.tell(ready=True, **self._door.facts())
         while (order := control.next()) is not None:
             try:
                 with control.epoch(order):
@@ -88,7 +92,7 @@ class Rank:
                     raise
                 lost = str(error)
             self._part()
-            control.tell(**({"lost": order.epoch, "sentence": lost} if lost else {}), ready=True)
+            control.tell(**({"lost": order.epoch, "sentence": lost} if lost else {}), ready=True, **self._door.facts())
         return self._code
 
     def _hear(self, number: int, _: Any) -> None:
@@ -109,19 +113,19 @@ class Rank:
         took = Marks(order)
         if membership.current() is not None:  # it had finished, and another one had not
             self._part()
-        found = copies.newest(self._shelves)
-        config = self._config_of(order, found)
-        os.environ.update(_environment(order))
+        os.environ.update(_environment(order) | self._door.variables(order))
         with self._control.sockets.noting():
-            assembly.join(config.parallel.timeout)
+            assembly.join(self._config.parallel.timeout)
             took.mark("met")
+            found = self._newest(order)
+            config = self._config_of(order, found)
             session = open_session(config, self._data)
         session.epoch = order.epoch
         took.mark("groups")
         console = make_console(config, self._quiet) if order.rank == 0 else None
         trainer = Trainer(session, self._directory, console, self._run)
         try:
-            self._restore(trainer, found)
+            self._restore(trainer, order, found)
             took.mark("state")
             took.iteration = trainer.iteration
             trainer.stop_requests.heard = self._control.heard
@@ -131,36 +135,53 @@ class Rank:
             trainer.run()
         finally:
             trainer.checkpoints.abandon()
+            if self._abroad is not None:
+                self._abroad.close()
+                self._abroad = None
         return trainer.ended.code
 
-    def _config_of(self, order: EpochOrder, found: Sequence[Copy]) -> PipelineConfig:
+    def _newest(self, order: EpochOrder) -> Generation | None:
+        """The state to go on from, the same for all ranks: what this machine has, or what several have together."""
+        if "meet" in (order.facts or {}):
+            return abroad.agree(self._shelves)
+        found = copies.newest(self._shelves)
+        return Generation.of(found) if found else None
+
+    def _config_of(self, order: EpochOrder, found: Generation | None) -> PipelineConfig:
         """The config of this epoch: its ranks, and the layers where they have moved to, if there are as many stages.
         What a plan of the config says about single layers stays with that plan's partition."""
         config = resized(self._config, order.num_ranks)
-        moved = found[0].part.partition if found else ()
+        moved = found.partition if found else ()
         if len(moved) != num_stages(config) or (isinstance(own := config.parallel.partition, str) and own != "auto"):
             return config
         return resized(self._config, order.num_ranks, moved)
 
-    def _restore(self, trainer: Trainer, found: Sequence[Copy]) -> None:
-        """Go on from the newest copy that is whole, else from where the run began."""
+    def _restore(self, trainer: Trainer, order: EpochOrder, found: Generation | None) -> None:
+        """Go on from the newest copy that is whole, else from the newest checkpoint, else from where the run began."""
         pipeline = trainer.session.pipeline
-        generation = [float(found[0].iteration), float(found[0].part.epoch)] if found else [-1.0, -1.0]
+        generation = [float(found.iteration), float(found.epoch)] if found else [-1.0, -1.0]
         everybody = pipeline.gather_numbers(generation)
         if any(numbers != generation for numbers in everybody):
             raise RuntimeError(f"the ranks would go on from different copies: {everybody}")
-        self._shelves[self._control.slot].keep(found)
-        if not found:
-            if self._resume is not None:
-                trainer.resume(self._resume)
-            return
-        where: dict[int, Copy] = {layer: copy for copy in found for layer in copy.table}
-        tensors: Mapping[int, Any] = {layer: where[layer].read(layer) for layer in pipeline.modules()}
-        trainer.restore(found[0].standing, tensors)
+        if found is not None:
+            self._shelves[self._control.slot].keep(found.iteration, found.epoch)
+            trainer.restore(found.standing, abroad.fetch(pipeline, found))
+        elif (start := self._start(order)) is not None:
+            trainer.resume(start)
+        if (order.facts or {}).get("guest"):
+            self._abroad = Abroad(order, self._control.slot)
+
+    def _start(self, order: EpochOrder) -> Path | None:
+        """Where to begin without copies: two machines may be lost at once."""
+        section = self._config.checkpoint
+        folder = Path(section.directory) if section.directory else self._directory / CHECKPOINTS
+        return folder if order.epoch > 1 and checkpoints(folder) else self._resume
 
     def _keep(self, trainer: Trainer, order: EpochOrder, took: Marks) -> None:
         """After an update: copy what it made of this rank's layers, and tell the launcher how far we are."""
         pipeline, kept = trainer.session.pipeline, trainer.checkpoints
+        if self._abroad is not None:
+            self._abroad.settle(pipeline)
         writers = sorted({ranks[0] for ranks in pipeline.placement.ranks_of})
         if order.rank in writers:
             layers = kept.layers()
@@ -174,6 +195,8 @@ class Rank:
             with self._control.undisturbed():
                 shelf = self._shelves[self._control.slot]
                 shelf.write(kept.standing(trainer.iteration, trainer.position), part, layers, frozen)
+            if self._abroad is not None:
+                self._abroad.send(shelf)
         if took.ends():
             trainer.log.recovered(took.iteration, order.num_ranks, order.facts or {}, took.seconds)
         self._control.stepped(trainer.iteration)
@@ -184,7 +207,7 @@ class Marks:
 
     def __init__(self, order: EpochOrder) -> None:
         facts = order.facts or {}
-        self._last = float(facts.get("noticed", monotonic()))
+        self._last = monotonic() - float(facts.get("since", 0.0))
         self._open = "lost" in facts
         self.iteration = 0
         """From where the run went on."""
@@ -192,7 +215,7 @@ class Marks:
         self.mark("agreed")
 
     def mark(self, name: str) -> None:
-        """``name`` took from the mark before until now. The clock is the machine's, the same in the launcher."""
+        """``name`` took from the mark before until now."""
         now = monotonic()
         self.seconds[name] = now - self._last
         self._last = now

@@ -74,7 +74,7 @@ def started(config: PipelineConfig, num_ranks: int) -> PipelineConfig:
             "srun, mpirun) has started these ranks; set checkpoint.interval, and remove checkpoint.on_exit"
         )
     values = resized(config, num_ranks).to_dict()
-    values["launch"]["elastic"] = None
+    values["launch"] |= {"elastic": None, "machines": []}
     return PipelineConfig.from_dict(values)
 
 
@@ -88,10 +88,8 @@ def refuse_sizes(config: dict[str, Any]) -> None:
 
 
 def _refuse(config: PipelineConfig) -> None:
-    parallel, launch = config.parallel, config.launch
+    parallel = config.parallel
     remedy = "; remove launch.elastic (--elastic)"
-    if launch.machines:
-        raise UserError(f"launch.machines starts ranks by ssh, and --elastic leads ranks of one machine only{remedy}")
     if parallel.transport == "inprocess" or config.num_ranks == 1:
         raise UserError(f"--elastic needs a process for every rank, and at least two, but this run has one{remedy}")
     if catalog.get(parallel.scheduler).runs_threads(parallel.scheduler):

@@ -21,6 +21,10 @@ from vpipe.runtime.ranks.secret import SECRET, prefix
 _stores: Any = dist
 """torch's type stubs leave its stores out."""
 
+LISTENER = "VPIPE_LISTENER_FD"
+"""The variable that names a socket which listens already, where this rank shall open the store."""
+STORE_WITHIN = 30.0
+"""Seconds within which the store of an elastic run must answer: whoever has it may be lost at any time."""
 COME_WITHIN = 300.0
 """Seconds within which all ranks must have come; less if the timeout is less."""
 
@@ -41,6 +45,8 @@ class LaunchedRank:
     """Of this run; empty where no launcher of ours gave one."""
     watched: bool = True
     """Whether a watchdog ends this rank with the others; in an elastic run the launcher decides."""
+    listener: int | None = None
+    """A socket that listens already, for the store."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> LaunchedRank:
@@ -56,6 +62,7 @@ class LaunchedRank:
                 int(report) if report else None,
                 environ.get(SECRET, ""),
                 CONTROL not in environ,
+                int(environ[LISTENER]) if LISTENER in environ else None,
             )
         except (KeyError, ValueError) as error:
             raise UserError(
@@ -65,10 +72,12 @@ class LaunchedRank:
 
     def connect(self, timeout: float, keep: bool = False) -> Any:
         """A client of the store at which the ranks meet, with what this generation writes; ``keep`` also serves it."""
-        listener = socket.create_server((self.host, self.port), backlog=1024) if keep and self._is_loopback else None
+        listener = self.listener if keep else None
+        if keep and listener is None and self._is_loopback:
+            listener = socket.create_server((self.host, self.port), backlog=1024).detach()
         options: dict[str, Any] = (
-            {"master_listen_fd": listener.detach(), "use_libuv": False}  # which torch 2.6 refuses otherwise
-            if listener
+            {"master_listen_fd": listener, "use_libuv": False}  # which torch 2.6 refuses otherwise
+            if listener is not None
             else {}
         )
         store = _stores.TCPStore(

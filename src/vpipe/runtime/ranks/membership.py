@@ -26,7 +26,7 @@ from vpipe.errors import UserError, printable
 from vpipe.network import GLOO, choose_interface
 from vpipe.process import Process
 from vpipe.runtime.ranks.failure import Board, Cause, PeerLost, reason
-from vpipe.runtime.ranks.meeting import COME_WITHIN, LaunchedRank, connected
+from vpipe.runtime.ranks.meeting import COME_WITHIN, STORE_WITHIN, LaunchedRank, connected
 from vpipe.runtime.ranks.secret import prefix
 from vpipe.runtime.ranks.watchdog import Watchdog
 
@@ -61,16 +61,17 @@ class Membership:
     def meet(self) -> None:
         """Wait for all ranks; their versions must be the same."""
         me = {"torch": torch.__version__, "vpipe": vpipe.__version__}
-        self._people = self._exchange("join", {**me, "process": Process.here().fields()})
+        self._people = self.exchange("join", {**me, "process": Process.here().fields()})
         self._compare(self._people, me, "runs {key} {value}", "install the same versions everywhere")
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """All ranks must say the same about the program that they are going to run."""
         self._agreements += 1
-        everybody = self._exchange(f"agree/{self._agreements}", facts)
+        everybody = self.exchange(f"agree/{self._agreements}", facts)
         self._compare(everybody, facts, "has {key} {value}", "every rank must build the same pipeline")
 
-    def _exchange(self, key: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def exchange(self, key: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What every rank says under a key, by rank; each key is used once."""
         self._board.put(key, facts)
         until, pause = monotonic() + self._patience, 0.01
         num_ranks = self._place.num_ranks
@@ -151,7 +152,7 @@ def join(place: LaunchedRank | None, timeout: float) -> int:
         member.meet()
     else:
         choose_interface(os.environ, place.host)
-        store, watched = connected(place, min(timeout, COME_WITHIN))
+        store, watched = connected(place, min(timeout, COME_WITHIN if place.watched else STORE_WITHIN))
         hook.member = member = Membership(place, timeout, store, watched)
         member.meet()
         if place.watched:
@@ -215,6 +216,9 @@ def leave() -> None:
     _current = None
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A meeting that was broken off has counted a group. The next would have another name here than on other ranks, who
+    # would wait for each other until the timeout.
+    _stores.distributed_c10d._world.group_count = 0
 
 
 def failed(error: BaseException) -> None:

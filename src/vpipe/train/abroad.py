@@ -1,0 +1,198 @@
+"""Copies on several machines: who has which, and what must travel.
+
+On one machine all ranks read all copies. On several, a rank reads those of its own machine: its mates', and those that
+ranks of another machine have sent here. So the ranks tell each other what they see, choose the newest generation of
+which every part is whole somewhere, and send each other the layers that a rank's own machine does not have.
+
+**Why two generations are enough.** Before a rank overwrites copy t with t+2, it knows that its copy t+1 is whole on
+another machine, and all ranks have told each other so: whichever machine is lost, t+1 is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vpipe.parcel import Sender
+from vpipe.rundir.manifest import Standing
+from vpipe.runtime import layer_state
+from vpipe.runtime.moving import MOVE_STEP
+from vpipe.runtime.pipeline import Pipeline
+from vpipe.runtime.ranks import membership
+from vpipe.runtime.ranks.control import EpochOrder
+from vpipe.runtime.ranks.failure import PeerLost
+from vpipe.runtime.ranks.meeting import LISTENER
+from vpipe.runtime.ranks.secret import SECRET
+from vpipe.runtime.transport.wire import Envelope
+from vpipe.train.copies import Copy, CopyShelf
+
+LISTEN = "VPIPE_LISTEN_ON"
+"""The variable in which a node tells its ranks the address by which other machines reach them."""
+_CHANNEL = 1022
+"""Of no stage, and not that of moving layers."""
+
+
+EVERYBODY = range(1 << 31)
+"""Of all ranks."""
+
+
+class StoreDoor:
+    """Where the others will find the store if this rank is the first of the next epoch."""
+
+    def __init__(self) -> None:
+        self._address = os.environ.get(LISTEN)
+        self._listener: socket.socket | None = None
+
+    def facts(self) -> dict[str, int]:
+        """What the launcher is told: the port of a socket that listens already, so nobody else can take it."""
+        if self._address is None:
+            return {}
+        if self._listener is None:
+            self._listener = socket.create_server((self._address, 0), backlog=1024)
+        return {"port": int(self._listener.getsockname()[1])}
+
+    def variables(self, order: EpochOrder) -> dict[str, str]:
+        """What torch and ``membership`` read of an order for several machines; the first rank opens the store."""
+        facts = order.facts or {}
+        if "meet" not in facts:
+            return {}
+        os.environ.pop(LISTENER, None)
+        host, port = facts["meet"]
+        found = {
+            "MASTER_ADDR": str(host),
+            "MASTER_PORT": str(port),
+            "LOCAL_RANK": str(facts["local_rank"]),
+            "LOCAL_WORLD_SIZE": str(facts["local_size"]),
+            "GROUP_RANK": str(facts["group_rank"]),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
+        if order.rank == 0 and self._listener is not None:
+            found[LISTENER] = str(self._listener.detach())
+            self._listener = None
+        return found
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The state from which the ranks go on, wherever its parts are."""
+
+    iteration: int
+    epoch: int
+    standing: Standing
+    partition: tuple[int, ...]
+    here: Mapping[int, Copy]
+    """Number → those parts that this machine has."""
+    seen_by: Mapping[int, Sequence[int]]
+    """Number → ranks whose machines have it."""
+    part_of: Mapping[int, int]
+    """Layer → number of its part."""
+
+    @classmethod
+    def of(cls, found: Sequence[Copy]) -> Generation:
+        """On one machine, which has all of them."""
+        one = found[0]
+        here = {copy.part.number: copy for copy in found}
+        return cls(
+            one.iteration,
+            one.part.epoch,
+            one.standing,
+            one.part.partition,
+            here,
+            dict.fromkeys(here, EVERYBODY),
+            {layer: number for number, copy in here.items() for layer in copy.table},
+        )
+
+
+def agree(shelves: Sequence[CopyShelf]) -> Generation | None:
+    """The newest generation that is whole, the same on all ranks; ``None`` where there is none."""
+    seen = {(copy.iteration, copy.part.epoch, copy.part.number): copy for shelf in shelves for copy in shelf.copies()}
+    told = [
+        [*key, copy.part.num_parts, copy.part.partition, asdict(copy.standing), sorted(copy.table)]
+        for key, copy in seen.items()
+    ]
+    member = membership.current()
+    assert member is not None
+    everybody = [json.loads(facts["copies"]) for facts in member.exchange("copies", {"copies": json.dumps(told)})]
+    return chosen(everybody, seen)
+
+
+def chosen(
+    everybody: Sequence[Sequence[Sequence[Any]]], seen: Mapping[tuple[int, int, int], Copy]
+) -> Generation | None:
+    """Of what all ranks see: the newest generation that has all its parts."""
+    found: dict[tuple[int, int], dict[int, list[int]]] = {}
+    facts: dict[tuple[int, int, int], Sequence[Any]] = {}
+    for rank, copies in enumerate(everybody):
+        for iteration, epoch, number, *rest in copies:
+            found.setdefault((iteration, epoch), {}).setdefault(number, []).append(rank)
+            facts[iteration, epoch, number] = rest
+    for (iteration, epoch), seen_by in sorted(found.items(), reverse=True):
+        num_parts, partition, standing, _ = facts[iteration, epoch, min(seen_by)]
+        if len(seen_by) == num_parts:
+            return Generation(
+                iteration,
+                epoch,
+                Standing.parse(standing),
+                tuple(partition),
+                {n: seen[iteration, epoch, n] for n in seen_by if (iteration, epoch, n) in seen},
+                seen_by,
+                {layer: n for n in seen_by for layer in facts[iteration, epoch, n][3]},
+            )
+    return None
+
+
+def fetch(pipeline: Pipeline, generation: Generation) -> dict[int, Mapping[str, Tensor]]:
+    """The tensors of this rank's layers, from its own machine or another. Every rank calls this at the same place."""
+    rank, transport = pipeline.rank, pipeline.transport
+    found: dict[int, Mapping[str, Tensor]] = {}
+    number = 0
+    for layer, part in sorted(generation.part_of.items()):
+        havers = generation.seen_by[part]
+        for target in pipeline.layout.ranks_of(layer):
+            if target in havers:
+                if target == rank:
+                    found[layer] = generation.here[part].read(layer)
+                continue
+            envelope = Envelope(MOVE_STEP, _CHANNEL, _CHANNEL, number, 0)
+            number += 1
+            transport.begin_step(MOVE_STEP)
+            if rank == havers[0]:
+                transport.send(envelope, target, layer_state.packed(dict(generation.here[part].read(layer))))
+            elif rank == target:
+                transport.post(envelope, havers[0])
+                found[layer] = layer_state.unpacked(transport.take(envelope))
+            transport.end_step()
+    return {layer: found[layer] for layer in pipeline.modules()}
+
+
+class Abroad:
+    """Sends this rank's copies to another machine, beside training."""
+
+    def __init__(self, order: EpochOrder, slot: int) -> None:
+        host, port = (order.facts or {})["guest"]
+        self._rank = order.rank
+        try:
+            self._sender = Sender((str(host), int(port)), os.environ[SECRET], slot)
+        except OSError as error:
+            raise PeerLost(f"{host}, which keeps copies for rank {order.rank}, cannot be reached ({error})") from None
+
+    def settle(self, pipeline: Pipeline) -> None:
+        """Until the copies that all ranks sent last are whole on other machines."""
+        try:
+            self._sender.wait()
+        except OSError as error:
+            raise PeerLost(str(error)) from None
+        pipeline.gather_numbers(torch.zeros(1).tolist())
+
+    def send(self, shelf: CopyShelf) -> None:
+        self._sender.send(*shelf.last())
+
+    def close(self) -> None:
+        self._sender.close()

@@ -1,0 +1,102 @@
+"""An elastic run on several machines, by a real sshd: ranks and machines are lost, and no bit changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from ssh_server import Server, ip, missing, missing_namespaces
+from test_elastic import CONFIG, vpipe
+
+from vpipe.launch import chaos
+from vpipe.rundir.crew import Roster
+
+pytestmark = pytest.mark.timeout(280)
+needs_sshd = pytest.mark.skipif(bool(missing()), reason=missing() or "sshd is here")
+HANG = 200.0
+WORDS = ("--set", "training.max_iterations=60", "--set", "checkpoint.interval=1000", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    hosts = {"node-a": "127.0.0.2", "node-b": "127.0.0.3", "node-c": "127.0.0.4"}
+    server = Server(tmp_path_factory.mktemp("sshd"), hosts)
+    try:
+        server.listen(list(hosts.values()))
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    return path
+
+
+class Far:
+    """A run on machines."""
+
+    def __init__(self, server: Server, config: Path, folder: Path, elastic: str, *machines: str) -> None:
+        self.folder, self._log = folder, folder.with_suffix(".log")
+        listed = f"launch.machines=[{', '.join(machines)}]"
+        words = ["train", str(config), *WORDS, "--elastic", elastic, "--set", listed, "--output-dir", str(folder)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vpipe", *words],
+            env=os.environ | {"VPIPE_SSH_CONFIG": str(server.config), "OMP_NUM_THREADS": "1"},
+            stdout=self._log.open("wb"),
+            stderr=subprocess.STDOUT,
+        )
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def until(self, holds: Callable[[Roster], bool]) -> Roster:
+        end = time.monotonic() + HANG
+        while (roster := Roster.read(self.folder)) is None or not holds(roster):
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < end, self.said
+            time.sleep(0.02)
+        return roster
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def node_of(pid: int) -> psutil.Process:
+    """rank → zygote → node."""
+    return psutil.Process(pid).parents()[1]
+
+
+@needs_sshd
+@pytest.mark.slow
+def test_a_lost_rank_and_a_lost_machine_change_no_bit(server: Server, config: Path, tmp_path: Path) -> None:
+    """Of three machines one loses a rank, which comes back there; then another is lost whole: two ranks go on."""
+    run = Far(server, config, tmp_path / "run", "2:3", "node-a:0", "node-b:0", "node-c:0")
+    first = run.until(lambda roster: roster.has_stepped)
+    psutil.Process(first.pids[2]).kill()
+    second = run.until(lambda roster: roster.epoch > first.epoch and roster.has_stepped)
+    assert len(second.ranks) == 3
+    assert second.pids[0] == first.pids[0]  # who is well is not restarted
+    node = node_of(second.pids[0])
+    lost = [node, *node.children(recursive=True)]
+    for process in lost:
+        process.kill()
+    assert run.process.wait(HANG) == 0, run.said
+    assert "node-a is lost" in run.said
+    told = [line for line in run.metrics() if line["kind"] == "recovery"]
+    assert [line["ranks"] for line in told] == [3, 2]
+    assert told[1]["lost"] == ["rank 0 is lost with node-a"]
+    assert vpipe("train", config, *WORDS, "--output-dir", tmp_path / "plain").returncode == 0
+    assert chaos.differences(tmp_path / "plain", run.folder) == []
