@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from ssh_server import Server, ip, missing, missing_namespaces
+from ssh_server import Server, missing
 from test_elastic import CONFIG, vpipe
 
 from vpipe.launch import chaos
