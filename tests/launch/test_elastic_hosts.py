@@ -8,17 +8,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
-from ssh_server import Server, missing
+from ssh_server import Server, ip, missing, missing_namespaces
 from test_elastic import CONFIG, vpipe
 
 from vpipe.launch import chaos
 from vpipe.rundir.crew import Roster
+from vpipe.rundir.manifest import MANIFEST, checkpoints
 
 pytestmark = pytest.mark.timeout(280)
 needs_sshd = pytest.mark.skipif(bool(missing()), reason=missing() or "sshd is here")
@@ -47,10 +49,23 @@ def config(tmp_path: Path) -> Path:
 class Far:
     """A run on machines."""
 
-    def __init__(self, server: Server, config: Path, folder: Path, elastic: str, *machines: str) -> None:
+    def __init__(
+        self, server: Server, config: Path, folder: Path, elastic: str, *machines: str, more: tuple[str, ...] = ()
+    ) -> None:
         self.folder, self._log = folder, folder.with_suffix(".log")
         listed = f"launch.machines=[{', '.join(machines)}]"
-        words = ["train", str(config), *WORDS, "--elastic", elastic, "--set", listed, "--output-dir", str(folder)]
+        words = [
+            "train",
+            str(config),
+            *WORDS,
+            "--elastic",
+            elastic,
+            "--set",
+            listed,
+            "--output-dir",
+            str(folder),
+            *more,
+        ]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vpipe", *words],
             env=os.environ | {"VPIPE_SSH_CONFIG": str(server.config), "OMP_NUM_THREADS": "1"},
@@ -99,4 +114,63 @@ def test_a_lost_rank_and_a_lost_machine_change_no_bit(server: Server, config: Pa
     assert [line["ranks"] for line in told] == [3, 2]
     assert told[1]["lost"] == ["rank 0 is lost with node-a"]
     assert vpipe("train", config, *WORDS, "--output-dir", tmp_path / "plain").returncode == 0
+    assert chaos.differences(tmp_path / "plain", run.folder) == []
+
+
+@contextmanager
+def three_machines(tmp_path: Path) -> Iterator[tuple[Server, Callable[[int], None]]]:
+    """Machines far-0, far-1, far-2 with networks of their own behind a bridge; and how to cut one off."""
+    tag = f"ve{os.getpid() % 100_000}"
+    hosts = {f"far-{index}": f"10.199.78.{index + 2}" for index in range(3)}
+    (tmp_path / "sshd").mkdir()
+    server, bridge = Server(tmp_path / "sshd", hosts), f"{tag}br"
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("address", "add", "10.199.78.1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for index, address in enumerate(hosts.values()):
+            space, near, far = f"{tag}n{index}", f"{tag}h{index}", f"{tag}f{index}"
+            ip("netns", "add", space)
+            ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", space)
+            ip("link", "set", near, "master", bridge, "up")
+            ip("-n", space, "address", "add", f"{address}/24", "dev", far)
+            ip("-n", space, "link", "set", far, "up")
+            ip("-n", space, "link", "set", "lo", "up")
+            server.listen([address], ("ip", "netns", "exec", space))
+        yield server, lambda index: ip("link", "set", f"{tag}h{index}", "down")
+    finally:
+        server.stop()
+        for index in range(3):
+            subprocess.run(["ip", "netns", "delete", f"{tag}n{index}"], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "delete", bridge], capture_output=True, check=False)
+
+
+@needs_sshd
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing_namespaces()), reason=missing_namespaces() or "namespaces are here")
+def test_a_machine_that_is_cut_off_has_ended_before_others_go_on(config: Path, tmp_path: Path) -> None:
+    """The machine of rank 0, which writes checkpoints, loses its network: it is named, it ends by itself, and only then
+    do the others go on. Then the launcher is killed: the ranks save and leave, and the run can be resumed."""
+    with three_machines(tmp_path) as (server, cut):
+        more = ("--set", "checkpoint.on_exit=true", "--set", "training.max_iterations=1000")
+        run = Far(server, config, tmp_path / "run", "2:3", "far-0:0", "far-1:0", "far-2:0", more=more)
+        before = run.until(lambda roster: roster.has_stepped)
+        lost = [psutil.Process(before.pids[0]), node_of(before.pids[0])]
+        cut(0)
+        after = run.until(lambda roster: roster.epoch > before.epoch)
+        assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in lost)
+        assert len(after.ranks) == 2
+        assert "far-0 is lost: no sign for" in run.said
+        run.until(lambda roster: roster.has_stepped)
+        left = [process for slot in (1, 2) for process in (psutil.Process(after.pids[slot]), node_of(after.pids[slot]))]
+        run.process.kill()
+        run.process.wait()
+        psutil.wait_procs(left, HANG)
+        assert not any(process.is_running() for process in left)
+    (saved,) = checkpoints(run.folder / "checkpoints")
+    iteration = json.loads((saved / MANIFEST).read_text())["position"]["iteration"]
+    end = ("--set", f"training.max_iterations={iteration + 2}")
+    done = vpipe("train", config, *WORDS, *end, "--resume", run.folder, "--output-dir", run.folder)
+    assert done.returncode == 0, done.stderr
+    assert vpipe("train", config, *WORDS, *end, "--output-dir", tmp_path / "plain").returncode == 0
     assert chaos.differences(tmp_path / "plain", run.folder) == []
