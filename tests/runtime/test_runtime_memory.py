@@ -60,6 +60,13 @@ def _peaks(num_microbatches: int, schedule: str, recompute: float = 0.0) -> int:
     return tracker.peak
 
 
+def test_gpipe_holds_no_terms_of_a_loss() -> None:
+    """The number that mse_loss returns lies in memory of the size of the output; every unit's was kept to the end."""
+    unit = 32 * WIDE * 4
+    per_unit = (_peaks(40, "gpipe") - _peaks(8, "gpipe")) / (40 - 8)
+    assert per_unit < 8.5 * unit  # 3 inputs of layers on the first rank; 4 inputs and the output on the second
+
+
 @pytest.mark.parametrize("recompute", [0.0, 1.0])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "pipedream"])
 def test_1f1b_and_its_kin_do_not_grow_with_m(schedule: str, recompute: float) -> None:

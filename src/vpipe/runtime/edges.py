@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from vpipe.runtime.transport.wire import flatten, unflatten
 
-_alias: Any = torch.ops.aten._unsafe_view.default
+_alias: Any = torch.ops.aten._unsafe_view.default._op
 Gradients = list[Tensor | None]
 
 

@@ -195,8 +195,9 @@ class Region:
                 (get_gradient_edge(scalar), scalar.dtype, scalar.device) for scalar in parts if scalar.requires_grad
             ]
             outcome.graph.scalars = scalars
-        outcome.added = [(layer, scalar.detach()) for layer, scalar in outcome.added]
-        outcome.loss = outcome.loss.detach() if outcome.loss is not None else None
+        # Copies: some losses (mse_loss) lie in memory of their terms' size, and the number keeps all of it.
+        outcome.added = [(layer, scalar.detach().clone()) for layer, scalar in outcome.added]
+        outcome.loss = outcome.loss.detach().clone() if outcome.loss is not None else None
 
     def _around(self, run: Run, build_graph: bool, saved: SavedTensors | None) -> AbstractContextManager[Any] | None:
         """Number formats, and what becomes of saved tensors; mostly nothing, which costs nothing."""
@@ -284,9 +285,10 @@ class Region:
 
     def _checked(self, value: Value, found: Any) -> list[Tensor]:
         """The tensors of a value that leaves the region, all of a kind that can travel."""
-        tensors: list[Tensor] = []
+        tensors: list[Tensor] = [found] if type(found) is Tensor else []
         try:
-            flatten(found, tensors)
+            if not tensors:
+                flatten(found, tensors)
             for tensor in tensors:
                 check_tensor(tensor)
         except UserError as error:

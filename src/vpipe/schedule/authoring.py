@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action, Kind
@@ -25,6 +25,11 @@ def batch(placement: Placement, num_microbatches: int, rows: Iterable[Iterable[A
         for row, stages in zip(rows, placement.stages_of, strict=True)
     )
     return Program(tuple(closed), placement, num_microbatches)
+
+
+def each(stage: int, kind: Kind, num_microbatches: int) -> list[Action]:
+    """One action for every microbatch in order. (``Action(…)`` is a Python function: large programs have millions.)"""
+    return list(map(tuple.__new__, repeat(Action), zip(repeat(stage), repeat(kind), range(num_microbatches))))
 
 
 def one_forward_one_backward(forwards: Sequence[Action], backwards: Sequence[Action], num_ahead: int) -> list[Action]:

@@ -9,18 +9,14 @@ p ranks, m microbatches; rank r holds stage r.
 
 from __future__ import annotations
 
-from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import B, F, batch
+from vpipe.schedule.authoring import B, F, batch, each
 from vpipe.schedule.placement import loop
 from vpipe.schedule.program import Program
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Program:
     """``F0 … F(m-1)``, then ``B0 … B(m-1)``, on every rank."""
-    rows = (
-        [Action(rank, kind, microbatch) for kind in (F, B) for microbatch in range(num_microbatches)]
-        for rank in range(num_ranks)
-    )
+    rows = ([*each(rank, F, num_microbatches), *each(rank, B, num_microbatches)] for rank in range(num_ranks))
     return batch(loop(num_ranks), num_microbatches, rows)
 
 

@@ -14,7 +14,7 @@ p ranks, m microbatches; rank r holds stage r and runs ahead by some forwards be
 from __future__ import annotations
 
 from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import B, F, batch, one_forward_one_backward
+from vpipe.schedule.authoring import B, F, batch, each, one_forward_one_backward
 from vpipe.schedule.placement import loop
 from vpipe.schedule.program import Program
 
@@ -31,8 +31,7 @@ def eager_1f1b(num_ranks: int, num_microbatches: int) -> Program:
 
 def _ahead(num_ranks: int, num_microbatches: int, per_rank_behind: int) -> Program:
     def row(rank: int) -> list[Action]:
-        forwards = [Action(rank, F, microbatch) for microbatch in range(num_microbatches)]
-        backwards = [Action(rank, B, microbatch) for microbatch in range(num_microbatches)]
+        forwards, backwards = each(rank, F, num_microbatches), each(rank, B, num_microbatches)
         return one_forward_one_backward(forwards, backwards, per_rank_behind * (num_ranks - 1 - rank))
 
     return batch(loop(num_ranks), num_microbatches, map(row, range(num_ranks)))

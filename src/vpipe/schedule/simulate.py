@@ -158,11 +158,11 @@ class Simulation:
 
     @cached_property
     def _begin(self) -> Array:
-        return np.array(self.timeline.begin[: len(self.timeline.flat)])
+        return self.timeline.begins[:-1]
 
     @cached_property
     def _end(self) -> Array:
-        return np.array(self.timeline.end[: len(self.timeline.flat)])
+        return self.timeline.ends[:-1]
 
     @cached_property
     def peak_activations(self) -> list[float]:

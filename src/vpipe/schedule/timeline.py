@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,15 @@ class Timeline:
     end: list[float]
     departed: list[float]
     arrived: list[float]
+
+    @cached_property
+    def begins(self) -> Array:
+        """``begin`` as an array; the last is that of the start of time."""
+        return np.array(self.begin)
+
+    @cached_property
+    def ends(self) -> Array:
+        return np.array(self.end)
 
     @property
     def stuck(self) -> list[Event]:
@@ -105,10 +115,10 @@ def never_waits(timeline: Timeline) -> bool:
     flat, transfers = timeline.flat, timeline.transfers
     if flat.kinds & (MEETINGS | {Kind.OUT, Kind.IN}) or timeline.stuck:
         return False
-    at = np.array(timeline.begin)
+    at = timeline.begins.copy()
     compute = flat.of(kind for kind in KINDS if LANE[kind] is Lane.COMPUTE)
     sends = flat.of(SEND_OF.values())
-    at[:-1][sends] = np.array(timeline.end)[previous(flat, compute)[sends]]
+    at[:-1][sends] = timeline.ends[previous(flat, compute)[sends]]
     before = previous(flat, compute | sends)[transfers.receive]
     asked = before != len(flat)
     return bool((at[before[asked]] < at[transfers.send[asked]]).all())
@@ -186,8 +196,9 @@ def loop(
     departed, arrived = [-1.0] * len(sent), [-1.0] * len(sent)
     free = [0.0] * len(upcoming)
     position, clock = [0] * len(lanes), [0.0] * len(lanes)
-    waiting: dict[Event, list[int]] = {}
-    runnable = list(range(len(lanes)))
+    waiter, after = [NONE] * (graph.start + 1), [NONE] * len(lanes)
+    """The last lane that waits for an event, and for each lane the one that waited before it for the same."""
+    runnable = list(range(len(lanes)))[::-1]  # the first ranks fill the pipeline without waiting
     while runnable:
         lane = runnable.pop()
         events, now = lanes[lane], clock[lane]
@@ -196,7 +207,7 @@ def loop(
             event = events[index]
             number = message[event]
             further = _NOTHING
-            if event in extra:
+            if extra and event in extra:
                 further = extra[event].messages.copy()
                 for need in extra[event].events:
                     if end[need] < 0:
@@ -228,13 +239,15 @@ def loop(
                 number = further.pop() if further else NONE
             if missing >= 0:
                 position[lane], clock[lane] = index, now
-                waiting.setdefault(missing, []).append(lane)
+                after[lane], waiter[missing] = waiter[missing], lane
                 break
             begin[event] = now
             now += duration[event]
             end[event] = now
-            if event in waiting:
-                runnable.extend(waiting.pop(event))
+            asleep = waiter[event]
+            while asleep >= 0:
+                runnable.append(asleep)
+                asleep = after[asleep]
     return begin, end, departed, arrived
 
 

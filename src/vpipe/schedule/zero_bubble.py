@@ -15,7 +15,7 @@ waits for, ``W`` (weight gradient) nobody waits for.
 from __future__ import annotations
 
 from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import F, I, W, batch, one_forward_one_backward
+from vpipe.schedule.authoring import F, I, W, batch, each, one_forward_one_backward
 from vpipe.schedule.placement import loop
 from vpipe.schedule.post_validation import chained
 from vpipe.schedule.program import Program
@@ -39,8 +39,8 @@ def lagging(num_ranks: int, num_microbatches: int, memory: int, per_rank_behind:
     def row(rank: int) -> list[Action]:
         ahead = min(per_rank_behind * (num_ranks - 1 - rank), memory - 1)
         lag = memory - 1 - ahead
-        forwards = [Action(rank, F, k) for k in range(num_microbatches)]
-        backwards = [Action(rank, I, k) for k in range(num_microbatches)]
+        forwards = each(rank, F, num_microbatches)
+        backwards = each(rank, I, num_microbatches)
         actions = []
         for action in one_forward_one_backward(forwards, backwards, ahead):
             actions.append(action)

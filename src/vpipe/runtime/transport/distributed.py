@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -61,7 +62,12 @@ class DistributedTransport:
         self._sent: dict[Channel, deque[tuple[Any, Tensor]]] = defaultdict(deque)
         self._tails: list[tuple[Channel, Any, Tensor]] = []
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._world: Any = dist.group.WORLD
+
+    @cached_property
+    def _gloo(self) -> Any:
+        """Who carries messages of main memory. (The process group finds it anew for every call, by the dispatcher.)"""
+        world: Any = dist.group.WORLD
+        return world._get_backend(torch.device("cpu"))
 
     def begin_program(self, program: Hashable, data: Callable[[], Hashable]) -> None:
         pass
@@ -140,7 +146,7 @@ class DistributedTransport:
         """Start a transfer; gloo refuses at once where it knows that the peer is gone. (``dist.isend`` and ``irecv``
         call the same, after checks of what is always so here.)"""
         try:
-            return getattr(self._world, way)([block], channel.peer, tag)
+            return getattr(self._gloo, way)([block], channel.peer, tag)
         except RuntimeError as error:
             doing = _sending(channel) if way == "send" else f"expects {_flow(channel)}"
             raise self._lost(doing, channel.peer, error) from None

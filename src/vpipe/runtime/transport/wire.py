@@ -103,7 +103,14 @@ def flatten(value: Any, tensors: list[Tensor]) -> Structure:
         tensors.append(value)
         return _TENSOR
     if kind is tuple:
-        return ("t", *[flatten(part, tensors) for part in value])
+        found: list[Any] = ["t"]
+        for part in value:
+            if type(part) is Tensor:  # most parts are: without a call
+                tensors.append(part)
+                found.append(_TENSOR)
+            else:
+                found.append(flatten(part, tensors))
+        return tuple(found)
     if kind in _SCALARS:
         # 1, 1.0 and True are equal keys of a cache, and a NaN never is: the kind and the exact text tell them apart.
         return (_SCALARS[kind], value.hex() if kind is float else value)
@@ -136,7 +143,7 @@ def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
     if kind == "T":
         return take()
     if kind == "t":
-        return tuple([unflatten(part, take) for part in structure[1:]])
+        return tuple([take() if part[0] == "T" else unflatten(part, take) for part in structure[1:]])
     if kind in ("none", "bool", "int", "str"):
         return structure[1]
     if kind == "float":
