@@ -95,6 +95,9 @@ def test_a_directory_of_transformers_trains_from_its_weights(tmp_path: Path) -> 
     file = made(tmp_path, "--huggingface", str(tmp_path / "hub"))
     assert yaml.safe_load(file.read_text())["model"]["directory"] == "hub"
     trains(file)
-    for words, told in (("org/nothing", "nothing is downloaded"), ("vit", "no built-in data set")):
+    for words, told in (
+        ("path/to/model", r"nothing is downloaded here.*path/to/model'$"),
+        ("vit", "no built-in data set"),
+    ):
         with pytest.raises(UserError, match=told):
             init.command.main([str(tmp_path / "other.yaml"), "--huggingface", words], standalone_mode=False)

@@ -198,7 +198,7 @@ BAD = [
     (["draw", "1f1b", "-p", "2", "-m", "2", "-o", "/no/such/folder/x.txt"], 2, "cannot be written"),
     (["draw", "1f1b", "-p", "2", "-m", "2", "--format", "jpg"], 2, "'jpg' is not one of"),
     (["draw", "1f1b", "--colour"], 2, "No such option '--colour'"),
-    (["verify", "missing.csv"], 2, "missing.csv does not exist"),
+    (["verify", "missing.csv"], 2, "missing.csv does not exist; 'vpipe draw 1f1b -p 4 -m 8 -o missing.csv' writes one"),
     (["schedules", "--rank", "-p", "4"], 2, "add -p N -m N"),
     (["schedules", "--rank", "-p", "256", "-m", "1024"], 2, "at most 400000 are ranked"),
     (["schedules", "--latency", "1"], 2, "--latency is for the ranking: add --rank"),

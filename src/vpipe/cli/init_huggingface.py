@@ -43,7 +43,7 @@ def sections(given: str, path: Path) -> tuple[str, str, str, list[str]]:
             raise UserError(
                 f"{given} is no local directory with a config.json, not in the hub's cache here, and no type "
                 f"of transformers; nothing is downloaded here, so get it first, such as with 'hf download {given}'"
-                f"{nearest(given, model_types())}"
+                f"{nearest(given, model_types()) if '/' not in given else ''}"
             )
         values = small(transformers, given)
         config = made_config(values, closed=False)

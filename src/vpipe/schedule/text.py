@@ -55,7 +55,8 @@ def read_text(path: str | Path) -> str:
         data = path.read_bytes()
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
-        why = f"does not exist{nearest_file(path)}" if missing else f"cannot be read: {error.strerror}"
+        hint = nearest_file(path) or f"; 'vpipe draw 1f1b -p 4 -m 8 -o {path}' writes one to begin with"
+        why = f"does not exist{hint}" if missing else f"cannot be read: {error.strerror}"
         raise UserError(f"{path} {why}") from None
     return decode(data, str(path))
 
