@@ -35,6 +35,7 @@ for line in sys.stdin:
         code = 1
         try:
             os.setsid()
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started all this in its background
             os.chdir(job["folder"])
             out = os.open(job["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             nothing = os.open(os.devnull, os.O_RDONLY)
@@ -64,6 +65,7 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.out = folder, folder.parent / "out.txt"
+        self.in_processes: set[str] = set()
         for name in COPIED:
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / name)
@@ -100,7 +102,7 @@ class Reader:
 
     def command(self, line: str) -> tuple[int, str]:
         """(exit code, output) of a line."""
-        words = smaller(shlex.split(line))
+        words = self._threaded(smaller(shlex.split(line)))
         if words[0] == "vpipe" and not re.search(r"[<>|$]", line):
             return self._fork({"words": words}, serves=words[1] in SERVERS or "observe.dashboard=true" in line)
         if not re.search(r"[<>|$]", line):
@@ -116,6 +118,17 @@ class Reader:
             timeout=300,
         )
         return done.returncode, done.stdout
+
+    def _threaded(self, words: list[str]) -> list[str]:
+        """A config whose ranks have been processes once is trained by threads from then on: imports are most of the time."""
+        if words[:2] != ["vpipe", "train"] or {"--elastic", "--print-config", "--help"} & set(words):
+            return words
+        if any(word.startswith("parallel.adapt=") for word in words):
+            return words  # threads take turns: their times say nothing
+        if words[2] in self.in_processes:
+            return [*words, "--set", "parallel.transport=inprocess"]
+        self.in_processes.add(words[2])
+        return words
 
     def _fork(self, job: dict[str, Any], serves: bool = False) -> tuple[int, str]:
         assert self.forks.stdin is not None
