@@ -20,6 +20,7 @@ from running import FAILING, HANG, Running, vpipe_run
 from vpipe.errors import UserError
 from vpipe.launch import local
 from vpipe.launch.output import Output, Sink
+from vpipe.rundir.endings import Ending
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(300)
@@ -290,3 +291,30 @@ def test_ranks_that_save_are_waited_for_beyond_the_grace(tmp_path: Path) -> None
     code = local.run("own:save_slowly", 1, preload=["json"], environment=found, stdout=Asks(), stderr=said, grace=grace)
     assert (code, len(asked)) == (75, 3), said.getvalue()
     assert said.getvalue().count(b"still saving, and are waited for") == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_request_before_the_ranks_begin_is_no_traceback(tmp_path: Path, number: int, code: int) -> None:
+    """While the run was still being checked, the socket to the zygote broke in the launcher's hands."""
+    (tmp_path / "own.py").write_text(
+        f"import os, signal\ndef ask(): os.kill({os.getpid()}, {int(number)}); signal.pause()\n"
+    )
+    said = io.BytesIO()
+    told: list[Ending] = []
+
+    def concluded(ending: Ending) -> str:
+        told.append(ending)
+        return ""
+
+    ended = local.run(
+        "own:work",
+        2,
+        preload=["json"],
+        environment={"PYTHONPATH": str(tmp_path)},
+        stderr=said,
+        check={"function": "own:ask", "arguments": {}},
+        concluded=concluded,
+    )
+    assert ended == code, said.getvalue()
+    assert "before the ranks began" in told[0].sentence
+    assert told[0].code == code

@@ -67,6 +67,8 @@ class Launch:
         """How it ended, where the ranks could not say so themselves."""
         self._kill_at = self._first_end = float("inf")
         self._judge_at = float("inf")
+        self._begun = False
+        """Whether there are ranks."""
         self._broken: str | None = None
         self._code: int | None = None
         self._zygote: subprocess.Popen[bytes] | None = None
@@ -165,7 +167,10 @@ class Launch:
         return True
 
     def _read_control(self, _: Any) -> bool:
-        data = self._control.recv(65536)
+        try:
+            data = self._control.recv(65536)
+        except ConnectionResetError:  # it ended with an order of ours unread
+            data = b""
         if not data:
             self._selector.unregister(self._control)
             self._broken = self._broken or "the process that started the ranks has ended"
@@ -182,6 +187,8 @@ class Launch:
             while self._read_report(rank):
                 pass
             self._ended(rank, int(event["status"]))
+        elif "started" in event:
+            self._begun = True
         elif "failed" in event or "refused" in event:
             self._broken = str(event.get("failed") or event["refused"])
             self._code = MISTAKE if "refused" in event else None
@@ -327,12 +334,18 @@ class Launch:
         if in_order is not None and codes <= {0, *IN_ORDER}:
             return in_order
         name = signal.Signals(self._stop_signal).name
+        asked = BY_SIGNAL[signal.Signals(self._stop_signal)]
+        if not self._begun:
+            stopped = asked is EndingKind.STOPPED
+            self.ending = Ending.of(
+                asked, f"{name} came before the ranks began", None if stopped else 128 + self._stop_signal
+            )
+            return self.ending.code
         if self._out_of_patience and self._waited:
             why = f"the ranks did not end within {self._waited:.3g} s of {name} and were killed; raise launch.grace"
             self._output.say(f"vpipe: {why}")
         else:
             why = f"{name} ended the ranks before their update was complete"
-        asked = BY_SIGNAL[signal.Signals(self._stop_signal)]
         kind = EndingKind.INTERRUPTED if asked is EndingKind.INTERRUPTED else EndingKind.KILLED
         self.ending = Ending.of(kind, why, 128 + self._stop_signal)
         return self.ending.code
