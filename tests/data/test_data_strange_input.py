@@ -74,6 +74,25 @@ def test_wrong_kinds_in_a_shard_are_named(name: str, kind: str, tmp_path: Path) 
         load_bert(file, 8, vocab_size=16, test_size=0.0).batch([0])
 
 
+def test_a_field_that_is_a_type_is_named(tmp_path: Path) -> None:
+    file = shard(tmp_path / "training.hdf5", segment_ids=np.dtype("i4"))
+    with pytest.raises(UserError, match="segment_ids"):
+        load_bert(file, 8, vocab_size=16, test_size=0.0)
+
+
+def test_no_byte_of_a_shard_can_be_changed_into_a_traceback(tmp_path: Path) -> None:
+    """Names, links and addresses of a damaged file made h5py raise whatever it liked."""
+    file = shard(tmp_path / "training.hdf5")
+    whole, refused = file.read_bytes(), 0
+    for place in range(0, len(whole), 41):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xA5]) + whole[place + 1 :])
+        try:
+            load_bert(file, 8, vocab_size=16, test_size=0.0).batch([0, 3])
+        except UserError:
+            refused += 1
+    assert refused > 10
+
+
 @pytest.mark.parametrize(("name", "value"), [("input_mask", 2), ("segment_ids", -1), ("next_sentence_labels", 7)])
 def test_impossible_labels_are_named(name: str, value: int, tmp_path: Path) -> None:
     shape = (4,) if name == "next_sentence_labels" else (4, 8)

@@ -24,6 +24,8 @@ from vpipe.data.files import existing, find_files, lines, require, split_of, unr
 from vpipe.errors import UserError
 
 SUFFIXES = (".hdf5", ".h5")
+STRANGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+"""What h5py raises over a damaged file."""
 FIELDS = ("input_ids", "input_mask", "segment_ids", "masked_lm_positions", "masked_lm_ids", "next_sentence_labels")
 NVIDIA_VOCAB_SIZE = 30522
 MEMORY = 512 * 2**20
@@ -160,23 +162,27 @@ def _open_all(files: Sequence[Path], sequence_length: int) -> list[Shard]:
     return shards
 
 
+def _shapes(path: Path, file: Any) -> tuple[dict[str, tuple[int, ...]], int]:
+    """The shapes of the fields, and their bytes."""
+    for name in FIELDS:
+        if name not in file:
+            names = ", ".join(repr(each) for each in file) or "nothing"
+            raise UserError(f"{path} has no {name!r}, only {names}; it is not a BERT shard in NVIDIA's format")
+    fields = {name: file[name] for name in FIELDS}
+    for name, field in fields.items():
+        kind = str(field.dtype) if hasattr(field, "dtype") and hasattr(field, "shape") else "none: it holds no array"
+        if not kind.startswith(("int", "uint")):
+            raise UserError(f"{path} has {name!r} of type {kind}, not whole numbers; build it again")
+    shapes = {name: tuple(int(size) for size in field.shape) for name, field in fields.items()}
+    return shapes, sum(int(field.nbytes) for field in fields.values())
+
+
 def _open(path: Path) -> Shard:
     """Checks the header and the shapes, reads no examples."""
     with _file(path) as file:
-        for name in FIELDS:
-            if name not in file:
-                raise UserError(
-                    f"{path} has no {name!r}, only {', '.join(file) or 'nothing'}; "
-                    "it is not a BERT shard in NVIDIA's format"
-                )
         try:
-            kinds = {name: str(getattr(file[name], "dtype", "a group")) for name in FIELDS}
-            odd = next((name for name, kind in kinds.items() if not kind.startswith(("int", "uint"))), None)
-            if odd is not None:
-                raise UserError(f"{path} has {odd!r} of type {kinds[odd]}, not whole numbers; build it again")
-            shapes = {name: tuple(int(n) for n in file[name].shape) for name in FIELDS}
-            num_bytes = sum(int(file[name].nbytes) for name in FIELDS)
-        except (OSError, KeyError, RuntimeError, TypeError) as error:
+            shapes, num_bytes = _shapes(path, file)
+        except STRANGE as error:
             raise _damaged(path, error) from None
     num, length = (*shapes["input_ids"], 0)[:2]
     num_masked = (*shapes["masked_lm_positions"], 0, 0)[1]
@@ -212,7 +218,7 @@ def _arrays(path: Path, vocab_size: int) -> Arrays:
     with _file(path) as file:
         try:
             raw = {name: np.asarray(file[name]) for name in FIELDS}
-        except (OSError, KeyError, RuntimeError, TypeError) as error:
+        except STRANGE as error:
             raise _damaged(path, error) from None
     tokens, positions, answers = raw["input_ids"], raw["masked_lm_positions"], raw["masked_lm_ids"]
     check_vocabulary(tokens, vocab_size, str(path))
