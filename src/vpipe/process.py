@@ -1,4 +1,4 @@
-"""Which process is it? A pid alone says little: it is given to the next one.
+"""Which process is it, and how large is this one? A pid alone says little: it is given to the next one.
 
 A process is known by its machine (until the next start of it), its pid namespace (a container has pids of its own), its
 pid and its start, in clock ticks after the machine's. ``alive`` answers only where it can know.
@@ -91,3 +91,21 @@ def machine() -> str:
     with suppress(OSError):
         words.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(words)
+
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_bytes() -> int:
+    """The memory of this process, as every step asks: a tenth of what psutil takes to build a process and read all of
+    its figures. Opened anew each time: a descriptor from before a fork would tell of the parent."""
+    try:
+        handle = os.open("/proc/self/statm", os.O_RDONLY)
+    except OSError:
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+    try:
+        return int(os.read(handle, 256).split()[1]) * PAGE
+    finally:
+        os.close(handle)

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from vpipe.process import Process
+from vpipe.process import Process, resident_bytes
 from vpipe.rundir import endings, state, writing
 from vpipe.rundir.endings import CODES, Ending, EndingKind
 from vpipe.rundir.layout import STATE
@@ -124,3 +125,10 @@ def test_a_process_that_is_itself_is_ended() -> None:
     assert Process(me.host, me.machine, child.pid, int(stat[19])).kill()
     assert child.wait() == -signal.SIGKILL
     assert not Process(me.host, me.machine, os.getpid(), 0).kill()
+
+
+def test_the_memory_of_this_process_is_what_psutil_says() -> None:
+    kept = bytearray(b"x" * 2**26)
+    theirs, ours = psutil.Process().memory_info().rss, resident_bytes()
+    assert abs(ours - theirs) < 2**25
+    assert len(kept) < ours

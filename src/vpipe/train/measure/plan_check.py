@@ -21,12 +21,12 @@ from time import perf_counter, time_ns
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor, UntypedStorage
 from torch.profiler import ProfilerActivity, profile
 
 from vpipe.config import PipelineConfig
+from vpipe.process import resident_bytes
 from vpipe.runtime import assembly
 from vpipe.runtime.memory.swap import Slot
 from vpipe.runtime.updates.weights import count_bytes
@@ -188,7 +188,7 @@ def _empty() -> int:
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.ones(8, 8)).sum().backward()
     optimizer.step()
-    return int(psutil.Process().memory_info().rss)
+    return resident_bytes()
 
 
 def _forget_peak() -> None:
@@ -205,4 +205,4 @@ def _peak() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
-        return int(psutil.Process().memory_info().rss)
+        return resident_bytes()

@@ -12,12 +12,11 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-import psutil
-
 from vpipe.observe.console import Console
 from vpipe.observe.dashboard import PageProcess
 from vpipe.observe.loggers import LOGGERS
 from vpipe.observe.recorder import Recorder
+from vpipe.process import resident_bytes
 from vpipe.rundir.endings import Ending
 from vpipe.rundir.journal import Journal
 from vpipe.rundir.layout import METRICS
@@ -142,7 +141,7 @@ class RunLog:
         line = {"kind": "train", **line, "time": time()}
         self._write(line)
         if self._console is not None:
-            self._console.iteration(line | {"memory": [psutil.Process().memory_info().rss]})
+            self._console.iteration(line | {"memory": [resident_bytes()]})
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
         line = {"kind": "evaluation", **line, "time": time()}
@@ -171,7 +170,7 @@ class RunLog:
     def _memory(self, rank: int) -> dict[str, int]:
         """Bytes by what they are for, as far as they are known, and the number of weight versions."""
         pipeline = self._session.pipeline
-        found = {"rss": psutil.Process().memory_info().rss, **pipeline.weights_of(rank)}
+        found = {"rss": resident_bytes(), **pipeline.weights_of(rank)}
         peak = take_peak(pipeline.devices[pipeline.ranks.index(rank)])
         if peak is not None:  # the device's allocator knows
             held = found["weights"] * max(1, found["versions"]) + found["optimizer"]
