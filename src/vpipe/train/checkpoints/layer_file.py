@@ -43,11 +43,12 @@ def name_of(layer: int) -> str:
 
 def tensors_of(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """What is kept of a layer: the live tensors themselves."""
-    kept = module.state_dict()  # buffers that can be computed again are not kept
-    tensors = {f"param/{name}": p.detach() for name, p in module.named_parameters()}
-    tensors |= {f"buffer/{name}": b.detach() for name, b in module.named_buffers() if name in kept}
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    kept = module.state_dict() if buffers else {}  # buffers that can be computed again are not kept
+    tensors = {f"param/{name}": p.detach() for name, p in parameters.items()}
+    tensors |= {f"buffer/{name}": b.detach() for name, b in buffers.items() if name in kept}
     states = getattr(optimizer, "state", {})
-    for name, parameter in module.named_parameters():
+    for name, parameter in parameters.items():
         flat = optimizer_state.flatten(states.get(parameter, {}), type(optimizer).__name__)
         tensors |= {f"optimizer/{name}/{path}": tensor for path, tensor in flat.items()}
     return tensors

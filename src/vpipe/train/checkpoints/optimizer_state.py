@@ -10,6 +10,7 @@ numbers, words, lists and dicts of them; the path says what was where, and the e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -22,6 +23,12 @@ _NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 _EMPTY: dict[str, Callable[[], Any]] = {"none": lambda: None, "dict": dict, "list": list, "tuple": tuple}
 
 
+@lru_cache(maxsize=4096)
+def _quoted(key: str) -> str:
+    """A few names, asked for with every parameter while a step waits."""
+    return quote(key, safe="")
+
+
 def flatten(state: Mapping[Any, Any], who: str) -> dict[str, Tensor]:
     """The state as tensors; ``who`` names the optimizer where it holds what no file can."""
     return dict(leaf for key, value in state.items() for leaf in _leaves(_part(key, who), value, who))
@@ -29,7 +36,7 @@ def flatten(state: Mapping[Any, Any], who: str) -> dict[str, Tensor]:
 
 def _part(key: object, who: str) -> str:
     if isinstance(key, str):
-        return quote(key, safe="")
+        return _quoted(key)
     if isinstance(key, int) and not isinstance(key, bool):
         return f"<{key}>"
     raise UserError(
