@@ -129,6 +129,7 @@ def test_what_fits_nowhere_is_an_answer(here: Any) -> None:
         (("profile.json", "-p", "2", "-m", "4", "--memory", "1GiB,1GiB,1GiB"), "given for 3 ranks, but there are 2"),
         (("profile.json", "-p", "2", "-m", "4", "--speeds", "1,0"), "more than zero on every rank"),
         (("profile.json", "-p", "2", "-m", "four"), "-m is 'four'; give a whole number"),
+        (("profile.json", "-p", "2", "-m", "9" * 5000), f"-m is '{'9' * 40}'; give a whole number"),
         (("profile.json", "-p", "2", "-m", "free"), "add --batch N"),
         (("profile.json", "-p", "2", "-m", "3", "--batch", "32"), "32 rows cannot be cut into 3 equal microbatches"),
         (("profile.json", "-p", "2"), "add -m N"),
@@ -357,6 +358,12 @@ def test_links_of_a_profile_that_are_none(here: Any, links: object, words: str) 
     found = here("plan", "hosts.json", "-p", "2", "-m", "4", "--scheduler", "1f1b")
     assert found.code == 2
     assert words in found.err
+
+
+def test_a_batch_of_any_size_is_divided_at_once(here: Any) -> None:
+    """Every number up to the batch was tried as its divisor."""
+    asked = ("plan", "profile.json", "-p", "2", "-m", "free", "--batch", "1000000007", "--scheduler", "1f1b", "--json")
+    assert here(*asked).json()["num_microbatches"] == 1, "a prime; as many microbatches are too many to simulate"
 
 
 def test_effort_and_time_limit(here: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass, replace
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -274,12 +275,13 @@ def _counts(wanted: Wanted, config: configs.PipelineConfig | None, batch: int | 
             raise UserError(f"a plan of {wanted.target} needs the number of microbatches: add -m N, or -m free")
         return config.training.num_microbatches
     if text != FREE:
-        if not text.isascii() or not text.isdigit() or int(text) < 1:
-            raise UserError(f"-m is {text!r}; give a whole number of at least 1, or 'free'")
+        if not text.isascii() or not text.isdigit() or len(text) > 15 or int(text) < 1:
+            raise UserError(f"-m is {text[:40]!r}; give a whole number of at least 1, or 'free'")
         return int(text)
     if batch is None:
         raise UserError("-m free asks how to cut a batch, so it needs the rows of one: add --batch N")
-    return [count for count in range(1, batch + 1) if batch % count == 0]
+    low = [count for count in range(1, isqrt(batch) + 1) if batch % count == 0]
+    return sorted({*low, *(batch // count for count in low)})
 
 
 def _against(names: str, found: Plan, profile: Profile, wanted: Wanted) -> tuple[dict[str, Any], str]:
