@@ -185,11 +185,13 @@ class Engine:
     def _execute(self, calls: Sequence[Call], records: list[Record]) -> None:
         """The loop. What it writes down takes its form afterwards."""
         times: list[tuple[int, int, int]] = []
+        end = perf_counter_ns()
         for action, call in _annotated(calls) if self.annotates else calls:
             self.current = action
-            begin = self._ready = perf_counter_ns()
+            begin = self._ready = end
             call()
-            times.append((begin, self._ready, perf_counter_ns()))
+            end = perf_counter_ns()
+            times.append((begin, self._ready, end))
         records.extend([Record(action, *each) for (action, _), each in zip(calls, times, strict=True)])
 
     def _enqueue(self, times: DeviceTimes, calls: Sequence[Call], records: list[Record]) -> None:

@@ -7,8 +7,9 @@ num_microbatches``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,19 +60,33 @@ def split_sizes(rows: int, num_units: int) -> list[int]:
     return [rows // num_units + (microbatch < rows % num_units) for microbatch in range(num_units)]
 
 
-def split(value: Any, num_units: int, num_batches: int = 1) -> tuple[list[Any], list[float]]:
+class CutBatch:
+    """The units of a batch, each made when it is asked for: most ranks ask for none."""
+
+    def __init__(self, value: Any, sizes: list[int]) -> None:
+        self._sizes = sizes
+        self._tensors: list[Tensor] = []
+        self._structure = flatten(value, self._tensors)
+
+    @cached_property
+    def _pieces(self) -> list[Sequence[Tensor]]:
+        sizes = self._sizes
+        return [torch.split(each, sizes) if each.dim() else [each] * len(sizes) for each in self._tensors]
+
+    def __getitem__(self, microbatch: int) -> Any:
+        return unflatten(self._structure, iter([piece[microbatch] for piece in self._pieces]).__next__)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[microbatch] for microbatch in range(len(self._sizes)))
+
+
+def split(value: Any, num_units: int, num_batches: int = 1) -> tuple[CutBatch | list[Any], list[float]]:
     """The units of a batch and their weights; of several batches, each unit's weight in its own."""
     rows, each = num_rows(value), num_units // num_batches
     if rows is None:
         return [value] * num_units, [1 / each] * num_units
     sizes = split_sizes(rows, num_units)
-    tensors: list[Tensor] = []
-    structure = flatten(value, tensors)
-    pieces = [torch.split(tensor, sizes) if tensor.dim() else [tensor] * num_units for tensor in tensors]
-    units = []
-    for microbatch in range(num_units):
-        mine = iter([piece[microbatch] for piece in pieces])
-        units.append(unflatten(structure, lambda mine=mine: next(mine)))  # type: ignore[misc]
+    units = CutBatch(value, sizes)
     if len(set(sizes)) == 1:
         return units, [1 / each] * num_units
     wholes = [sum(sizes[begin : begin + each]) for begin in range(0, num_units, each)]

@@ -211,7 +211,7 @@ class Pipeline(Holdings):
             engine.date(result.records)
         self.step += 1
         self.num_units += program.num_microbatches
-        self.num_updates += self.programs.num_updates(program)
+        self.num_updates += program.num_updates
         self._trace = Trace(
             program, {engine.rank: result.records for engine, result in zip(self.engines, results, strict=True)}
         )

@@ -230,14 +230,9 @@ class Programs:
                         "give the program without communication, which is then lowered here, or add those actions"
                     )
 
-    def num_updates(self, program: Program) -> int:
-        """How many updates stage 0 makes."""
-        row = program.rows[program.placement.ranks_of[0][0]]
-        return sum(action == Action(0, Kind.STEP) for action in row)
-
     def num_batches(self, program: Program) -> int:
         """How many batches of a synchronous schedule follow each other in the program; all units of another are one."""
-        return max(1, self.num_updates(program)) if self.synchronous else 1
+        return max(1, program.num_updates) if self.synchronous else 1
 
     def gradient_weights(self, program: Program) -> list[float] | None:
         """What units' gradients are multiplied by where that is not their share of the batch: an asynchronous update is

@@ -40,11 +40,8 @@ class Task(NamedTuple):
     outputs: tuple[Hop, ...]
     output_gradients: tuple[Hop, ...]
     input_gradients: tuple[Hop, ...]
-
-    @property
-    def sends(self) -> bool:
-        """Whether an output goes to another rank."""
-        return any(not hop.is_local for hop in self.outputs)
+    sends: bool
+    """Whether an output goes to another rank."""
 
 
 class Tasks:
@@ -84,13 +81,15 @@ class Tasks:
             return tuple(self._hop(source, target, microbatch, backward) for source, target in ends)
 
         writers, readers = program.writers[here], program.readers[here]
+        outputs = hops(readers, arrives=False, backward=False)
         return Task(
             stage,
             microbatch,
             inputs=hops(writers, arrives=True, backward=False),
-            outputs=hops(readers, arrives=False, backward=False),
+            outputs=outputs,
             output_gradients=hops(readers, arrives=True, backward=True),
             input_gradients=hops(writers, arrives=False, backward=True),
+            sends=any(not hop.is_local for hop in outputs),
         )
 
     def _hop(self, source: int, target: int, microbatch: int, backward: bool) -> Hop:

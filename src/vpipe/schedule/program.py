@@ -15,7 +15,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vpipe.schedule.action import Action
+from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.placement import Placement
 
 if TYPE_CHECKING:
@@ -72,6 +72,12 @@ class Program:
             here, there = (writer, reader) if forward else (reader, writer)
             found[here].append(there)
         return tuple(tuple(stages) for stages in found)
+
+    @cached_property
+    def num_updates(self) -> int:
+        """How many updates stage 0 makes."""
+        row = self.rows[self.placement.ranks_of[0][0]]
+        return sum(kind is Kind.STEP and stage == 0 for stage, kind, _ in row)
 
     @cached_property
     def flat(self) -> Flat:

@@ -61,7 +61,7 @@ class Trainer:
         most = training.max_iterations
         whole = training.epochs * session.feed.num_batches
         self.num_iterations = whole if most < 0 else min(whole, most)
-        per_iteration = pipeline.programs.num_updates(pipeline.programs.training())
+        per_iteration = pipeline.programs.training().num_updates
         self.num_updates = -(-self.num_iterations // training.gradient_accumulation) * per_iteration
         self.rate = learning_rate(training, self.num_updates)
         pipeline.set_learning_rate(self.rate)
