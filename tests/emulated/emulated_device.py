@@ -27,7 +27,7 @@ MODES: dict[str, dict[str, float]] = {
 """No mode shows every forgotten wait; the three together do."""
 _RESET: dict[str, float] = {
     "lazy": 0, "jitter_us": 0, "seed": 1, "poison": 1, "sync_mode": 0, "capacity": 2.0**34, "queue_limit": 1024,
-    "op_us": 0, "flops_per_us": 0, "copy_bytes_per_us": 0, "link_bytes_per_us": 0, "link_latency_us": 0,
+    "op_us": 0, "flops_per_us": 0, "bytes_per_us": 0, "copy_bytes_per_us": 0, "link_bytes_per_us": 0, "link_latency_us": 0,
     "p2p_pair_comm": 1, "eager_bytes": 0, "async": 1, "serial": 0, "skip_compute": 0,
 }  # fmt: skip
 _count = int(os.environ.get("EMULATED_DEVICES", MOST_DEVICES))
@@ -110,6 +110,10 @@ class DeviceModule(types.ModuleType):
     def device(self, device: Any) -> Iterator[None]:
         with torch.accelerator.device_index(index_of(device)):
             yield
+
+
+def autoload() -> None:
+    """What torch calls where this is installed as a vendor's package is (entry point ``torch.backends``)."""
 
 
 def settings(**values: float) -> None:

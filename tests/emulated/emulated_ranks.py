@@ -14,7 +14,18 @@ from time import monotonic
 from typing import Any
 
 
-def on_ranks(work: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 30, wait: float = 90) -> list[Any]:
+def vendor_package(folder: Path) -> Path:
+    """A folder for the path of processes: torch finds the emulated device there as it finds a vendor's."""
+    package = folder / "installed" / "vpipe_emulated-0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vpipe-emulated\nVersion: 0\n")
+    (package / "entry_points.txt").write_text("[torch.backends]\nemu = emulated_device:autoload\n")
+    return package.parent
+
+
+def on_ranks(
+    work: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120, wait: float = 240
+) -> list[Any]:
     """``work(rank, *args)`` on every rank, in a group over gloo and the emulated backend; the results by rank.
 
     A rank that raises gives its error as text. ``timeout`` is the group's; what has not ended after ``wait`` is killed.

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from emulated_ranks import vendor_package
 
 from vpipe.cli.main import main
+from vpipe.observe.payload import payload, recorded
+from vpipe.observe.rundir import open_run
 from vpipe.schedule import catalog
 
 
@@ -20,7 +23,10 @@ def code_of(*args: str) -> int:
 
 
 @pytest.mark.slow
-def test_the_doctor_proves_devices(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_proves_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(vendor_package(tmp_path)))  # for the processes that it starts
     monkeypatch.setattr("vpipe.train.proof.device.MOST_RANKS", 2)
     monkeypatch.setattr("vpipe.train.proof.device.NUM_STEPS", 1)
     some = [catalog.get(name) for name in ("1f1b", "zb-v", "gpipe", "pipedream")]
@@ -28,7 +34,7 @@ def test_the_doctor_proves_devices(capsys: pytest.CaptureFixture[str], monkeypat
     assert code_of("doctor", "--devices", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["equal"]
-    assert found["wrong_messages"] == []
+    assert found["broken_promises"] == {"threads": [], "processes": []}
     assert found["facts"]["backend"] == "fakenccl"
     assert all(found["overlap"][name] > 0 for name in ("compute", "copy", "together"))
     assert {"1f1b", "zb-v", "pipedream"} <= {proof["schedule"] for proof in found["proofs"]}
@@ -43,11 +49,13 @@ def test_the_doctor_sees_a_forgotten_wait(
     monkeypatch.setattr("vpipe.runtime.transport.ondevice.taken", lambda carried, target: carried.value)
     monkeypatch.setattr(device.catalog, "entries", lambda: [device.catalog.get("1f1b")])
     monkeypatch.setattr(device, "NUM_STEPS", 1)
+    monkeypatch.setattr("vpipe.train.proof.device_suite.in_processes", lambda kind: [])
     emulated.settings(lazy=1)
     assert code_of("doctor", "--devices") == 1
     said = capsys.readouterr().out
     assert "DIFFERS" in said
     assert "8 × emulated accelerator" in said
+    assert "BROKEN" in said
     assert "hidden" in said
 
 
@@ -83,7 +91,26 @@ def losses(folder: Path, device: str) -> list[float]:
 
 
 def test_a_config_trains_on_devices_as_on_the_cpu(tmp_path: Path) -> None:
+    """And the page shows how far hosts ran ahead of devices, and what was exposed of the communication."""
     assert losses(tmp_path / "emu", "emu") == losses(tmp_path / "cpu", "cpu")
+    runs = {name: open_run(tmp_path / name / "run") for name in ("emu", "cpu")}
+    shown = {name: payload(run, recorded(run)) for name, run in runs.items()}
+    ahead = shown["emu"]["trend"]["ahead"]
+    assert len(ahead) == 2
+    assert all(seconds >= 0 for row in ahead for seconds in row), "how much depends on the load"
+    assert shown["cpu"]["trend"]["ahead"] is None
+    assert "communication" in [cause for cause, _ in shown["emu"]["causes"]]
+
+
+@pytest.mark.parametrize("scheduler", ["1f1b", "pipedream"])
+def test_parity_has_its_reference_on_the_device(
+    scheduler: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], emulated: Any
+) -> None:
+    """Random numbers of a device are its own, so dropout tells whether one device is compared with several of its kind."""
+    config = tmp_path / "job.yaml"
+    config.write_text(CONFIG.replace("DEVICE", "emu").replace("num_heads: 2,", "num_heads: 2, extra: {dropout: 0.2},"))
+    assert code_of("parity", str(config), "--scheduler", scheduler, "--steps", "2", "--json") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["equal"]
 
 
 def test_more_ranks_than_devices_is_a_sentence(

@@ -27,9 +27,9 @@ def pipeline(**options: Any) -> Pipeline:
 
 
 def traced(pipe: Pipeline, emulated: Any, **settings: float) -> tuple[Trace, int, int]:
-    """A step under these settings, and when the host began and had read it."""
-    for batch in batches(2, 32):
-        emulated.settings(**settings)
+    """A step under these settings, and when the host began and had read it; one before is without them."""
+    for number, batch in enumerate(batches(2, 32)):
+        emulated.settings(**settings if number else {})
         begin = perf_counter_ns()
         pipe.train_step(*batch)
         end = perf_counter_ns()
@@ -39,12 +39,12 @@ def traced(pipe: Pipeline, emulated: Any, **settings: float) -> tuple[Trace, int
 def test_times_are_the_devices(emulated: Any) -> None:
     """Kernels that take their time fill the trace, and not the moments in which the host hands them over."""
     pipe = pipeline(num_ranks=2)
-    trace, begin, end = traced(pipe, emulated, op_us=1000)
+    trace, begin, end = traced(pipe, emulated, op_us=3000)
     for records in trace.records.values():
         computed = [record for record in records if record.action.kind in COMPUTES]
         assert all(begin <= r.begin <= r.ready <= r.end <= end for r in records)
         assert all(one.end <= other.begin for one, other in pairwise(computed)), "a stream does one thing at a time"
-        assert all(record.end - record.ready > 10_000_000 for record in computed), "a dozen kernels of a millisecond"
+        assert all(record.end - record.ready > 10_000_000 for record in computed), "a dozen kernels of three"
     first = [r for r in trace.records[0] if r.action.kind is Kind.F]
     assert all(r.enqueued for r in first)
     assert any(record.enqueued < record.begin for record in first), "the host runs ahead of the device"
@@ -65,8 +65,9 @@ def test_swaps_have_the_times_of_their_lane(emulated: Any, monkeypatch: pytest.M
 
 def exposed(emulated: Any, **settings: float) -> int:
     """Nanoseconds that ranks wait for messages whose makers are done."""
+    emulated.reset()
     pipe = pipeline(num_ranks=2, schedule="1f1b")
-    trace, *_ = traced(pipe, emulated, op_us=300, **settings)
+    trace, *_ = traced(pipe, emulated, **settings)
     origin = min(records[0].begin for records in trace.records.values())
     ranks = tuple(
         tuple(Event(r.action, r.begin - origin, r.ready - origin, r.end - origin) for r in trace.records[rank])
@@ -77,7 +78,8 @@ def exposed(emulated: Any, **settings: float) -> int:
 
 
 def test_exposed_communication_vanishes_where_the_link_is_fast(emulated: Any) -> None:
-    """A message of 512 bytes over a link of 150 ms latency keeps everybody waiting; over one without, nobody."""
-    slow, fast = exposed(emulated, link_latency_us=150_000), exposed(emulated, link_latency_us=0)
-    assert slow > 4 * 150_000_000, "four units at least, one way"
+    """A message of 512 bytes over a link of half a second's latency keeps both ranks waiting, again and again; over one
+    without, only as long as this machine takes. (The figures are those of ``benchmarks/devices``.)"""
+    slow, fast = exposed(emulated, link_latency_us=500_000), exposed(emulated, link_latency_us=0)
+    assert slow > 2 * 500_000_000, "one way and back at least"
     assert fast < slow / 2

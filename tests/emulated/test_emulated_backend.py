@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -75,13 +76,15 @@ def misuse(rank: int, how: str) -> Any:
 
     a, b = filled(rank), filled(0)
     if how == "both send first":  # unbatched: rendezvous
-        dist.isend(a, 1 - rank).wait()
-        dist.irecv(b, 1 - rank).wait()
+        hasty = dist.new_group([0, 1], timeout=timedelta(seconds=2), backend="fakenccl")
+        dist.isend(a, 1 - rank, group=hasty).wait()
+        dist.irecv(b, 1 - rank, group=hasty).wait()
     elif how == "another size":
+        hasty = dist.new_group([0, 1], timeout=timedelta(seconds=10), backend="fakenccl")
         if rank == 0:
-            dist.isend(a, 1).wait()
+            dist.isend(a, 1, group=hasty).wait()
         else:
-            dist.irecv(filled(0, 999), 0).wait()
+            dist.irecv(filled(0, 999), 0, group=hasty).wait()
     elif how == "tags":
         if rank == 0:
             dist.isend(filled(1), 1, tag=1).wait()
@@ -114,7 +117,7 @@ def misuse(rank: int, how: str) -> Any:
     ],
 )  # fmt: skip
 def test_what_hangs_nccl_is_named(how: str, said: str) -> None:
-    assert said in on_ranks(misuse, 2, how, timeout=2)[1]
+    assert said in on_ranks(misuse, 2, how)[1]
 
 
 def test_order_matches_messages_not_tags() -> None:

@@ -15,9 +15,12 @@ from observe_runs import MakeRun
 from vpipe.observe.diagnosis import verdict
 from vpipe.observe.measured import Measured, from_simulation
 from vpipe.observe.memory import memory_table
+from vpipe.observe.recorder import run_ahead
 from vpipe.observe.rundir import RunDirectory, RunFacts, open_run
 from vpipe.observe.timelines import timelines
 from vpipe.observe.trend import trend
+from vpipe.runtime.job import Record
+from vpipe.schedule.action import parse
 from vpipe.schedule.catalog import build
 from vpipe.schedule.costs import Costs, StageCosts, uniform
 from vpipe.schedule.lower import lower
@@ -114,6 +117,21 @@ def test_who_becomes_slow_is_a_straggler_and_who_always_was_is_not(make_run: Mak
     assert "2.0" in found["stragglers"]["2"] or "1.9" in found["stragglers"]["2"]
     assert len(found["busy"]) == 4
     assert found["process"][1][-1] == 59
+
+
+def test_the_lead_of_a_host_is_shown_where_there_is_a_device(make_run: MakeRun) -> None:
+    """The most nanoseconds between handing an action over and the device's beginning it."""
+    action = parse("0F0")
+    there = [Record(action, 500, 500, 900, enqueued=200), Record(action, 900, 900, 990, enqueued=250)]
+    assert run_ahead(there) == 650
+    assert run_ahead([Record(action, 500, 500, 900, enqueued=700)]) == 0
+    assert run_ahead([Record(action, 500, 500, 900)]) is None
+    for lead, shown in ((650, [[6.5e-07]] * 2), (None, None)):
+        path = make_run("1f1b", 2, 4)
+        for rank in range(2):
+            line = {"step": 0, "busy": 5, "waited": 1, "ahead": lead}
+            (path / "events" / f"rank{rank}.steps.jsonl").write_text(json.dumps(line) + "\n")
+        assert trend(open_run(path), 2000)["ahead"] == shown
 
 
 def test_a_short_look_reads_the_end_of_the_files(make_run: MakeRun) -> None:

@@ -42,7 +42,8 @@ def command(as_json: bool, devices: bool) -> int:
 def _prove(as_json: bool) -> int:
     """A line for each schedule as it is done."""
     from vpipe.train.proof.device import accelerator, prove
-    from vpipe.train.proof.device_links import facts, messages, overlap
+    from vpipe.train.proof.device_links import facts, overlap
+    from vpipe.train.proof.device_suite import SUITE, in_processes, in_threads
 
     found = []
     kind = accelerator()
@@ -55,15 +56,18 @@ def _prove(as_json: bool) -> int:
             verdict = click.style("equal", fg="green") if proof.equal else click.style("DIFFERS", fg="red")
             what = f"{proof.schedule:<16} {proof.num_ranks} devices  {proof.options:<14}"
             click.echo(f"{what} {verdict}  {proof.seconds:5.1f} s  {proof.detail}".rstrip())
-    wrong, beside = messages(kind), overlap(kind)
-    equal = all(proof.equal for proof in found) and not wrong
+    suites = {"threads": in_threads(kind)}
+    if known["backend"] != "none":
+        suites["processes"] = in_processes(kind)
+    beside = overlap(kind)
+    equal = all(proof.equal for proof in found) and not any(suites.values())
     if as_json:
         told = {"facts": known, "equal": equal, "proofs": [proof._asdict() for proof in found]}
-        click.echo(json.dumps(told | {"wrong_messages": wrong, "overlap": beside._asdict()}))
+        click.echo(json.dumps(told | {"broken_promises": suites, "overlap": beside._asdict()}))
     else:
-        click.echo(
-            f"messages         {'DIFFER: ' + ', '.join(wrong) if wrong else 'equal, of every kind, there and back'}"
-        )
+        for where, broken in suites.items():
+            said = click.style("BROKEN", fg="red") + ": " + "; ".join(broken) if broken else "kept"
+            click.echo(f"messages         {len(SUITE)} promises between {where}: {said}")
         click.echo(
             f"overlap          products {beside.compute * 1e3:.1f} ms, copy {beside.copy * 1e3:.1f} ms, both "
             f"{beside.together * 1e3:.1f} ms: {beside.hidden:.0%} hidden"

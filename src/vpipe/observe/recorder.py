@@ -239,8 +239,15 @@ def _full(each: _Step, versions: Versions) -> str:
     )
 
 
+def run_ahead(records: Sequence[Timed]) -> int | None:
+    """Nanoseconds that the host was ahead of the device at most; ``None`` where there is no device to be ahead of."""
+    enqueued = [(record.begin, getattr(record, "enqueued", 0)) for record in records]
+    ahead = [begin - handed_over for begin, handed_over in enqueued if handed_over]
+    return max(0, *ahead) if ahead else None
+
+
 def _summary(each: _Step) -> str:
-    """A step in one short line: how long it took, worked and waited (nanoseconds)."""
+    """A step in one short line: how long it took, worked and waited, and the host's lead (nanoseconds)."""
     records = each.records
     busy = waited = 0
     for record in records:
@@ -254,6 +261,7 @@ def _summary(each: _Step) -> str:
         "span": records[-1].end - records[0].begin,
         "busy": busy,
         "waited": waited,
+        "ahead": run_ahead(records),
         "memory": dict(each.memory or {}),
     }
     return json.dumps(line, separators=(",", ":")) + "\n"

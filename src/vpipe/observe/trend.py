@@ -25,7 +25,8 @@ Row = dict[int, dict[str, Any]]
 
 
 def trend(run: RunDirectory, most_bytes: int) -> dict[str, Any]:
-    """Columns over steps: per rank, seconds of work and of waiting per unit of time, and bytes; and the stragglers."""
+    """Columns over steps: per rank, seconds of work, of waiting and of the host's lead over its device, and bytes; and
+    the stragglers."""
     ranks: list[Row] = [
         {int(line["step"]): line for line in run.step_summaries(rank, most_bytes) if _usable(line)}
         for rank in range(run.facts.num_ranks)
@@ -40,10 +41,13 @@ def trend(run: RunDirectory, most_bytes: int) -> dict[str, Any]:
     )
     memory = [[tensor_bytes(row[step].get("memory") or {}) for step in chosen] for row in ranks]
     process = [[(row[step].get("memory") or {}).get("rss") for step in chosen] for row in ranks]
+    ahead: list[list[Any]] = [[row[step].get("ahead") for step in chosen] for row in ranks]
+    on_devices = ranks and all(isinstance(value, int) for row in ahead for value in row)
     return {
         "steps": chosen,
         "busy": [[_short(row[step]["busy"]) for step in chosen] for row in ranks],
         "waited": [[_short(row[step]["waited"]) for step in chosen] for row in ranks],
+        "ahead": [[_short(value) for value in row] for row in ahead] if on_devices else None,
         "tensors": memory if any(value is not None for row in memory for value in row) else None,
         "process": process if any(value is not None for row in process for value in row) else None,
         "stragglers": {str(rank): why for rank, why in stragglers.items()},

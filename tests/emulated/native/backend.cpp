@@ -164,7 +164,8 @@ struct FakeNccl final : c10d::Backend {
     int a = std::min(getRank(), peer),
         b = std::max(getRank(), peer);  // as ProcessGroupNCCL: own 2-rank communicator unless eagerly initialised
     auto c = pair ? comm("p2p" + std::to_string(a) + ":" + std::to_string(b), d, {a, b}) : comm("world", d, everyone());
-    return launch(c, d, snd ? c10d::OpType::SEND : c10d::OpType::RECV, {t}, {t},
+    // As NCCL itself: whoever sends holds the tensor (or its work, which does) until it has left.
+    return launch(c, d, snd ? c10d::OpType::SEND : c10d::OpType::RECV, {}, {t},
                   [this, c, o] { exchange(*c, "p2p", {o}, ms()); });
   }
   WorkPtr send(Tensors& t, int peer, int) override { return p2p(t.at(0), peer, true); }
@@ -179,7 +180,7 @@ struct FakeNccl final : c10d::Backend {
     pend_t.clear();
     int d = pend_dev;
     auto c = comm("world", d, everyone());
-    return launch(c, d, c10d::OpType::COALESCED, ts, ts, [this, c, ops] { exchange(*c, "p2p", ops, ms()); });
+    return launch(c, d, c10d::OpType::COALESCED, {}, ts, [this, c, ops] { exchange(*c, "p2p", ops, ms()); });
   }
   static void reduce_into(at::Tensor out, const Tensors& in, const c10d::ReduceOp& op);
   void all_blocks(Comm& c, const char* kind, const std::function<at::Tensor(int)>& mine, Tensors& blocks);

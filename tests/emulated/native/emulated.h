@@ -83,7 +83,9 @@ struct Config {
   int queue_limit = 1024;
   int sync_mode = 0;                         // 0 count, 1 warn, 2 raise
   std::atomic<int64_t> capacity{1ll << 34};  // bytes per device
-  double op_us = 0, flops_per_us = 0, copy_bytes_per_us = 0, link_bytes_per_us = 0, link_latency_us = 0;
+  double op_us = 0, flops_per_us = 0, bytes_per_us = 0;  // a kernel: its launch, its products, what it reads and writes
+  double copy_bytes_per_us = 0, link_bytes_per_us = 0, link_latency_us = 0;
+  std::atomic<int64_t> charged_ns{0};  // what kernels were told to take, by the cost model alone
   bool p2p_pair_comm = true;
   int64_t eager_bytes = 0;
   std::mutex m;

@@ -181,7 +181,7 @@ struct Call {
     auto targets = std::make_shared<std::vector<c10::IValue>>();
     for (size_t i = 0; i < gives.size(); i++)
       targets->push_back(gives[i].alias_info() ? c10::IValue() : map_iv(outs[i], alias_cpu));
-    st.push([op = op, cpu_args = cpu_args, targets, scalars = scalars, d = d, us = cost_us(name, *cpu_args)] {
+    st.push([op = op, cpu_args = cpu_args, targets, scalars = scalars, d = d, us = cost_us(name, *cpu_args, *targets)] {
       run_on(d, us, [&] {
         op.callBoxed(cpu_args.get());
         for (size_t i = 0; i < targets->size(); i++)

@@ -19,6 +19,7 @@ struct Alloc final : c10::DeviceAllocator {
   };
   std::deque<Late> late;  // freed, but other streams have recorded use
   std::map<int, c10::CachingDeviceAllocator::DeviceStats> st;
+  static size_t rounded(size_t n) { return (n + 511) / 512 * 512; }
   static Alloc* get() {
     static auto* a = new Alloc;
     return a;
@@ -50,7 +51,7 @@ struct Alloc final : c10::DeviceAllocator {
     int d = cur_dev();
     c10::Device device(kEmu, d);
     if (!n) return {nullptr, nullptr, &del, device};
-    size_t sz = (n + 511) / 512 * 512;
+    size_t sz = rounded(n);
     int64_t sid = cur_stream(d);
     Force f;
     std::lock_guard<std::mutex> l(m);
@@ -89,8 +90,8 @@ struct Alloc final : c10::DeviceAllocator {
     b->req = n;
     live[b->p] = b;
     s.allocation[0].increase(1);
-    s.allocated_bytes[0].increase(b->size);
-    s.active_bytes[0].increase(b->size);
+    s.allocated_bytes[0].increase(sz);  // CUDA splits a larger block: what is left of it is not given out
+    s.active_bytes[0].increase(sz);
     s.requested_bytes[0].increase(n);
     return {b->p, b->p, &del, device};
   }
@@ -106,8 +107,8 @@ struct Alloc final : c10::DeviceAllocator {
     live.erase(it);
     auto& s = st[b->dev];
     s.allocation[0].decrease(1);
-    s.allocated_bytes[0].decrease(b->size);
-    s.active_bytes[0].decrease(b->size);
+    s.allocated_bytes[0].decrease(rounded(b->req));
+    s.active_bytes[0].decrease(rounded(b->req));
     s.requested_bytes[0].decrease(b->req);
     if (b->used.empty()) return give_back(b);
     Late x{b, {}};

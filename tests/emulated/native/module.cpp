@@ -25,6 +25,7 @@ static void set(const std::string& name, double v) {
       {"capacity", [&](double v) { c.capacity = (int64_t)v; }},
       {"op_us", [&](double v) { c.op_us = v; }},
       {"flops_per_us", [&](double v) { c.flops_per_us = v; }},
+      {"bytes_per_us", [&](double v) { c.bytes_per_us = v; }},
       {"copy_bytes_per_us", [&](double v) { c.copy_bytes_per_us = v; }},
       {"link_bytes_per_us", [&](double v) { c.link_bytes_per_us = v; }},
       {"link_latency_us", [&](double v) { c.link_latency_us = v; }},
@@ -53,7 +54,7 @@ static void start(int num_devices) {
   cfg().ndev = num_devices;
   c10::SetAllocator(kEmu, Alloc::get());
   at::RegisterPrivateUse1HooksInterface(new Hooks);
-  pthread_atfork(nullptr, nullptr, [] { bad_fork = true; });
+  pthread_atfork(nullptr, nullptr, [] { bad_fork = used; });
 }
 
 static void stall(double us) {
@@ -72,6 +73,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("sleep", &stall);
   m.def("set", &set);
   m.def("set_cost", &set_cost);
+  m.def("charged_ns", [] { return cfg().charged_ns.load(); });
   m.def("syncs", [] { return copy_of(cfg().syncs); });
   m.def("sync_fallbacks", [] { return copy_of(cfg().sync_fallbacks); });
   m.def("reset_counts", [] {

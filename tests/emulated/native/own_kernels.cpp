@@ -19,8 +19,10 @@ static at::Tensor copy_from(const at::Tensor& src, const at::Tensor& dst, bool n
   auto bytes = (double)dst.nbytes();
   bool se = src.device().type() == kEmu, de = dst.device().type() == kEmu;
   bool link = se && de && src.device().index() != dst.device().index();
-  double rate = link ? cfg().link_bytes_per_us : cfg().copy_bytes_per_us;
+  double within = cfg().bytes_per_us > 0 ? cfg().bytes_per_us / 2 : cfg().copy_bytes_per_us;  // read and written
+  double rate = link ? cfg().link_bytes_per_us : se && de ? within : cfg().copy_bytes_per_us;
   double us = (rate > 0 ? bytes / rate : 0) + (link ? cfg().link_latency_us : 0);
+  if (se && de && !link) cfg().charged_ns += (int64_t)(us * 1e3);
   auto copy = [us](at::Tensor a, at::Tensor b) {
     auto t0 = Clock::now();
     a.copy_(b);

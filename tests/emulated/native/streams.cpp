@@ -6,7 +6,8 @@ Config& cfg() {
   static auto* c = new Config;
   return *c;
 }
-static bool bad_fork = false;
+static bool bad_fork = false;  // as CUDA: only a process that has used a device must not fork
+static std::atomic<bool> used{false};
 struct Device {
   StreamImpl s[kStreams];
   std::atomic<int> next{0}, next_comm{0};
@@ -14,6 +15,7 @@ struct Device {
   std::exception_ptr err;
 };
 static Device& dev(int d) {
+  used = true;
   static auto* v = [] {
     auto* v = new std::deque<Device>(cfg().ndev);
     for (int d = 0; d < cfg().ndev; d++)

@@ -37,6 +37,7 @@ function trendCharts(data) {
   const note = left ? h("p.faint", null, "drawn: who works most, least and in between, and stragglers; " + left + " ranks are left out") : null;
   const made = (id, title, columns, format) => section(id, title, chart({ series: lines(columns), size: SMALL, format, xName: "step", fromZero: true, ends: true }), key(lines(columns)), note && note.cloneNode(true));
   const found = [made("work", "Work of each rank", trend.busy, seconds), made("waits", "Waiting of each rank", share, (value) => percent(value, 0))];
+  if (trend.ahead) found.push(made("ahead", "The host's lead over its device", trend.ahead, seconds));
   const held = trend.tensors || trend.process;
   if (held) found.push(made("held", trend.tensors ? "Memory of tensors" : "Memory of the process", held, bytes));
   return found;

@@ -3,13 +3,13 @@
 The pipelined side is the real thing, run by the config's own schedule on its own ranks. The other side is ``Plain``, a
 loop that shares nothing with the engine; of an asynchronous schedule, whose units read old weights, ``Replay``. Loss,
 gradients (as the optimizer gets them) and weights are compared after every step; the first tensor that differs is
-named.
+named. Where ranks compute on devices, the other side does so too, on one: kernels round in their own way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
+from vpipe.runtime.device import place
 from vpipe.runtime.replay import Replay, ReplayUnit
 from vpipe.schedule.entry import Chain
 from vpipe.schedule.program import Program
@@ -68,7 +70,9 @@ def pipelined(config: dict[str, Any], directory: str, steps: int) -> int:
             f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in session.pipeline.state_dict().items()
         }
     rank = session.pipeline.rank
-    save_file({name: tensor.contiguous() for name, tensor in seen.items()}, Path(directory) / f"rank{rank}.safetensors")
+    save_file(
+        {name: tensor.cpu().contiguous() for name, tensor in seen.items()}, Path(directory) / f"rank{rank}.safetensors"
+    )
     return 0
 
 
@@ -114,7 +118,10 @@ def sequential(session: Session, steps: int, reference: str = "auto") -> dict[st
     chosen = choose_reference(reference, session)
     num_microbatches = session.prepare(1 if chosen == "plain" else len(_positions(session, 0)))
     program = pipeline.programs.training(num_microbatches=num_microbatches)
-    modules = dict(enumerate(session.model.build()))
+    device = pipeline.devices[0]
+    modules = {layer: place(module, device) for layer, module in enumerate(session.model.build())}
+    if isinstance(session.model.loss, nn.Module):
+        place(session.model.loss, device)
     seen: dict[str, Tensor] = {}
     step = 0
     names = {id(p): f"{layer}.{name}" for layer, module in modules.items() for name, p in module.named_parameters()}
@@ -123,7 +130,7 @@ def sequential(session: Session, steps: int, reference: str = "auto") -> dict[st
         "seed": config.training.seed,
         "tied": session.model.tied,
         "clip_norm": config.training.gradient_clipping or None,
-        "autocast": autocast(config.training),
+        "autocast": autocast(config.training, device.type),
     }
 
     def watched(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -134,10 +141,20 @@ def sequential(session: Session, steps: int, reference: str = "auto") -> dict[st
     make_loop = _plain if chosen == "plain" else _replay
     train, state = make_loop(session, program, modules, watched, _rate(session, steps), options)
     for step in range(steps):
-        loss = train(session.read(_positions(session, step)))
+        loss = train(_there(session.read(_positions(session, step)), device))
         seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
         seen |= {f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in state().items()}
-    return seen
+    return {name: tensor.cpu() for name, tensor in seen.items()}
+
+
+def _there(units: Units, device: torch.device) -> Units:
+    """The units where the reference computes."""
+
+    def moved(value: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+    batches = [replace(batch, inputs=moved(batch.inputs), targets=moved(batch.targets)) for batch in units.batches]
+    return replace(units, batches=batches)
 
 
 Loop = tuple[Callable[[Units], float], Callable[[], dict[str, Tensor]]]

@@ -15,7 +15,7 @@ from typing import Any
 from vpipe.observe.console import Console
 from vpipe.observe.dashboard import PageProcess
 from vpipe.observe.loggers import LOGGERS
-from vpipe.observe.recorder import Recorder
+from vpipe.observe.recorder import Recorder, run_ahead
 from vpipe.process import resident_bytes
 from vpipe.rundir.endings import Ending
 from vpipe.rundir.journal import Journal
@@ -224,5 +224,4 @@ def _spent(records: Sequence[Record]) -> list[float]:
     for record in records:
         spent[record.action.kind] += record.end - record.ready
     waited = sum(record.ready - record.begin for record in records if LANE[record.action.kind] is Lane.COMPUTE)
-    ahead = max((record.begin - record.enqueued for record in records if record.enqueued), default=0)
-    return [max(0, ahead) / 1e9, waited / 1e9, *(spent[kind] / 1e9 for kind in KINDS)]
+    return [(run_ahead(records) or 0) / 1e9, waited / 1e9, *(spent[kind] / 1e9 for kind in KINDS)]

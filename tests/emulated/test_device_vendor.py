@@ -1,0 +1,97 @@
+"""The emulated accelerator as a vendor's package: torch loads it in every process, so whole commands run on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from emulated_ranks import vendor_package
+from test_device_command import code_of
+
+pytestmark = pytest.mark.slow
+
+FLAT = """
+'partition': 'plan.json'
+'config_file': 'mp_conf.json'
+'machines': ['localhost:1', 'localhost:0']
+'sync_mode': 'asp'
+'distributed_backend': 'nccl'
+'model_type': 'bert'
+'synthetic_data': true
+'batch_size': 4
+'hidden_size': 16
+'num_heads': 2
+'num_layers': 2
+'sequence_length': 8
+'vocab_size': 50
+'learning_rate': 0.01
+'max_iterations': 2
+'num_microbatches': 4
+"""
+"""VPipe's form."""
+SECTIONS = """
+model: {name: gpt, hidden_size: 16, num_layers: 2, num_heads: 2, sequence_length: 8}
+dataset: {name: synthetic, batch_size: 4}
+training: {num_microbatches: 2, max_iterations: 2}
+parallel: {model_parallel_size: 2, scheduler: 1f1b, backend: nccl}
+"""
+"""OurGPipe's form."""
+
+
+def environment(folder: Path) -> dict[str, str]:
+    paths = [str(vendor_package(folder)), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "EMULATED_DEVICES": "2"}
+
+
+def vpipe(folder: Path, *words: str) -> str:
+    command = [sys.executable, "-m", "vpipe", *words]
+    done = subprocess.run(command, env=environment(folder), cwd=folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def written(folder: Path, config: str) -> Path:
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps({"partition": [2, 3], "recompute_ratio": [0.5, 0]}))
+    ranks = {"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0], "1": [1]}}
+    (folder / "mp_conf.json").write_text(json.dumps(ranks))
+    file = folder / ("job.yml" if config == FLAT else "job.yaml")
+    file.write_text(config)
+    return file
+
+
+def losses(run: Path) -> list[float]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize(("config", "device"), [(FLAT, "emu"), (SECTIONS, "cpu")], ids=["VPipe", "OurGPipe"])
+def test_nccl_configs_of_the_source_systems_train_as_processes(
+    config: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the device's own backend, and equal to ranks of one process to the bit: on the CPU, or (the model of VPipe's has
+    dropout, and a device its own random numbers) on devices."""
+    file = written(tmp_path / "job", config)
+    monkeypatch.chdir(file.parent)
+    changes = [f"parallel.device={device}", "parallel.transport=inprocess", "parallel.backend=auto"]
+    words = ["train", str(file), "--output-dir", str(tmp_path / "here")]
+    assert code_of(*words, *(word for change in changes for word in ("--set", change))) == 0
+    monkeypatch.delenv("VPIPE_DEVICES", raising=False)
+    vpipe(file.parent, "train", str(file), "--output-dir", str(tmp_path / "there"))
+    assert losses(tmp_path / "there") == losses(tmp_path / "here")
+    assert len(losses(tmp_path / "there")) >= 2
+
+
+def test_the_whole_profile_command_on_the_device(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(SECTIONS)
+    vpipe(tmp_path, "profile", "job.yaml", "-o", "profile.json", "--repeat", "1")
+    found = json.loads((tmp_path / "profile.json").read_text())
+    assert found["device"]["device"] == "emulated accelerator"
+    assert found["device"]["transport"] == "DeviceTransport"
+    assert found["device"]["memory_bytes"] == 2**34
+    assert found["swap_bandwidth"] > 0
+    assert all(layer["forward"] > 0 for layer in found["layers"])
