@@ -69,7 +69,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize(("config", "device"), [(FLAT, "emu"), (SECTIONS, "cpu")], ids=["VPipe", "OurGPipe"])
+@pytest.mark.parametrize(("config", "device"), [(FLAT, "auto"), (SECTIONS, "cpu")], ids=["VPipe", "OurGPipe"])
 def test_nccl_configs_of_the_source_systems_train_as_processes(
     config: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
