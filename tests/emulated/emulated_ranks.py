@@ -17,7 +17,7 @@ from typing import Any
 def vendor_package(folder: Path) -> Path:
     """A folder for the path of processes: torch finds the emulated device there as it finds a vendor's."""
     package = folder / "installed" / "vpipe_emulated-0.dist-info"
-    package.mkdir(parents=True)
+    package.mkdir(parents=True, exist_ok=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vpipe-emulated\nVersion: 0\n")
     (package / "entry_points.txt").write_text("[torch.backends]\nemu = emulated_device:autoload\n")
     return package.parent

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from emulated_ranks import vendor_package
-from test_device_command import code_of
 
 pytestmark = pytest.mark.slow
 
@@ -70,18 +69,14 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(("config", "device"), [(FLAT, "auto"), (SECTIONS, "cpu")], ids=["VPipe", "OurGPipe"])
-def test_nccl_configs_of_the_source_systems_train_as_processes(
-    config: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_configs_of_the_source_systems_train_as_processes(config: str, device: str, tmp_path: Path) -> None:
     """By the device's own backend, and equal to ranks of one process to the bit: on the CPU, or (the model of VPipe's has
     dropout, and a device its own random numbers) on devices."""
     file = written(tmp_path / "job", config)
-    monkeypatch.chdir(file.parent)
     changes = [f"parallel.device={device}", "parallel.transport=inprocess", "parallel.backend=auto"]
-    words = ["train", str(file), "--output-dir", str(tmp_path / "here")]
-    assert code_of(*words, *(word for change in changes for word in ("--set", change))) == 0
-    monkeypatch.delenv("VPIPE_DEVICES", raising=False)
-    vpipe(file.parent, "train", str(file), "--output-dir", str(tmp_path / "there"))
+    words = ["train", str(file), "--set", "launch.threads=1", "--output-dir"]
+    vpipe(file.parent, *words, str(tmp_path / "here"), *(word for change in changes for word in ("--set", change)))
+    vpipe(file.parent, *words, str(tmp_path / "there"))
     assert losses(tmp_path / "there") == losses(tmp_path / "here")
     assert len(losses(tmp_path / "there")) >= 2
 
