@@ -27,6 +27,7 @@ from vpipe.data.synthetic import Synthetic
 from vpipe.errors import UserError
 from vpipe.launch import local, ssh
 from vpipe.launch.job import plan_job
+from vpipe.launch.loop import Grace
 from vpipe.launch.slurm import script
 from vpipe.rundir import claim
 from vpipe.runtime.priorities.order import Turnstile
@@ -210,8 +211,8 @@ def launched(bench: Bench, config: dict[str, Any]) -> Any:
             options.pop("arguments", None)
             options.pop("log_dir", None)
             options.pop("concluded", None)
-            if "grace" in options:
-                options["grace"] = options["grace"]()
+            if isinstance(options.get("grace"), Grace):
+                options["grace"] = options["grace"].first()
             started.append((what, repr(args), sorted(options.items(), key=str) if what != "worker" else None))
             if what == "container":
                 raise Became
