@@ -1,10 +1,10 @@
-"""Where a model is cut into stages when nobody says: by counts, by work, or by shares of the way through it.
+"""Where a model is cut into stages when nobody says. One rule: the largest part is as small as it can be, and among
+such cuts the parts are as even as they can be.
 
-    even_partition    nothing is known of the layers                   Pipeline(partition=None)
+    even_partition    all layers count alike, so a formula does        Pipeline(partition=None)
     balanced          their weights suggest how much they compute      partition: auto
-    proportional      measured, for ranks of different speeds          where the planner's search begins
 
-The planner itself (``plan``) simulates steps and does better; it needs a measurement, these do not.
+The planner (``plan``) simulates steps and does better; it needs a measurement, these do not.
 """
 
 from __future__ import annotations
@@ -48,14 +48,3 @@ def balanced(work: Sequence[float], num_stages: int) -> list[int]:
         return min(options)
 
     return list(best(0, num_stages)[2])
-
-
-def proportional(line: Sequence[float], shares: Sequence[float]) -> tuple[int, ...]:
-    """The cuts, ends included, that lie nearest to the ``shares`` of ``line``, which grows along the layers; every
-    part has a layer."""
-    layers, parts = len(line) - 1, len(shares)
-    cuts = [0]
-    for part, share in enumerate(shares[:-1]):
-        nearest = min(range(layers + 1), key=lambda cut: abs(line[cut] - share))
-        cuts.append(min(max(nearest, cuts[-1] + 1), layers - (parts - 1 - part)))
-    return (*cuts, layers)

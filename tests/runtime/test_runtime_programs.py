@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from runtime_models import build
 from runtime_support import Case, check, pipeline
 
 from vpipe import Pipeline, UserError
+from vpipe.balance import balanced, even_partition
 from vpipe.schedule import catalog
 from vpipe.schedule.action import Action, Kind, parse
 from vpipe.schedule.placement import loop
@@ -146,3 +148,17 @@ def test_numbers_of_a_program() -> None:
 def test_two_directions_as_users_write_them(rows: tuple[str, str]) -> None:
     program = from_csv("\n".join(row.replace(" ", ",") for row in rows))
     check(Case(program, "plain", 2, 2, num_steps=3, clip_norm=0.5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("num_layers", "num_stages"), [(1, 1), (7, 3), (8, 3), (9, 4), (12, 5), (10, 10)])
+def test_the_even_partition_keeps_the_rule_of_the_balanced_one(num_layers: int, num_stages: int) -> None:
+    """The largest part as small as possible, then the most even: a formula where all layers count alike."""
+    even, balanced_ = even_partition(num_layers, num_stages), balanced([1.0] * num_layers, num_stages)
+    assert sorted(even) == sorted(balanced_)
+    assert sum(even) == num_layers
+    best = min(
+        (max(sizes), sum(size**2 for size in sizes))
+        for cuts in combinations(range(1, num_layers), num_stages - 1)
+        for sizes in [[b - a for a, b in pairwise((0, *cuts, num_layers))]]
+    )
+    assert (max(even), sum(size**2 for size in even)) == best

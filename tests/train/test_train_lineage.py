@@ -255,7 +255,7 @@ HOLD = """
 import sys
 import threading
 from pathlib import Path
-from vpipe.rundir.lock import Lock
+from vpipe.rundir.claim import Lock
 Lock(Path(sys.argv[1]), "c" * 12, "vpipe train x.yaml")
 print("held", flush=True)
 input()

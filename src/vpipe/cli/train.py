@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -20,12 +21,11 @@ import click
 from vpipe import config as configs
 from vpipe.cli import completion, loading
 from vpipe.cli.options import plugin_option, set_option, with_plugins
-from vpipe.cli.summary import summary_alone
 from vpipe.errors import UserError, on_one_line
-from vpipe.rundir import endings, lineage, manifest
+from vpipe.rundir import endings, lineage, manifest, writing
 from vpipe.rundir.claim import CLAIMED, Claim
 from vpipe.rundir.endings import Ending, EndingKind
-from vpipe.rundir.layout import CONFIG, LOGS
+from vpipe.rundir.layout import CONFIG, LOGS, SUMMARY
 from vpipe.rundir.state import Beat
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def run(
     as_json: bool = False,
 ) -> int:
     """Train a checked config here and now."""
-    from vpipe.launch import environment, vpipe_files
+    from vpipe.launch import environment, hosts
     from vpipe.rundir import claim
     from vpipe.train import limits
 
@@ -146,7 +146,7 @@ def run(
             _refuse(config, taken)
         if _elsewhere(config):
             return _by_ssh(config, taken, start, quiet, arguments, elastic)
-        vpipe_files.keep(taken.directory, config, claim.command(), source, _forks(config))
+        hosts.keep(taken.directory, config, claim.command(), source, _forks(config))
         return _here(config, taken, arguments, elastic)
 
 
@@ -343,3 +343,25 @@ def _age(directory: Path) -> tuple[float, str]:
         if entry is not None:
             return -datetime.fromisoformat(entry.started).timestamp(), directory.name
     return -directory.stat().st_mtime, directory.name
+
+
+@contextmanager
+def summary_alone(wanted: bool) -> Iterator[list[Claim]]:
+    """Yields a list for the run that is meant: its summary is printed at the end, also of a run that failed.
+
+    What the run, or a print in a user's model, says in the meantime goes to standard error.
+    """
+    runs: list[Claim] = []
+    if not wanted:
+        yield runs
+        return
+    try:
+        with redirect_stdout(sys.stderr):
+            yield runs
+    finally:
+        for run in runs:
+            found = writing.read(run.directory / SUMMARY)
+            if found is not None and found.get("run") == run.run:
+                click.echo(json.dumps({"directory": str(run.directory), **found}))
+            else:
+                click.echo(f"vpipe: {run.directory} has no summary of this run here, so there is no JSON", err=True)

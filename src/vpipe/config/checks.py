@@ -2,7 +2,8 @@
 
 A rule says which keys it reads, so that it stays silent about a config whose keys are already known to be wrong, and
 names both values and a remedy. Rules that need the model or the schedule itself (block counts of other models, what a
-schedule accepts) are checked by those, when they are built.
+schedule accepts) are checked by those, when they are built. Keys that are set but do nothing here are told as warnings
+(``idle_keys``): an option that does nothing is a trap.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from vpipe.config.older_keys import OLDER_KEYS
 from vpipe.config.pipeline import PipelineConfig
 from vpipe.config.problems import Key, Problem, short
+from vpipe.config.sections import TrainingConfig
 
 MAX_NESTING = 32
 
@@ -276,3 +278,31 @@ def _launch(config: PipelineConfig) -> Iterator[Problem]:
 def touches(problem: Problem, wrong: Sequence[Key]) -> bool:
     """Whether a rule read one of the keys that are wrong by themselves."""
     return any(key[: len(bad)] == bad for key in (problem.key, *problem.also) for bad in wrong)
+
+
+MOMENTS = ("adam", "adamw", "lamb")
+"""Optimizers that have two moments; one of a plugin gets ``optimizer_options`` instead."""
+
+
+def idle_keys(config: PipelineConfig) -> list[str]:
+    """One sentence per key that differs from its default and is read by nothing here."""
+    training = config.training
+    optimizer, policy = training.optimizer, training.learning_rate_policy
+    read_by = {
+        "momentum": (optimizer == "sgd", f"optimizer {optimizer}"),
+        "betas": (optimizer in MOMENTS, f"optimizer {optimizer}"),
+        "eps": (optimizer in MOMENTS, f"optimizer {optimizer}"),
+        "learning_rate_degree": (policy == "polynomial", f"learning_rate_policy {policy}"),
+        "learning_rate_steps": (policy == "step", f"learning_rate_policy {policy}"),
+        "learning_rate_factor": (policy == "step", f"learning_rate_policy {policy}"),
+        "minimum_learning_rate": (policy != "constant", "learning_rate_policy constant"),
+        "loss_scale": (training.precision == "fp16", f"precision {training.precision}"),
+        "exit_after_profile": (training.profile_iteration >= 0, "profile_iteration -1"),
+        "evaluation_batches": (training.evaluation_interval >= 0, "evaluation_interval -1"),
+    }
+    defaults = {name: field.default for name, field in TrainingConfig.model_fields.items()}
+    return [
+        f"training.{name} has no effect with {reason}"
+        for name, (is_read, reason) in read_by.items()
+        if not is_read and getattr(training, name) != defaults[name]
+    ]

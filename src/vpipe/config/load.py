@@ -19,9 +19,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from vpipe import plugins
-from vpipe.config.checks import check, touches
+from vpipe.config.checks import check, idle_keys, touches
 from vpipe.config.document import Document, parse, read_yaml
-from vpipe.config.idle import idle_keys
 from vpipe.config.paths import absolute, absolute_paths, is_program
 from vpipe.config.pipeline import PipelineConfig
 from vpipe.config.problems import ConfigError, Key, Problem, dotted, from_pydantic, short
@@ -105,7 +104,7 @@ def load(
     warnings: list[str] = []
     if document.value is not None and not isinstance(document.value, dict):
         document.complain((), f"the file holds {short(document.value)} instead of sections: model, dataset, ...")
-    elif is_vpipe(document.value or {}):
+    elif not set(document.value or {}) & set(PipelineConfig.model_fields) and is_vpipe(document.value or {}):
         document, warnings = translate(document, source)
     values = document.value if isinstance(document.value, dict) else {}
     draft = Draft(deepcopy(values), document, problems=list(document.problems))

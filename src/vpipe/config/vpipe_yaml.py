@@ -21,7 +21,6 @@ from typing import Any
 
 from vpipe.config.document import Document, read_json
 from vpipe.config.paths import absolute, read_plan
-from vpipe.config.pipeline import PipelineConfig
 from vpipe.config.problems import ConfigError, Key, short
 from vpipe.config.rank_map import RankMap, read_rank_map
 from vpipe.config.vpipe_keys import (
@@ -39,8 +38,8 @@ from vpipe.errors import nearest
 
 
 def is_vpipe(values: Mapping[str, Any]) -> bool:
-    """Whether a file is VPipe's: none of our sections, some of its keys."""
-    return not set(values) & set(PipelineConfig.model_fields) and bool(set(values) & set(KEYS))
+    """Whether a file that has none of our sections is VPipe's: it has some of its keys."""
+    return bool(set(values) & set(KEYS))
 
 
 def translate(document: Document, source: Path) -> tuple[Document, list[str]]:

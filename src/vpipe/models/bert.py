@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from vpipe.layer import Layer, TiedWeight
 from vpipe.models.gpt import initialised
 from vpipe.models.losses import PretrainingCount, PretrainingLoss
-from vpipe.models.model import Model, seed_layers, tie
-from vpipe.models.sizes import fits, head_size_of, positive
+from vpipe.models.model import Model, fits, head_size_of, positive, seed_layers, tie
 
 EPS = 1e-12
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from vpipe.errors import UserError
 from vpipe.layer import Layer
 from vpipe.models.losses import ElementCount, SquaredError
-from vpipe.models.model import Model, seed_layers
-from vpipe.models.sizes import positive
+from vpipe.models.model import Model, positive, seed_layers
 
 Gradients = tuple[Tensor | None, ...]
 _COARSE, _FINE = 400e-6, 150e-6

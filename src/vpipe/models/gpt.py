@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe.models.causal import causal, sized
-from vpipe.models.model import Model
-from vpipe.models.sizes import fits, head_size_of, positive
+from vpipe.models.model import Model, fits, head_size_of, positive
 
 
 class Embedding(nn.Module):

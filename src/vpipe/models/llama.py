@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from vpipe.errors import UserError
 from vpipe.models.causal import causal
 from vpipe.models.gpt import initialised
-from vpipe.models.model import Model
-from vpipe.models.sizes import head_size_of, positive
+from vpipe.models.model import Model, head_size_of, positive
 
 
 class TokenEmbedding(nn.Module):

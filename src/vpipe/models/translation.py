@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from vpipe.layer import Layer, TiedWeight
 from vpipe.models.losses import TokenCount, TokenLoss
-from vpipe.models.model import Model, seed_layers, tie
-from vpipe.models.sizes import head_size_of, positive
+from vpipe.models.model import Model, head_size_of, positive, seed_layers, tie
 
 PAD = 1
 """fairseq's padding index."""

@@ -82,11 +82,16 @@ def connect(ranks: Ranks, threads: bool, blocking: bool) -> Wires:
     if in_process:
         hub = Hub(world, blocking)
         seats = tuple(Seat(socket.gethostname(), str(device)) for device in devices)
-        return Wires(world, devices, seats, hub, ondevice.transports(hub, devices))
+        return Wires(world, devices, seats, hub, _ends(hub, devices))
     host = choice.between_processes(transport, blocking=blocking, timeout=ranks.timeout)
     mine = json.dumps([socket.gethostname(), str(devices[0])])
     seats = tuple(Seat(*json.loads(text)) for text in gather_text(host, mine))
     return Wires(world, devices, seats, host=host)
+
+
+def _ends(hub: Hub, devices: Sequence[torch.device]) -> Sequence[Transport]:
+    """All ranks' ends of a hub: on the host, or each on its device."""
+    return hub.transports() if all(map(is_host, devices)) else ondevice.transports(hub, devices)
 
 
 def gather_text(transport: Transport, text: str) -> list[str]:
@@ -149,7 +154,8 @@ def share_initial_weights(engine: Engine, tied: Sequence[TiedWeight]) -> None:
     """Replica 0 of a stage, and the first owner of a tied weight, give what they have to the others."""
     placement = engine.flow.layout.placement
     engine.transport.begin_step(SETUP_STEP)
-    share_states(engine.stages, placement, engine.transport, SETUP_STEP)
+    if placement.has_replicas:
+        share_states(engine.stages, placement, engine.transport, SETUP_STEP)
     for number, tie in enumerate(tied):
         share_tied(engine, placement, tie, number, SETUP_STEP)
     engine.transport.end_step()

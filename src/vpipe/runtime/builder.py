@@ -27,11 +27,11 @@ from vpipe.runtime.flow import Flow, resolve
 from vpipe.runtime.memory.choices import stages_with, treated_layers
 from vpipe.runtime.memory.heap import keep_freed_memory, return_freed_memory
 from vpipe.runtime.options import Options
-from vpipe.runtime.priorities.order import Policy
+from vpipe.runtime.priorities.order import Policy, choose_executor
 from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.stage import Loss, Stage, StageOptions
-from vpipe.runtime.threaded import ThreadedEngine, choose_executor
+from vpipe.runtime.threaded import ThreadedEngine
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.device import DeviceTransport
 from vpipe.runtime.transport.distributed import DistributedTransport

@@ -163,7 +163,7 @@ class Engine:
             else:
                 self._enqueue(self._times, compiled.calls, self._result.records)
             self._settle(self._result.records)
-            if job.training:
+            if job.training and compiled.program.placement.has_replicas:
                 share_buffers(self.stages, compiled.program.placement, self.transport, job.step)
             self.transport.end_step()
         except BaseException as error:

@@ -22,12 +22,11 @@ from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow, bind_inputs
 from vpipe.runtime.holdings import Holdings
 from vpipe.runtime.job import Compiled, Job, Result
-from vpipe.runtime.microbatches import check_rows
+from vpipe.runtime.microbatches import check_counts, check_rows, copies_of, mean_loss, torn, units_of, without_gradient
 from vpipe.runtime.modes import Modes
 from vpipe.runtime.moving import Moved, Notice
 from vpipe.runtime.options import Memory, Options, PlainKeywords, Ranks, Schedule, Update
 from vpipe.runtime.randomness import undisturbed
-from vpipe.runtime.steps import check_counts, copies_of, mean_loss, torn, units_of, without_gradient
 from vpipe.runtime.trace import Trace
 from vpipe.runtime.train_mode import evaluating
 from vpipe.runtime.transport.base import Transport

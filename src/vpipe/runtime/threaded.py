@@ -19,11 +19,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from time import perf_counter_ns
 from typing import Any
 
-from vpipe.errors import UserError
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.job import Call, Record
 from vpipe.runtime.modes import Modes
-from vpipe.runtime.priorities.order import Policy, Turnstile, none, policy
+from vpipe.runtime.priorities.order import Policy, Turnstile, none
 from vpipe.runtime.priorities.turns import Turns
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.program import Program
@@ -59,21 +58,6 @@ def predecessors(program: Program, actions: Sequence[Action]) -> list[set[int]]:
         found.append({last[line] for line in mine if line in last})
         last.update(dict.fromkeys(mine, place))
     return found
-
-
-def choose_executor(executor: str, wants_threads: bool, priority: str) -> Policy | None:
-    """The policy of worker threads, or ``None`` where a rank runs its actions one after the other."""
-    if executor not in ("auto", "plain", "threaded"):
-        raise UserError(f"there is no executor {executor!r}; give one of auto, plain, threaded")
-    chosen = policy(priority)
-    if executor == "threaded" or (executor == "auto" and wants_threads):
-        return chosen
-    if priority != "none":
-        raise UserError(
-            f"priority {priority!r} orders worker threads, but the executor is plain; give executor='threaded', or "
-            f"priority='none'"
-        )
-    return None
 
 
 class Failed(Exception):

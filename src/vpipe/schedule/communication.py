@@ -13,8 +13,7 @@ from itertools import chain, pairwise, product, repeat
 import numpy as np
 
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.collector import collector_paused
-from vpipe.schedule.flat import CODE, KINDS, NONE, Bools, Flat, Ints, padded, with_flat
+from vpipe.schedule.flat import CODE, KINDS, NONE, Bools, Flat, Ints, collector_paused, padded, with_flat
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import INPUT_GRADIENT, LANE, Lane, agrees_after, channel
 

@@ -6,7 +6,9 @@ microbatch and rank of every action, rank by rank, and finds actions by value in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from operator import itemgetter
@@ -135,3 +137,15 @@ def padded(lists: Sequence[Sequence[int]]) -> Ints:
     width = max(map(len, lists), default=0)
     filled = [[*values, *[NONE] * (width - len(values))] for values in lists]
     return np.array(filled, np.int64).reshape(len(lists), width)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Nothing is collected inside; a collector that was off stays off."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

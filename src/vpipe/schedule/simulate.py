@@ -16,9 +16,8 @@ import numpy.typing as npt
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.collector import collector_paused
 from vpipe.schedule.costs import Costs, uniform
-from vpipe.schedule.flat import CODE, NONE, Bools
+from vpipe.schedule.flat import CODE, NONE, Bools, collector_paused
 from vpipe.schedule.lanes import Event
 from vpipe.schedule.lower import is_lowered, lower
 from vpipe.schedule.program import Program

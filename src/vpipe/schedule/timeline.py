@@ -27,9 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vpipe.schedule.action import Kind
-from vpipe.schedule.collector import collector_paused
 from vpipe.schedule.costs import Costs, StageCosts, uniform
-from vpipe.schedule.flat import CODE, KINDS, NONE, Flat, Ints
+from vpipe.schedule.flat import CODE, KINDS, NONE, Flat, Ints, collector_paused
 from vpipe.schedule.lanes import Event, Lanes, Transfers, find_transfers, previous
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, MEETINGS, SEND_OF, Lane, Message

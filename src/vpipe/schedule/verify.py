@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from vpipe.schedule import laws, meetings, updates
 from vpipe.schedule.action import Action
-from vpipe.schedule.collector import collector_paused
+from vpipe.schedule.flat import collector_paused
 from vpipe.schedule.lower import communicate, is_lowered, reduce
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import COMMUNICATION, MEETINGS, NEEDS, peers

@@ -1,4 +1,5 @@
-"""The optimizers of a config: torch's, LAMB, which BERT's pre-training uses, and those that users register.
+"""The optimizers of a config: torch's, LAMB, which BERT's pre-training uses, and those that users register; and the
+number formats that it trains in: what autocast computes in, how losses are scaled so that fp16 gradients do not vanish.
 
 @OPTIMIZER_REGISTRY.register("mine")
 class Mine(torch.optim.Optimizer): ...          training: {optimizer: mine, optimizer_options: {rank: 4}}
@@ -7,6 +8,8 @@ class Mine(torch.optim.Optimizer): ...          training: {optimizer: mine, opti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch.optim import Optimizer
 from vpipe.config.sections import TrainingConfig
 from vpipe.errors import UserError
 from vpipe.registry import OPTIMIZER_REGISTRY
+from vpipe.runtime.updates.update import LossScale
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -90,3 +94,23 @@ class Lamb(Optimizer):
         weight_norm, step_norm = parameter.norm(), step.norm()
         trust = torch.where((weight_norm > 0) & (step_norm > 0), weight_norm / step_norm, torch.ones_like(weight_norm))
         parameter.sub_(step * (group["lr"] * trust))
+
+
+START_SCALE = 2.0**16
+
+
+def autocast(training: TrainingConfig, device: str = "cpu") -> Callable[[], AbstractContextManager[Any]]:
+    """The context in which layers run."""
+    if training.precision == "fp32":
+        return nullcontext
+    dtype = torch.bfloat16 if training.precision == "bf16" else torch.float16
+    return partial(torch.autocast, device, dtype=dtype)
+
+
+def loss_scale(training: TrainingConfig) -> LossScale:
+    """For fp16 a factor on the loss, fixed or found; otherwise none."""
+    if training.precision != "fp16":
+        return LossScale()
+    if training.loss_scale == "dynamic":
+        return LossScale(START_SCALE, dynamic=True)
+    return LossScale(float(training.loss_scale))

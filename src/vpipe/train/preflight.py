@@ -33,10 +33,9 @@ from vpipe.runtime.programs import ScheduleSpec
 from vpipe.runtime.updates.update import checked_scale
 from vpipe.schedule.layout import Layout
 from vpipe.train.limits import refuse as refuse_unsupported
-from vpipe.train.partition import cut
-from vpipe.train.precision import loss_scale
+from vpipe.train.optimizers import loss_scale
+from vpipe.train.partition import Skeleton, cut
 from vpipe.train.session import feed_of, load_data, load_model, num_stages, schedule_of
-from vpipe.train.skeleton import Skeleton
 
 T = TypeVar("T")
 STAND_IN = 1 << 20

@@ -32,10 +32,8 @@ from vpipe.schedule.layout import Layout
 from vpipe.train.compiling import compiled
 from vpipe.train.feed import Feed, Position, Units
 from vpipe.train.limits import refuse
-from vpipe.train.optimizers import optimizer
-from vpipe.train.partition import cut
-from vpipe.train.precision import autocast, loss_scale
-from vpipe.train.skeleton import Skeleton
+from vpipe.train.optimizers import autocast, loss_scale, optimizer
+from vpipe.train.partition import Skeleton, cut
 
 
 @dataclass
@@ -173,12 +171,14 @@ def open_session(config: PipelineConfig, data: DataSet | None = None) -> Session
         timeout=parallel.timeout,
         schedule_options=schedule_options(config),
     )
-    device = take_turns(
-        pipeline.each_engine,
-        parallel.priority,
-        use_orion=parallel.use_orion_scheduler,
-        num_microbatches=training.num_microbatches,
-    )
+    device = None
+    if parallel.priority != "none" or parallel.use_orion_scheduler:
+        device = take_turns(
+            pipeline.each_engine,
+            parallel.priority,
+            use_orion=parallel.use_orion_scheduler,
+            num_microbatches=training.num_microbatches,
+        )
     return Session(config, data, model, skeleton, pipeline, feed, device)
 
 

@@ -38,8 +38,7 @@ from vpipe.train.feed import Position, Units, accumulated
 from vpipe.train.learning_rate import learning_rate
 from vpipe.train.reporting.metrics import Metrics
 from vpipe.train.reporting.profiling import profiled
-from vpipe.train.reporting.run_facts import run_facts
-from vpipe.train.reporting.run_log import RunLog
+from vpipe.train.reporting.run_log import RunLog, run_facts
 from vpipe.train.session import Session
 
 MAX_CHAINED_UNITS = 256

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import perf_counter_ns
 from typing import Any, ClassVar, Protocol
 
@@ -109,10 +110,14 @@ class Swapper:
     """The swap lane of one rank."""
 
     def __init__(self) -> None:
-        self._store = FileStore()
         self._lane: ThreadPoolExecutor | None = None
         self._last_out: Passage | None = None
         self._failure: BaseException | None = None
+
+    @cached_property
+    def _store(self) -> FileStore:
+        """Where the bytes of main memory wait."""
+        return FileStore()
 
     def out(self, slots: Sequence[Slot], what: str) -> Passage:
         """Carry the slots' bytes out; ``what`` names them in errors."""

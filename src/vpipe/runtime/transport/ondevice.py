@@ -46,7 +46,5 @@ class OnDeviceTransport(InProcessTransport):
 
 
 def transports(hub: Hub, devices: Sequence[torch.device]) -> list[InProcessTransport]:
-    """All ranks' ends: on the host, or each on its device."""
-    if all(map(is_host, devices)):
-        return hub.transports()
+    """All ranks' ends, each on its device."""
     return [OnDeviceTransport(hub, rank, devices) for rank in range(hub.num_ranks)]

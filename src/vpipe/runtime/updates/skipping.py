@@ -26,13 +26,9 @@ _OPEN = ("torch.optim.", "vpipe.")
 """Packages whose optimizers keep all they know in ``state`` and ``param_groups``."""
 
 
-def step_if(finite: bool | Tensor, optimizer: Optimizer, step: Callable[[], None], *, once: bool) -> TakeBack | None:
+def step_if(finite: Tensor, optimizer: Optimizer, step: Callable[[], None], *, once: bool) -> TakeBack | None:
     """Step if ``finite``. ``once``: no other update follows before the host reads the answer; the result then takes
     back what the host has counted, if the answer is no."""
-    if isinstance(finite, bool):
-        if finite:
-            step()
-        return None
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         held: Any = optimizer
         held.found_inf, held.grad_scale = 1.0 - finite.float(), None

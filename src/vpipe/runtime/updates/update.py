@@ -107,7 +107,7 @@ class Updater:
         self._stages = dict(stages)
         self._tied = tuple(tied)
         flow = next(iter(stages.values())).flow
-        self._ties = TiedGradients(transport, placement, flow, self._tied)
+        self._ties = TiedGradients(transport, placement, flow, self._tied) if self._tied else None
         self._blocks = LossBlocks(flow, placement)
         self._losses: dict[LossKey, Number] = {}
         self._num_units = 0
@@ -199,8 +199,11 @@ class Updater:
             self._set_learning_rate(stage.index, self.num_updates[stage.index])
             self.optimizers[stage.index].step()
 
-        take_back = step_if(finite, self.optimizers[stage.index], update, once=self.options.synchronous)
-        self._take_back += [take_back] if take_back is not None else []
+        if isinstance(finite, Tensor):
+            take_back = step_if(finite, self.optimizers[stage.index], update, once=self.options.synchronous)
+            self._take_back += [take_back] if take_back is not None else []
+        elif finite:
+            update()
         self.optimizers[stage.index].zero_grad(set_to_none=True)
         self.num_updates[stage.index] += 1
         stage.weights.after_update()
@@ -226,7 +229,8 @@ class Updater:
         self._verdict = self._agree()
 
     def _agree(self) -> tuple[bool | Tensor, Tensor | None]:
-        self._ties.add_up(self._stages)
+        if self._ties is not None:
+            self._ties.add_up(self._stages)
         if self.loss_scale != 1.0:
             for stage in self._stages.values():
                 divide([p.grad for p in stage.weights.parameters.values() if p.grad is not None], self.loss_scale)

@@ -14,8 +14,8 @@ from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.train.checkpoints import checkpoint
 from vpipe.train.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
+from vpipe.train.partition import Skeleton
 from vpipe.train.session import load_model
-from vpipe.train.skeleton import Skeleton
 
 WEIGHTS = "model.safetensors"
 

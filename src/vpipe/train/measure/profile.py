@@ -33,10 +33,9 @@ from vpipe.runtime import assembly
 from vpipe.runtime.device import own_memory
 from vpipe.runtime.vendors import device_name
 from vpipe.train.feed import Feed, Units
-from vpipe.train.optimizers import optimizer
-from vpipe.train.precision import autocast
+from vpipe.train.optimizers import autocast, optimizer
+from vpipe.train.partition import Skeleton
 from vpipe.train.session import load_data, load_model
-from vpipe.train.skeleton import Skeleton
 
 PROGRESS, RESULT = "progress.json", "profile.json"
 """What rank 0 writes into its directory."""

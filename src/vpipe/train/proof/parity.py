@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,8 +28,7 @@ from vpipe.schedule.entry import Chain
 from vpipe.schedule.program import Program
 from vpipe.train.feed import Position, Units
 from vpipe.train.learning_rate import learning_rate
-from vpipe.train.optimizers import optimizer
-from vpipe.train.precision import autocast
+from vpipe.train.optimizers import autocast, optimizer
 from vpipe.train.proof.plain import Plain, PlainUnit, additions
 from vpipe.train.session import Session, open_session
 
@@ -139,7 +138,7 @@ def sequential(session: Session, steps: int, reference: str = "auto") -> dict[st
         return made
 
     make_loop = _plain if chosen == "plain" else _replay
-    train, state = make_loop(session, program, modules, watched, _rate(session, steps), options)
+    train, state = make_loop(Recipe(session, program, modules, watched, _rate(session, steps), options))
     for step in range(steps):
         loss = train(_there(session.read(_positions(session, step)), device))
         seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
@@ -162,14 +161,19 @@ Loop = tuple[Callable[[Units], float], Callable[[], dict[str, Tensor]]]
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-def _plain(
-    session: Session,
-    program: Program,
-    modules: Mapping[int, nn.Module],
-    make: Factory,
-    rate: Callable[[int], float],
-    options: dict[str, Any],
-) -> Loop:
+class Recipe(NamedTuple):
+    """What both references are made of."""
+
+    session: Session
+    program: Program
+    modules: Mapping[int, nn.Module]
+    make: Factory
+    rate: Callable[[int], float]
+    options: dict[str, Any]
+
+
+def _plain(recipe: Recipe) -> Loop:
+    session, program, modules, make, rate, options = recipe
     model = session.model
     loop = Plain(model.layers, list(modules.values()), model.loss, make, **options)
     sums = additions(program.rows, session.pipeline.flow.bounds)
@@ -186,14 +190,9 @@ def _plain(
     return train, loop.state_dict
 
 
-def _replay(
-    session: Session,
-    program: Program,
-    modules: Mapping[int, nn.Module],
-    make: Factory,
-    rate: Callable[[int], float],
-    options: dict[str, Any],
-) -> Loop:
+def _replay(recipe: Recipe) -> Loop:
+    session, program, modules, make, rate, options = recipe
+
     def with_rates(parameters: Iterable[nn.Parameter]) -> Optimizer:
         made = make(parameters)
         updates = count()

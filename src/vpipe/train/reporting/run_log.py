@@ -8,15 +8,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from time import time
 from typing import Any
 
+import torch
+
+from vpipe import __version__
 from vpipe.observe.console import Console
 from vpipe.observe.dashboard import PageProcess
 from vpipe.observe.loggers import LOGGERS
 from vpipe.observe.recorder import Recorder, run_ahead
 from vpipe.process import resident_bytes
+from vpipe.rundir.claim import command
 from vpipe.rundir.endings import Ending
 from vpipe.rundir.journal import Journal
 from vpipe.rundir.layout import METRICS
@@ -28,6 +33,7 @@ from vpipe.runtime.moving import Moved
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, version_table
+from vpipe.schedule.text import to_csv
 from vpipe.train.adapt import Decision
 from vpipe.train.reporting.clocks import Clocks
 from vpipe.train.session import Session
@@ -225,3 +231,41 @@ def _spent(records: Sequence[Record]) -> list[float]:
         spent[record.action.kind] += record.end - record.ready
     waited = sum(record.ready - record.begin for record in records if LANE[record.action.kind] is Lane.COMPUTE)
     return [(run_ahead(records) or 0) / 1e9, waited / 1e9, *(spent[kind] / 1e9 for kind in KINDS)]
+    ahead = max((record.begin - record.enqueued for record in records if record.enqueued), default=0)
+    return [max(0, ahead) / 1e9, waited / 1e9, *(spent[kind] / 1e9 for kind in KINDS)]
+
+
+def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
+    """Schedule, program, partition and stages, as ``observe`` reads them."""
+    pipeline, config, skeleton = session.pipeline, session.config, session.skeleton
+    program = pipeline.programs.training(num_microbatches=num_microbatches)
+    return {
+        "vpipe": __version__,
+        "torch": torch.__version__,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "schedule": config.parallel.scheduler,
+        "synchronous": pipeline.programs.synchronous,
+        "num_ranks": program.num_ranks,
+        "num_stages": program.num_stages,
+        "num_microbatches": program.num_microbatches,
+        "microbatches_per_iteration": config.training.num_microbatches,
+        "partition": pipeline.partition,
+        "program": to_csv(program),
+        "versions": str(program.versions),
+        "placement": [list(ranks) for ranks in program.placement.ranks_of],
+        "skips": sorted(list(skip) for skip in program.skips),
+        "model": {"name": config.model.name, "parameters": session.model.num_parameters},
+        "stages": [
+            {
+                "stage": stage,
+                "layers": skeleton.layer_names[begin:end],
+                "parameters": sum(skeleton.parameters[begin:end]),
+                "weight_bytes": sum(skeleton.weight_bytes[begin:end]),
+            }
+            for stage, (begin, end) in enumerate(pipeline.flow.bounds)
+        ],
+        "hosts": [seat.host for seat in pipeline.layout.seats],
+        "layout": pipeline.layout.as_document(),
+        "command": command(),
+        "trace": config.observe.trace,
+    }
