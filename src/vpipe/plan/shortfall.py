@@ -12,10 +12,10 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from vpipe.balance import proportional
 from vpipe.plan.bounds import Floats, Options
 from vpipe.plan.costs import Profile
 from vpipe.plan.memory import StageFacts, lasting_bytes
+from vpipe.plan.starts import proportional
 
 
 @dataclass(frozen=True)
