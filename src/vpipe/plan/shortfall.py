@@ -15,7 +15,6 @@ import numpy as np
 from vpipe.plan.bounds import Floats, Options
 from vpipe.plan.costs import Profile
 from vpipe.plan.memory import StageFacts, lasting_bytes
-from vpipe.plan.starts import proportional
 
 
 @dataclass(frozen=True)
@@ -132,3 +131,14 @@ def overflows(
 def _keep_units(profile: Profile, facts: StageFacts, options: Options) -> int:
     swaps = options.swap and profile.swap_bandwidth is not None
     return facts.resident if swaps else facts.units
+
+
+def proportional(line: Sequence[float], shares: Sequence[float]) -> tuple[int, ...]:
+    """The cuts, ends included, that lie nearest to the ``shares`` of ``line``, which grows along the layers; every
+    part has a layer."""
+    layers, parts = len(line) - 1, len(shares)
+    cuts = [0]
+    for part, share in enumerate(shares[:-1]):
+        nearest = min(range(layers + 1), key=lambda cut: abs(line[cut] - share))
+        cuts.append(min(max(nearest, cuts[-1] + 1), layers - (parts - 1 - part)))
+    return (*cuts, layers)

@@ -19,7 +19,7 @@ from vpipe.plan.cuts import Cutter
 from vpipe.plan.judge import Array, Judge
 from vpipe.plan.limits import Limits
 from vpipe.plan.packing import Packer
-from vpipe.plan.shortfall import shortfall
+from vpipe.plan.shortfall import proportional, shortfall
 
 Cuts = tuple[int, ...]
 
@@ -94,14 +94,3 @@ def _shifts(cuts: Sequence[int]) -> Iterator[Cuts]:
                 moved = [cut + by if first <= i <= last else cut for i, cut in enumerate(cuts)]
                 if all(a < b for a, b in pairwise(moved)):
                     yield tuple(moved)
-
-
-def proportional(line: Sequence[float], shares: Sequence[float]) -> tuple[int, ...]:
-    """The cuts, ends included, that lie nearest to the ``shares`` of ``line``, which grows along the layers; every
-    part has a layer."""
-    layers, parts = len(line) - 1, len(shares)
-    cuts = [0]
-    for part, share in enumerate(shares[:-1]):
-        nearest = min(range(layers + 1), key=lambda cut: abs(line[cut] - share))
-        cuts.append(min(max(nearest, cuts[-1] + 1), layers - (parts - 1 - part)))
-    return (*cuts, layers)
