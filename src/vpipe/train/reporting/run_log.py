@@ -231,8 +231,6 @@ def _spent(records: Sequence[Record]) -> list[float]:
         spent[record.action.kind] += record.end - record.ready
     waited = sum(record.ready - record.begin for record in records if LANE[record.action.kind] is Lane.COMPUTE)
     return [(run_ahead(records) or 0) / 1e9, waited / 1e9, *(spent[kind] / 1e9 for kind in KINDS)]
-    ahead = max((record.begin - record.enqueued for record in records if record.enqueued), default=0)
-    return [max(0, ahead) / 1e9, waited / 1e9, *(spent[kind] / 1e9 for kind in KINDS)]
 
 
 def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
