@@ -107,7 +107,8 @@ class LaunchConfig(Section):
     machines: Annotated[tuple[Machine, ...], Field(strict=False, max_length=65536)] = worded(
         (), "a list of host:gpu, one per rank"
     )
-    """One host:gpu per rank, started by ssh, in the order of the ranks; empty runs all ranks on this machine."""
+    """One host:gpu per rank (of an elastic run: of the most), started by ssh, in the order of the ranks; empty runs all
+    ranks on this machine."""
     container: ContainerConfig = ContainerConfig()
     """The container in which each rank runs."""
     slurm: SlurmConfig = SlurmConfig()
@@ -119,8 +120,8 @@ class LaunchConfig(Section):
     elastic: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,4}:[1-9][0-9]{0,4}$")] | None = worded(
         None, "MIN:MAX, two whole numbers of ranks, or null"
     )
-    """MIN:MAX ranks: a rank of this machine that is killed or stopped is replaced, or the others go on without it, and
-    the run ends as if nothing had happened; null ends the run. --elastic overrides it."""
+    """MIN:MAX ranks: a rank that is killed or stopped, or lost with its machine, is replaced, or the others go on
+    without it, and the run ends as if nothing had happened; null ends the run. --elastic overrides it."""
     on_loss: Literal["replace", "shrink"] = "replace"
     """For elastic: what follows the loss of a rank: a new process in its place, or fewer ranks."""
     interface: Name | None = worded(None, WORD)
