@@ -65,7 +65,7 @@ class NodeLaunch(Launch):
         self._lease = monotonic() + LEASE
         self._beat_at = 0.0
         self._stdin = b""
-        self._is_over = False
+        self._is_over = self._is_abandoned = False
         self._waiting: list[int] | None = []
         """Slots to be forked when the zygote can take descriptors; ``None`` from then on."""
 
@@ -92,7 +92,7 @@ class NodeLaunch(Launch):
             sys.stdout.write(json.dumps(message) + "\n")
             sys.stdout.flush()
         except OSError:
-            self._is_over = True
+            self._abandoned()
 
     def _read_near(self, _: Any) -> bool:
         try:
@@ -110,7 +110,10 @@ class NodeLaunch(Launch):
 
     def _abandoned(self) -> None:
         """The launcher is gone. Its lease lets the ranks end their update and save, where that is asked for."""
-        if self._order["saves"] and not self._is_over:
+        if self._is_abandoned:
+            return
+        self._is_abandoned = True
+        if self._order["saves"]:
             self._signal(signal.SIGTERM)
         else:
             self._is_over = True
@@ -209,7 +212,7 @@ class NodeLaunch(Launch):
             with suppress(KeyError, ValueError):
                 self._selector.unregister(member.connection)
             member.connection.close()
-            if not self._members and 0 not in self._selector.get_map():
+            if not self._members and self._is_abandoned:
                 self._is_over = True  # abandoned, and all have saved and left
         elif "failed" in event or "refused" in event:
             super()._heard(event)
@@ -237,13 +240,13 @@ def main() -> int:
         line = stdin.readline()  # byte by byte: the orders after it are not read ahead
     if not line:
         return 0
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda *_: os.close(0))
     order = json.loads(line)
     shelves = make_shelves(order["most"])
     foreign = set(range(order["most"])) - set(order["slots"])
     keeper = Keeper(order["address"], shelves, order["secret"], foreign)
     node = NodeLaunch(order, shelves, order["address"])
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda *_: node._abandoned())
     node._say({"keeper": keeper.port})
     try:
         return node.run()
