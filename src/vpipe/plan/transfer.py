@@ -100,7 +100,7 @@ class Between:
         self.first, self.second = first, second
 
     def round_trip(self, out_bytes: int, back_bytes: int, count: int) -> float:
-        """Seconds of a message from the first to the second rank and one back, as the first sees it; 0 elsewhere."""
+        """Seconds of a message from the first to the second rank and one back, as these two see it; 0 elsewhere."""
         transport, device = self.transport, self.device
         me = transport.rank
         to_second, to_first = (torch.zeros(size // 4, device=device) for size in (out_bytes, back_bytes))
@@ -122,7 +122,7 @@ class Between:
             times.append(now(device) - begin)
             transport.end_step()
         transport.barrier()
-        return median(times[1 + count // 10 :]) if me == self.first else 0.0
+        return median(times[1 + count // 10 :]) if me in (self.first, self.second) else 0.0
 
     def large_enough(self, empty: float) -> int:
         """Bytes of a message that takes long beside an empty one, but not long: the same on all ranks."""
