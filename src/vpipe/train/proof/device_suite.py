@@ -34,7 +34,7 @@ WITHIN = 300.0
 """Seconds for two processes to start and to answer."""
 
 
-class Promise(NamedTuple):
+class Expectation(NamedTuple):
     """A scenario, how often (repeated ones have messages of one form, told the first time only), and what rank 1 must
     answer to it."""
 
@@ -59,17 +59,19 @@ def _says(sent: Envelope) -> Callable[[Any], bool]:
 
 
 SUITE = [
-    *[Promise("order", promises.order, (), times, lambda found: found == list(range(50))) for times in (1, 3)],
-    *[Promise("many channels", promises.many_channels, (), times, _channels) for times in (1, 3)],
-    Promise("sizes", promises.sizes, (), 1, lambda found: found == [n + k for n in _LENGTHS for k in (2, 0, 1)]),
-    Promise("kinds of tensors", promises.kinds, (), 1, lambda found: found == []),
+    *[Expectation("order", promises.order, (), times, lambda found: found == list(range(50))) for times in (1, 3)],
+    *[Expectation("many channels", promises.many_channels, (), times, _channels) for times in (1, 3)],
+    Expectation("sizes", promises.sizes, (), 1, lambda found: found == [n + k for n in _LENGTHS for k in (2, 0, 1)]),
+    Expectation("kinds of tensors", promises.kinds, (), 1, lambda found: found == []),
     *[
-        Promise("changed afterwards", promises.changed_afterwards, (), n, lambda x: x == [0.0, 1000.0, 2000.0, 3000.0])
+        Expectation(
+            "changed afterwards", promises.changed_afterwards, (), n, lambda x: x == [0.0, 1000.0, 2000.0, 3000.0]
+        )
         for n in (1, 3)
     ],
-    Promise("collectives", promises.collectives, (), 1, lambda found: found == _GATHERED),
+    Expectation("collectives", promises.collectives, (), 1, lambda found: found == _GATHERED),
     *[
-        Promise("a wrong message is refused", promises.wrong_message, (sent, _RIGHT), 1, _says(sent))
+        Expectation("a wrong message is refused", promises.wrong_message, (sent, _RIGHT), 1, _says(sent))
         for sent in (Envelope(0, 0, 1, 4, 0), Envelope(7, 0, 1, 3, 0))
     ],
 ]
