@@ -88,6 +88,8 @@ class Driver:
 
     def __init__(self, folder: Path, iterations: int) -> None:
         self.arm, self.run = folder / "arm.json", folder / "run"
+        self.earlier: list[int] = []
+        """The partition before the last move: a rank that dies before the first copy after it takes the run back."""
         plugin, config = folder / "crash.py", folder / "config.yaml"
         plugin.write_text(PLUGIN)
         config.write_text(yaml.safe_dump(CONFIG))
@@ -123,6 +125,7 @@ class Driver:
         for suffix in (".done", ".step"):
             self.arm.with_suffix(suffix).unlink(missing_ok=True)
         before, epoch, wanted = self.partition(), self.roster().epoch, LAYOUTS[turn % 2]
+        self.earlier = self.earlier or before
         self.arm.write_text(json.dumps({"kind": kind, "at": at, "slot": slot}))
         if kind == "move":
             if before == wanted:
@@ -137,11 +140,12 @@ class Driver:
         self.arm.unlink(missing_ok=True)
         step = self.arm.with_suffix(".step")
         if not step.exists():
+            self.earlier = before
             return ""
         if not self.stepped(epoch):
             raise SystemExit(f"the run does not go on after {kind} {at} of slot {slot}")
         now = self.partition()
-        if now not in (before, wanted):
+        if now not in (before, wanted, self.earlier):
             raise SystemExit(f"{kind} {at} of slot {slot}: {before} → {wanted}, but {now}")
         return step.read_text()
 
