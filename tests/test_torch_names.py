@@ -129,6 +129,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "_unsafe_view": lambda: torch.ops.aten._unsafe_view.default(torch.ones(4), [2, 2]).shape == (2, 2),
     "_op": lambda: torch.ops.aten._unsafe_view.default._op(torch.ones(4), [2, 2]).shape == (2, 2),
     "_get_default_store": lambda: callable(dist.distributed_c10d._get_default_store),
+    "_get_backend": lambda: callable(dist.ProcessGroup._get_backend),
     "_world": lambda: isinstance(dist.distributed_c10d._world.group_count, int),
     "_saved_mat1": lambda: linear()._saved_mat1.shape == (4, 3),
     "_raw_saved_mat1": lambda: hasattr(linear()._raw_saved_mat1, "unpack_hook"),
