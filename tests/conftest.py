@@ -21,8 +21,7 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")  # a busy machine is no defect
 
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="vpipe-inductor-")
-"""Kernels compiled by these tests alone. Torch's own place is one for all of a user's environments and outlives a change
-of processor or compiler: a kernel found there once failed to load, and a landing with it."""
+"""Kernels compiled by these tests alone: torch's own place is one for all of a user's environments."""
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 Vpipe = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -21,6 +21,7 @@ NOT_HERE = {
     r"ssh .*": "machines that are not here; tests/launch/test_ssh.py has a real sshd",
     r"python -m vpipe\.launch\.remote": "the other end of an ssh; tests/launch/test_ssh.py",
     r"(EMULATED_WHOLE=1 )?(python -m )?pytest .*": "these tests are in this suite",
+    r"python tests/.*": "minutes each; the suite runs smaller counts of the same",
     r"python benchmarks/.*": "minutes each; tests of their parts and benchmarks/README.md have their figures",
     r"(?s)vpipe compare configs/default\.yaml .*--repeats 2.*": "minutes; the other comparisons of the pages run here",
     r"python docs/learn/pages\.py course": "tests/observe/test_observe_course.py writes it and opens it in a browser",

@@ -307,16 +307,17 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
 )
-def test_compiled_layers(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend == "inductor":
-        monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
-        monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
+def test_compiled_layers(backend: str) -> None:
+    import torch._inductor.config as inductor
+
     compiled = torch.compile(_product, backend=backend)
     both = []
     for _ in range(2):
         torch.manual_seed(1)
         both.append([Block(_add), Block(_add), Compiled(compiled), Block(_add)])
-    assert not differences("zb-h1", *both, seed=5)
+    # monkeypatch would leave the setting hidden: torch's settings are no plain attributes
+    with inductor.patch({"compile_threads": 1, "cpp_cache_precompile_headers": False}):
+        assert not differences("zb-h1", *both, seed=5)
     torch._dynamo.reset()
 
 
