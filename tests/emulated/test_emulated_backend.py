@@ -117,7 +117,7 @@ def misuse(rank: int, how: str) -> Any:
     ],
 )  # fmt: skip
 def test_what_hangs_nccl_is_named(how: str, said: str) -> None:
-    assert said in on_ranks(misuse, 2, how)[1]
+    assert any(said in str(found) for found in on_ranks(misuse, 2, how)), "whoever came first has waited in vain"
 
 
 def test_order_matches_messages_not_tags() -> None:

@@ -118,9 +118,10 @@ def test_memory_is_counted_and_ends(emulated: Any) -> None:
     del x
     assert torch.accelerator.memory_allocated(0) == before
     assert torch.accelerator.max_memory_allocated(0) >= before + (4 << 20)
-    emulated.settings(capacity=torch.accelerator.memory_reserved(0) + (1 << 20))
+    kept = torch.accelerator.memory_reserved(0)
+    emulated.settings(capacity=kept + (1 << 20))
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-        torch.empty(1 << 24, device="emu:0")
+        torch.empty(kept + (2 << 20), dtype=torch.uint8, device="emu:0")  # more than other tests have left
 
 
 def test_random_numbers_belong_to_the_device() -> None:
