@@ -36,7 +36,7 @@ WITHOUT_TORCH = {"schedule", "config", "launch", "observe", "rundir"}
 TORCH_IN_PLAN = {"profile", "sharding", "transfer"}
 """Modules of ``plan`` that may import torch, and runtime and models with it: they measure."""
 
-NUMPY_IN_SCHEDULE = {"batch", "communication", "flat", "lanes", "laws", "updates", "timeline", "simulate"}
+NUMPY_IN_SCHEDULE = {"batch", "communication", "flat", "lanes", "laws", "updates", "timeline", "simulate", "wavefront"}
 """The rest of ``schedule`` is standard library."""
 
 
@@ -66,7 +66,7 @@ TWO_MEANINGS = {
 
 
 LINES, FUNCTION = 400, 60
-LONG = {"cli/plan.py: command", "schedule/timeline.py: loop", "launch/local.py: run"}
+LONG = {"cli/plan.py: command", "schedule/timeline.py: _loop", "launch/local.py: run"}
 """Functions of more than ``FUNCTION`` lines. The list may only get shorter."""
 
 

@@ -23,7 +23,8 @@ from vpipe.schedule.flat import CODE, KINDS, NONE, Flat, Ints, collector_paused
 from vpipe.schedule.lanes import Lanes, find_transfers
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import SEND_OF
-from vpipe.schedule.timeline import Array, directions, loop
+from vpipe.schedule.timeline import directions, loop
+from vpipe.schedule.wavefront import Array
 
 _CELLS = 6_000_000
 """Numbers that are held at once: more columns than fit take turns."""
@@ -50,14 +51,14 @@ class ProgramGraph:
             flat = program.flat
             transfers = find_transfers(flat)
             lanes = Lanes(flat, transfers, rendezvous=True, blocking_sends=blocking)
-            one = [1.0] * len(flat)
-            _, ends, departed, _ = loop(lanes, one, [1.0] * len(transfers), [0.0] * len(transfers))
-        if any(ends[event] < 0 for lane in lanes.lanes for event in lane):
+            one, nothing = np.ones(len(transfers)), np.zeros(len(transfers))
+            _, ends, departed, _ = loop(lanes, np.ones(len(flat)), one, nothing)
+        if any(ends[lane[-1]] < 0 for lane in lanes.lanes if lane):
             raise UserError("the program deadlocks; 'vpipe verify' says why")
         self.num_stages = program.num_stages
         self.blocking = blocking
         events = np.array([event for lane in lanes.lanes for event in lane], np.int64)
-        level = np.concatenate([np.array(ends)[events], np.array(departed) + 1.0]).astype(np.int64)
+        level = np.concatenate([ends[events], departed + 1.0]).astype(np.int64)
         order = np.argsort(level, kind="stable")  # within a level actions stand before messages
         self.size = len(order)
         place = np.empty(self.size, np.int64)
@@ -87,19 +88,20 @@ class ProgramGraph:
         """Per node the rows that it waits for; row 0 where there are fewer than the most."""
         arrival = 1 + self.size + np.arange(len(sent))
         lists: list[list[int]] = []
+        message = lanes.message.tolist()
         for lane in lanes.lanes:
             previous = 0
             for event in lane:
                 needs = [previous]
-                if lanes.message[event] != NONE:
-                    needs.append(int(arrival[lanes.message[event]]))
+                if message[event] != NONE:
+                    needs.append(int(arrival[message[event]]))
                 if event in lanes.extra:
                     needs += [int(at[other]) for other in lanes.extra[event].events]
                     needs += [int(arrival[number]) for number in lanes.extra[event].messages]
                 lists.append(needs)
                 previous = int(at[event])
         last: dict[int, int] = {}
-        for number, link in enumerate(lanes.link):
+        for number, link in enumerate(lanes.link.tolist()):
             lists.append([int(at[lanes.sent[number]]), int(at[lanes.posted[number]]), last.get(link, 0)])
             last[link] = int(sent[number])
         width = max(map(len, lists), default=1)

@@ -33,7 +33,14 @@ class Transfers:
 
 
 def find_transfers(flat: Flat) -> Transfers:
-    """Every message whose SEND and RECV the program has."""
+    """Every message whose SEND and RECV the program has: found once, and kept with the program's arrays."""
+    known: Transfers | None = flat.__dict__.get("transfers")
+    if known is None:
+        known = flat.__dict__["transfers"] = _transfers(flat)
+    return known
+
+
+def _transfers(flat: Flat) -> Transfers:
     program = flat.program
     nothing = np.empty(0, np.int64)
     parts: list[tuple[Ints, Ints, Ints, Ints]] = [(nothing,) * 4]
@@ -69,23 +76,23 @@ class Lanes:
         blocking = in_lane[Lane.COMPUTE] | (flat.of(SEND_OF.values()) & blocking_sends)
         before = previous(flat, blocking)
         self.lanes: list[list[Event]] = [_numbers(flat, blocking, rank) for rank in range(flat.program.num_ranks)]
-        self.sent: list[Event] = (transfers.send if blocking_sends else before[transfers.send]).tolist()
+        self.sent: Ints = transfers.send if blocking_sends else before[transfers.send]
         """Per message, the event whose end sends it."""
-        posted: list[Event] = before[transfers.receive].tolist()
-        self.posted: list[Event] = posted if rendezvous else [self.start] * len(posted)
+        posted = before[transfers.receive]
+        self.posted: Ints = posted if rendezvous else np.full(len(posted), self.start)
         """Per message, the event whose end posts its receive."""
-        self.link: list[int] = transfers.link.tolist()
-        self.first_of_link: list[int] = np.unique(transfers.link, return_index=True)[1].tolist()
+        self.link: Ints = transfers.link
+        self.first_of_link: Ints = np.flatnonzero(np.diff(transfers.link, prepend=NONE))
         self.extra: dict[Event, Waits] = defaultdict(Waits)
-        self.message: list[int] = self._messages(flat, transfers)
+        self.message: Ints = self._messages(flat, transfers)
         """Per action, the message it waits for; a link brings all before it."""
         if rendezvous and blocking_sends:
-            for send, event in zip(self.sent, posted, strict=True):
+            for send, event in zip(self.sent.tolist(), posted.tolist(), strict=True):
                 self.extra[send].events.append(event)
         self._swaps(flat, in_lane[Lane.SWAP], before)
         self._meetings(flat, before)
 
-    def _messages(self, flat: Flat, transfers: Transfers) -> list[int]:
+    def _messages(self, flat: Flat, transfers: Transfers) -> Ints:
         """An action that reads from other stages waits for the messages of its receive."""
         stage, microbatch = flat.stage[transfers.receive], flat.microbatch[transfers.receive]
         users = np.full(len(transfers), NONE, np.int64)
@@ -98,7 +105,7 @@ class Lanes:
         message[users[used]] = used
         for number in used[message[users[used]] != used].tolist():  # a second message, from another link
             self.extra[int(users[number])].messages.append(number)
-        return message.tolist()
+        return message
 
     def _swaps(self, flat: Flat, swaps: Bools, before: Ints) -> None:
         """A swap starts after the compute action it stands behind; who needs the unit back waits for its IN."""

@@ -114,6 +114,22 @@ Preference = Callable[[Chooser, Action], tuple[float, ...] | None]
 """The smallest is taken; None: not now."""
 
 
+@dataclass(slots=True)
+class _Line:
+    """The actions of one kind that a rank does for a stage, in the order of their units."""
+
+    stage: int
+    kind: Kind
+    upcoming: int
+    """The unit that is next; with replicas the first is the replica's turn, and each takes every so-manieth."""
+    replicas: int
+    arrival: list[float]
+    """Of every unit, when its input is there: shared by the replicas of a stage."""
+
+    def head(self) -> Action:
+        return Action(self.stage, self.kind, self.upcoming)
+
+
 def greedy(
     placement: Placement, num_microbatches: int, times: Sequence[Mapping[Kind, float]], prefer: Preference
 ) -> list[list[Action]]:
@@ -123,10 +139,10 @@ def greedy(
     last = placement.num_stages - 1
     arrival = {(stage, kind): [inf] * num_microbatches for stage in range(last + 1) for kind in kinds}
     arrival[0, F] = [0.0] * num_microbatches
-    turns = [(stage, turn) for stage, ranks in enumerate(placement.ranks_of) for turn in range(len(ranks))]
-    first = {(stage, turn, kind): turn for stage, turn in turns for kind in kinds}
-    lines = [[each for each in first if placement.ranks_of[each[0]][each[1]] == r] for r in range(placement.num_ranks)]
-    """Per rank, (stage, replica, kind): each takes its units in order."""
+    lines: list[list[_Line]] = [[] for _ in range(placement.num_ranks)]
+    for stage, ranks in enumerate(placement.ranks_of):
+        for turn, rank in enumerate(ranks):
+            lines[rank] += (_Line(stage, kind, turn, len(ranks), arrival[stage, kind]) for kind in kinds)
     choosers = [Chooser(rank) for rank in range(placement.num_ranks)]
     busy_until = [0.0] * len(choosers)
     calls: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(choosers))]
@@ -140,20 +156,15 @@ def greedy(
         if now < busy_until[rank]:
             continue
         chooser = choosers[rank]
-        heads = [Action(line[0], line[2], first[line]) for line in lines[rank] if first[line] < num_microbatches]
-        due = {each: arrival[each.stage, each.kind][each.microbatch] for each in heads}
-        chooser.now = now
-        chooser.next_arrival = min((when for when in due.values() if when > now), default=inf)
-        ranked = [(key, each) for each in heads if due[each] <= now and (key := prefer(chooser, each)) is not None]
-        if not ranked:
+        line = _chosen(chooser, lines[rank], now, num_microbatches, prefer)
+        if line is None:
             continue
-        _, action = min(ranked)
+        action = line.head()
         stage, kind, k = action
         busy_until[rank] = end = now + times[stage][kind]
         heappush(calls, (end, rank))
         chooser.row.append(action)
-        replicas = placement.num_replicas(stage)
-        first[stage, k % replicas, kind] += replicas
+        line.upcoming += line.replicas
         chooser.held += GROWTH[kind]
         if kind is F:
             chooser.ahead += 1
@@ -166,5 +177,28 @@ def greedy(
                 arrive(stage - 1, backward, k, end)
             if backward is I:
                 arrive(stage, W, k, end)
-    assert all(upcoming >= num_microbatches for upcoming in first.values()), "the preference starved a rank"
+    done = all(line.upcoming >= num_microbatches for mine in lines for line in mine)
+    assert done, "the preference starved a rank"
     return [chooser.row for chooser in choosers]
+
+
+def _chosen(
+    chooser: Chooser, lines: list[_Line], now: float, num_microbatches: int, prefer: Preference
+) -> _Line | None:
+    """The line whose next action the rank prefers of those that are ready; None: it waits."""
+    chooser.now, chooser.next_arrival = now, inf
+    ready = []
+    for line in lines:
+        if line.upcoming < num_microbatches:
+            when = line.arrival[line.upcoming]
+            if when <= now:
+                ready.append(line)
+            elif when < chooser.next_arrival:
+                chooser.next_arrival = when
+    best, chosen = None, None
+    for line in ready:
+        action = line.head()
+        key = prefer(chooser, action)
+        if key is not None and (best is None or (key, action) < best):
+            best, chosen = (key, action), line
+    return chosen

@@ -43,7 +43,7 @@ def lower(
 
 def is_lowered(program: Program) -> bool:
     """Whether the program says how results travel (or none need to)."""
-    return any(action.kind in COMMUNICATION for _, action in program.actions())
+    return bool(program.flat.kinds & COMMUNICATION)
 
 
 def recompute(program: Program, stages: Collection[int]) -> Program:

@@ -235,10 +235,12 @@ def version_table(program: Program) -> VersionTable:
 def updates_once(program: Program) -> bool:
     """Whether every stage updates at most once, after all its work: then one version is all there is."""
     flat = program.flat
-    place = flat.rank * program.num_stages + flat.stage
     work, updates = flat.of((Kind.F, *WEIGHT_GRADIENT)), flat.of((Kind.STEP,))
-    ends = dict(zip(place[work].tolist(), work.nonzero()[0].tolist(), strict=True))  # the last of each stands
-    return all(ends.get(int(place[number]), -1) < number for number in updates.nonzero()[0].tolist())
+    for number in updates.nonzero()[0].tolist():
+        after = slice(number + 1, int(flat.row_start[flat.rank[number] + 1]))
+        if (work[after] & (flat.stage[after] == flat.stage[number])).any():
+            return False
+    return True
 
 
 def staleness(program: Program, table: VersionTable | None = None) -> list[int]:

@@ -67,7 +67,7 @@ class Simulation:
         """Per rank that does anything, its first start and its last end."""
         line = self.timeline
         lanes = [self._lane(rank) for rank in range(self.program.num_ranks)]
-        return [(line.begin[lane[0]], line.end[lane[-1]]) for lane in lanes if lane]
+        return [(float(line.begins[lane[0]]), float(line.ends[lane[-1]])) for lane in lanes if lane]
 
     @cached_property
     def makespan(self) -> float:

@@ -24,16 +24,15 @@ from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from vpipe.schedule import wavefront
 from vpipe.schedule.action import Kind
 from vpipe.schedule.costs import Costs, StageCosts, uniform
 from vpipe.schedule.flat import CODE, KINDS, NONE, Flat, Ints, collector_paused
 from vpipe.schedule.lanes import Event, Lanes, Transfers, find_transfers, previous
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, MEETINGS, SEND_OF, Lane, Message
-
-Array = npt.NDArray[np.float64]
+from vpipe.schedule.wavefront import Array, Times
 
 
 class Transport(StrEnum):
@@ -51,25 +50,28 @@ class Timeline:
     transfers: Transfers
     lanes: list[list[Event]]
     """The ranks' compute lanes first, then their swap lanes."""
-    begin: list[float]
-    end: list[float]
-    departed: list[float]
-    arrived: list[float]
+    begins: Array
+    """By event; the last is that of the start of time."""
+    ends: Array
+    departed: Array
+    arrived: Array
 
     @cached_property
-    def begins(self) -> Array:
-        """``begin`` as an array; the last is that of the start of time."""
-        return np.array(self.begin)
+    def begin(self) -> list[float]:
+        """``begins`` for who asks for one after the other."""
+        listed: list[float] = self.begins.tolist()
+        return listed
 
     @cached_property
-    def ends(self) -> Array:
-        return np.array(self.end)
+    def end(self) -> list[float]:
+        listed: list[float] = self.ends.tolist()
+        return listed
 
-    @property
+    @cached_property
     def stuck(self) -> list[Event]:
         """The first action that each lane could not run: empty if the program ends."""
-        heads = (next((event for event in lane if self.end[event] < 0), None) for lane in self.lanes)
-        return [event for event in heads if event is not None]
+        halted = (lane for lane in self.lanes if lane and self.ends[lane[-1]] < 0)  # a lane runs in its order
+        return [next(event for event in lane if self.end[event] < 0) for lane in halted]
 
     def message(self, number: int) -> Message:
         """A transfer in words."""
@@ -125,17 +127,17 @@ def never_waits(timeline: Timeline) -> bool:
 
 def _durations(
     flat: Flat, transfers: Transfers, costs: Costs | None, blocking_sends: bool
-) -> tuple[list[float], list[float], list[float]]:
+) -> tuple[Array, Array, Array]:
     """Of every action, of every transfer, and the latency of each; a blocking SEND takes its transfer's time itself."""
     costs = costs or Costs(tuple(_UNIT for _ in range(flat.program.num_stages)))
     price, hop, lag = price_tables(costs)
     if blocking_sends:
         price[[CODE[Kind.SEND_F], CODE[Kind.SEND_B]]] = hop + lag
-        nothing = [0.0] * len(transfers)
-        return price[flat.kind, flat.stage].tolist(), nothing, nothing
+        nothing = np.zeros(len(transfers))
+        return price[flat.kind, flat.stage], nothing, nothing
     way = directions(flat, transfers)
     stage = flat.stage[transfers.send]
-    return price[flat.kind, flat.stage].tolist(), hop[way, stage].tolist(), lag[way, stage].tolist()
+    return price[flat.kind, flat.stage], hop[way, stage], lag[way, stage]
 
 
 def directions(flat: Flat, transfers: Transfers) -> Ints:
@@ -180,16 +182,21 @@ def _price(kind: Kind, cost: StageCosts) -> float:
             return 0.0
 
 
-def loop(
-    graph: Lanes, duration: list[float], transfer: list[float], latency: list[float]
-) -> tuple[list[float], list[float], list[float], list[float]]:
+def loop(graph: Lanes, duration: Array, transfer: Array, latency: Array) -> Times:
+    """When everything happens: of all lanes at once where the program is wide, else of one after the other."""
+    found = wavefront.loop(graph, duration, transfer, latency)
+    return found or _loop(graph, duration.tolist(), transfer.tolist(), latency.tolist())
+
+
+def _loop(graph: Lanes, duration: list[float], transfer: list[float], latency: list[float]) -> Times:
     """Run each lane until it needs an action that has not ended; wake it when that action ends.
 
     A link needs no lane of its own: when an action asks for a message, every earlier one of its link was sent before.
     This is the inner loop of every simulation, so it keeps to local lists and calls nothing.
     """
-    lanes, message, extra = graph.lanes, graph.message, graph.extra
-    sent, posted, link, upcoming = graph.sent, graph.posted, graph.link, graph.first_of_link.copy()
+    lanes, message, extra = graph.lanes, graph.message.tolist(), graph.extra
+    sent, posted, link = graph.sent.tolist(), graph.posted.tolist(), graph.link.tolist()
+    upcoming = graph.first_of_link.tolist()
     begin, end = [-1.0] * (graph.start + 1), [-1.0] * (graph.start + 1)
     begin[graph.start] = end[graph.start] = 0.0
     departed, arrived = [-1.0] * len(sent), [-1.0] * len(sent)
@@ -247,7 +254,7 @@ def loop(
             while asleep >= 0:
                 runnable.append(asleep)
                 asleep = after[asleep]
-    return begin, end, departed, arrived
+    return np.array(begin), np.array(end), np.array(departed), np.array(arrived)
 
 
 _NOTHING: list[int] = []
