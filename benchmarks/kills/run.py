@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import yaml
 
 from vpipe.cli.main import main as vpipe
-from vpipe.launch.local import PRELOAD
+from vpipe.launch.early import PRELOAD
 from vpipe.rundir import endings
 from vpipe.rundir.endings import EndingKind
 from vpipe.rundir.manifest import CheckpointManifest, find

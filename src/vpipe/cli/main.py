@@ -113,7 +113,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
     atexit.register(gc.freeze)  # else an interpreter that has loaded torch looks for garbage for a second while it ends
     try:
-        code = cli.main(args=list(args) if args is not None else None, prog_name="vpipe", standalone_mode=False)
+        code = _run(sys.argv[1:] if args is None else list(args))
         sys.stdout.flush()
     except UserError as error:
         from vpipe.launch import environment
@@ -140,6 +140,19 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             raise
         _fail(f"standard output cannot be written: {error.strerror}", OUTPUT_LOST)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _run(words: list[str]) -> object:
+    """Run a command; ranks that ``train`` will want begin to import while its config is read."""
+    if words[:1] != ["train"]:
+        return cli.main(args=words, prog_name="vpipe", standalone_mode=False)
+    from vpipe.launch import early
+
+    early.begin(words[1:])
+    try:
+        return cli.main(args=words, prog_name="vpipe", standalone_mode=False)
+    finally:
+        early.dismiss()
 
 
 def _output_is_lost() -> bool:

@@ -92,6 +92,7 @@ _LOOPS = {"plain": "a plain loop", "replay": "the replay of weight versions"}
 def _pipelined(config: configs.PipelineConfig, directory: str, steps: int) -> int:
     """The pipelined side, in the files of ``directory``: on local ranks, or in this process."""
     from vpipe.launch import local
+    from vpipe.launch.early import PRELOAD
     from vpipe.train import limits
 
     limits.refuse_parity(config)
@@ -104,7 +105,7 @@ def _pipelined(config: configs.PipelineConfig, directory: str, steps: int) -> in
         loading.refuse(config)
         torch.set_num_threads(1)
         return parity.pipelined(**arguments)
-    preload = (*local.PRELOAD, "vpipe.train.proof.parity")
+    preload = (*PRELOAD, "vpipe.train.proof.parity")
     return local.run(
         "vpipe.train.proof.parity:pipelined",
         config.num_ranks,

@@ -21,6 +21,7 @@ STEPS = 8
 def compare(plan: Plan, config: configs.PipelineConfig, quiet: bool = True) -> dict[str, Any] | int:
     """Step, stages and ranks, predicted and measured; or the exit code of a run that failed, which was said."""
     from vpipe.launch import local
+    from vpipe.launch.early import PRELOAD
 
     with tempfile.TemporaryDirectory(prefix="vpipe-check-") as directory:
         path = Path(directory) / "plan.json"
@@ -33,7 +34,7 @@ def compare(plan: Plan, config: configs.PipelineConfig, quiet: bool = True) -> d
                 arguments=arguments,
                 environment={"KINETO_LOG_LEVEL": "99"},  # the profiler that counts bytes would talk
                 threads=config.launch.threads,
-                preload=(*local.PRELOAD, "vpipe.train.measure.plan_check"),
+                preload=(*PRELOAD, "vpipe.train.measure.plan_check"),
             )
         if code:
             return code

@@ -52,6 +52,7 @@ def measure(
 def _here(config: configs.PipelineConfig, repeat: int, quiet: bool) -> Profile | int:
     """On processes of this machine."""
     from vpipe.launch import local
+    from vpipe.launch.early import PRELOAD
     from vpipe.launch.process import num_cores
 
     num_ranks = max(2, min(config.num_ranks, num_cores()))
@@ -63,7 +64,7 @@ def _here(config: configs.PipelineConfig, repeat: int, quiet: bool) -> Profile |
                 num_ranks,
                 arguments={"config": config.to_dict(), "directory": directory, "repeat": repeat},
                 threads=threads,
-                preload=(*local.PRELOAD, "vpipe.train.measure.profile"),
+                preload=(*PRELOAD, "vpipe.train.measure.profile"),
                 check=loading.check(config, parallel=False),
             )
         return code or load_profile(Path(directory) / "profile.json")

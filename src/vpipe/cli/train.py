@@ -222,6 +222,7 @@ def _here(
         os.environ.update(devices)
         return worker.train(**arguments)
     from vpipe.launch import local
+    from vpipe.launch.early import PRELOAD
     from vpipe.rundir import claim
 
     variables = interface_variables(config.launch.interface) | devices
@@ -238,12 +239,20 @@ def _here(
         environment=variables,
         threads=config.launch.threads,
         port=config.launch.master_port,
-        preload=(*local.PRELOAD, worker_module),
+        preload=(*PRELOAD, worker_module, *_compiler(config)),
         grace=_grace(config, taken.directory),
         concluded=lambda ending: _conclude(taken, ending),
         check=loading.check(config) if elastic is None else loading.check_sizes(config),
         elastic=elastic,
     )
+
+
+def _compiler(config: configs.PipelineConfig) -> list[str]:
+    """The compiler, where every rank will import it: for layers that are compiled, or by an optimizer of the user's."""
+    from vpipe.launch.local import COMPILER
+    from vpipe.registry import OPTIMIZER_REGISTRY
+
+    return [COMPILER] if config.model.compile or OPTIMIZER_REGISTRY.is_own(config.training.optimizer) else []
 
 
 def _grace(config: configs.PipelineConfig, directory: Path) -> LaunchGrace | float:
@@ -273,7 +282,8 @@ def _by_ssh(
     elastic: Elastic | None,
 ) -> int:
     """Run on the machines of the config. The ranks read the resolved config."""
-    from vpipe.launch import elastic_hosts, local, ssh
+    from vpipe.launch import elastic_hosts, ssh
+    from vpipe.launch.early import PRELOAD
 
     words = [str(taken.directory / CONFIG), *(("--resume", str(start)) if start else ()), *(["--quiet"] * quiet)]
     launch = ssh.from_config(config, words, taken.directory, {CLAIMED: taken.run})
@@ -284,7 +294,7 @@ def _by_ssh(
             launch,
             config.num_ranks,
             elastic,
-            {"target": f"{target}:train", "arguments": arguments, "preload": [*local.PRELOAD, target]},
+            {"target": f"{target}:train", "arguments": arguments, "preload": [*PRELOAD, target]},
             _grace(config, taken.directory),
             lambda ending: _conclude(taken, ending),
             taken.directory / LOGS,

@@ -12,7 +12,6 @@ program can take it in between.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,14 +21,15 @@ from typing import Any
 import psutil
 
 from vpipe.errors import UserError
+from vpipe.launch.early import PRELOAD, settings
 from vpipe.launch.elastic import Elastic, ElasticLaunch
 from vpipe.launch.loop import Grace, Launch
 from vpipe.launch.output import Output, Stream
-from vpipe.launch.process import num_cores
 from vpipe.rundir.endings import Ending
 
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "vpipe.runtime.pipeline")
-"""An optimizer imports torch._dynamo in its first step: two seconds of processor time, here once for all ranks."""
+COMPILER = "torch._dynamo"
+"""A user's own optimizer imports it in its first step: a second of processor time, here once for all ranks. Ours do
+without (``runtime.updates.uncompiled``)."""
 STOP_GRACE = 10.0
 """Seconds from the first Ctrl-C to the end of patience."""
 
@@ -42,7 +42,7 @@ def run(
     log_dir: Path | str | None = None,
     quiet: bool = False,
     environment: Mapping[str, str] | None = None,
-    preload: Sequence[str] = PRELOAD,
+    preload: Sequence[str] = (*PRELOAD, COMPILER),
     grace: float | Grace = STOP_GRACE,
     threads: int = 0,
     port: int = 0,
@@ -106,14 +106,7 @@ def run(
 
 def environment_of(num_ranks: int, threads: int, given: Mapping[str, str]) -> dict[str, str]:
     """What the zygote needs before it imports torch; the user's own settings win."""
-    default = {
-        "OMP_NUM_THREADS": str(threads or max(1, num_cores() // num_ranks)),
-        "GLOO_SOCKET_IFNAME": _loopback(),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONUNBUFFERED": "1",
-    }
-    forced = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    return default | dict(os.environ) | forced | dict(given)
+    return {"GLOO_SOCKET_IFNAME": _loopback()} | settings(num_ranks, threads) | dict(given)
 
 
 def _loopback() -> str:

@@ -13,7 +13,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import termios
 import threading
 import time
@@ -24,10 +23,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vpipe.errors import UserError, on_one_line, printable
+from vpipe.launch import early
 from vpipe.launch.environment import SECRET
 from vpipe.launch.first_cause import IN_ORDER, Report, Verdict
 from vpipe.launch.output import Output
-from vpipe.launch.process import is_stopped, kill_group
+from vpipe.launch.process import MOST_DESCRIPTORS, is_stopped, kill_group
 from vpipe.rundir.endings import BY_SIGNAL, MISTAKE, Ending, EndingKind
 
 FAILURE_GRACE = 3.0
@@ -86,13 +86,13 @@ class Launch:
         except OSError as error:
             raise UserError(f"the ranks cannot meet at port {port}: {error.strerror}; choose another, or 0") from None
         port = listener.getsockname()[1]
-        self._control, theirs = socket.socketpair()
-        fds = [self._streams(rank) for rank in range(self._num_ranks)]
+        streams = [self._streams(rank) for rank in range(self._num_ranks)]
+        given = [listener.fileno(), *(fd for theirs in streams for fd in theirs)]
         spec |= {
             "num_ranks": self._num_ranks,
-            "fds": fds,
+            "fds": [[given.index(fd) for fd in theirs] for theirs in streams],
             "num_fds": self.num_streams,
-            "listener": listener.fileno(),
+            "listener": 0,
             "port": port,
             "environment": {
                 "WORLD_SIZE": str(self._num_ranks),
@@ -102,23 +102,20 @@ class Launch:
                 SECRET: secrets.token_hex(32),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": "0",
+                **{name: environment[name] for name in early.LATE if name in environment},
                 **self._variables(),
             },
         }
-        passed = [fd for given in fds for fd in given]
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "vpipe.launch.zygote", str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            pass_fds=[*passed, *self._shared, listener.fileno(), theirs.fileno()],
-            start_new_session=True,
-        )
-        for fd in passed:
-            os.close(fd)
-        theirs.close()
-        listener.close()
+        begun = None if self._shared else early.take(environment)
+        started = begun or early.spawn(environment, self._shared)
+        self._zygote, self._control = started.process, started.control
         self._selector.register(self._control, selectors.EVENT_READ, self._read_control)
+        for first in range(0, len(given), MOST_DESCRIPTORS):
+            socket.send_fds(self._control, [b"\n"], given[first : first + MOST_DESCRIPTORS])
         self._control.sendall(json.dumps(spec).encode() + b"\n")
+        for fd in given[1:]:
+            os.close(fd)
+        listener.close()
 
     def _streams(self, rank: int) -> list[int]:
         """The descriptors that a rank writes to: stdout, stderr, report. Rank 0 gets a terminal where we have one."""

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+MOST_DESCRIPTORS = 64
+"""Of one message over a socket."""
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:

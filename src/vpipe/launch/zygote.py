@@ -8,7 +8,8 @@ and make the end of every rank a second longer.
 
 It speaks with the launcher over a socket, one JSON object a line:
 
-    launcher → zygote   the spec; then {"signal": 15} for all living ranks; the end of the stream means: kill everything
+    launcher → zygote   descriptors, behind empty lines, and the spec, which numbers them; then {"signal": 15} for all
+                        living ranks; the end of the stream means: kill everything
                         in an elastic run also {"kill": rank}, {"fork": rank} with the descriptors of a new one, and
                         {"forget": true}: all went well, so nothing needs to be rescued when the stream ends
     zygote → launcher   {"started": [pids]}, {"forked": rank, "pid": pid}, {"ended": rank, "status": code}; instead
@@ -30,17 +31,16 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, NoReturn
 
 from vpipe.errors import UserError
-from vpipe.launch.process import die_with_parent, kill_own_group
+from vpipe.launch.process import MOST_DESCRIPTORS, die_with_parent, kill_own_group
 from vpipe.launch.rank import DEPARTURE, become_rank
 
 SAVE_AND_LEAVE = json.dumps({"signal": int(signal.SIGUSR1)}).encode()
-MOST_DESCRIPTORS = 64
-"""Of one message."""
 
 
 class Zygote:
@@ -57,7 +57,6 @@ class Zygote:
 
     def preload(self) -> str | None:
         """Import what every rank will need; a sentence where that fails."""
-        gc.disable()
         for name in self._spec["preload"]:
             try:
                 import_module(name)
@@ -265,21 +264,38 @@ def keep_store(listener: int, port: int) -> None:
         signal.pause()
 
 
+def receive(control: socket.socket) -> tuple[dict[str, Any], bytes] | None:
+    """The spec with the numbers that its descriptors have here, and what came after it; None: the launcher has gone."""
+    received, given = b"", []
+    while b"\n" not in received:
+        data, fds, _, _ = socket.recv_fds(control, 65536, MOST_DESCRIPTORS)
+        if not data:
+            return None
+        given += fds
+        received = (received + data).lstrip(b"\n")
+    line, rest = received.split(b"\n", 1)
+    spec = json.loads(line)
+    spec["fds"] = [[given[number] for number in theirs] for theirs in spec["fds"]]
+    spec["listener"] = given[spec["listener"]]
+    return spec, rest
+
+
 def main() -> None:
-    """``python -m vpipe.launch.zygote FD LAUNCHER``: in a rank, returns when the rank's work is done."""
+    """``python -m vpipe.launch.zygote FD LAUNCHER [MODULE…]``: in a rank, returns when the rank's work is done. The
+    modules are imported while the spec is not there yet."""
     control = socket.socket(fileno=int(sys.argv[1]))
     launcher = int(sys.argv[2])
     die_with_parent(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     atexit.register(DEPARTURE)  # first, so that it comes after the exit functions of whatever is imported
-    received = b""
-    while b"\n" not in received:
-        data = control.recv(65536)
-        if not data:
-            return
-        received += data
-    line, rest = received.split(b"\n", 1)
-    spec = json.loads(line)
+    gc.disable()
+    for name in sys.argv[3:]:
+        with suppress(Exception):  # asked for again, and told, by the spec
+            import_module(name)
+    found = receive(control)
+    if found is None:
+        return
+    spec, rest = found
     zygote = Zygote(control, spec, rest)
     problem = zygote.preload()
     if problem:

@@ -69,8 +69,7 @@ class Model:
     @cached_property
     def _sizes(self) -> tuple[int, int]:
         """(parameters, weights of matrix products)."""
-        with torch.device("meta"), _WithoutNormal():
-            modules = self.build()
+        modules = self.blank()
         parameters = sum(p.numel() for module in modules for p in module.parameters())
         for tied in self.tied:
             parameters -= sum(modules[layer].get_parameter(name).numel() for layer, name in tied.owners[1:])
@@ -87,6 +86,11 @@ class Model:
     def build(self) -> list[nn.Module]:
         """All layers, built here: for one process, tests and counting."""
         return [layer.build() for layer in self.layers]
+
+    def blank(self) -> list[nn.Module]:
+        """All layers without storage: names and shapes."""
+        with torch.device("meta"), _WithoutNormal():
+            return self.build()
 
 
 @dataclass(frozen=True)
@@ -127,11 +131,16 @@ def derived_seed(*numbers: int) -> int:
 
 
 class _WithoutNormal(TorchFunctionMode):
-    """Leaves out normal numbers while counting: for a tensor without storage, the first ``normal_`` loads 1.4 s of
-    torch."""
+    """Leaves out normal numbers where there is no storage for them: the first ``normal_`` loads 1.4 s of torch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func is Tensor.normal_ else func(*args, **(kwargs or {}))
+        if func in _NORMAL:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+_NORMAL = (Tensor.normal_, nn.init.normal_)
+"""torch asks a mode for the second before that calls the first."""
 
 
 def building_on_meta() -> bool:

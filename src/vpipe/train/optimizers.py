@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from vpipe.config.sections import TrainingConfig
 from vpipe.errors import UserError
 from vpipe.registry import OPTIMIZER_REGISTRY
+from vpipe.runtime.updates.uncompiled import uncompiled
 from vpipe.runtime.updates.update import LossScale
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -34,7 +35,8 @@ def optimizer(training: TrainingConfig) -> Factory:
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         try:
-            found = made(parameters, **options)
+            with uncompiled(made) if isinstance(made, type) else nullcontext():
+                found = made(parameters, **options)
         except TypeError as error:
             raise UserError(
                 f"the optimizer {training.optimizer} does not take {options} ({error}); change "

@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from vpipe.balance import balanced
@@ -134,8 +133,7 @@ class Skeleton:
 
     @classmethod
     def of(cls, name: str, model: Model) -> Skeleton:
-        with torch.device("meta"):
-            modules = model.build()
+        modules = model.blank()
         names = [layer.name or type(module).__name__ for layer, module in zip(model.layers, modules, strict=True)]
         return cls(name, modules, names)
 

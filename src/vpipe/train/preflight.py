@@ -42,6 +42,8 @@ STAND_IN = 1 << 20
 """The vocabulary of data that could not be read: large, so that nothing is told of it."""
 MOST_NUMBERS = 1 << 23
 """Numbers of a model's output that the loss is asked with."""
+FEW_PARAMETERS = 1 << 22
+"""Of a model that is built to be tried."""
 TOKENS = ("tokens", "source", "target_in")
 """The inputs of our models that are looked up in a vocabulary."""
 
@@ -70,15 +72,15 @@ class Findings:
 
 
 def refuse(config: dict[str, Any], parallel: bool = True) -> None:
-    """Raise where the config cannot train, with every reason."""
-    found = problems(PipelineConfig.from_dict(config), parallel=parallel)
+    """Raise where the config cannot train, with every reason: asked by a process that ends with the answer."""
+    found = problems(PipelineConfig.from_dict(config), parallel=parallel, ends=True)
     if found:
         raise ConfigError(found)
 
 
-def problems(config: PipelineConfig, *, parallel: bool = True, here: bool = True) -> list[Problem]:
+def problems(config: PipelineConfig, *, parallel: bool = True, here: bool = True, ends: bool = False) -> list[Problem]:
     """Every reason why the config cannot train. ``parallel`` asks for the stages too, ``here`` says that it would run
-    on this machine; elsewhere, files that are not here are not asked for."""
+    on this machine; elsewhere, files that are not here are not asked for. ``ends``: this process does nothing else."""
     found = Findings()
     found.attempt(lambda: plugins.load(config.plugins), "plugins")
     absent = set() if here else {key[0] for key, _ in missing_files(config)}
@@ -100,7 +102,7 @@ def problems(config: PipelineConfig, *, parallel: bool = True, here: bool = True
             feed.close()
         _vocabulary(found, config, data, model)
         if model is not None and skeleton is not None:
-            _together(found, config, data, model, skeleton)
+            _together(found, config, data, model, skeleton, ends)
     return _once(found.problems)
 
 
@@ -135,7 +137,9 @@ def _stages(found: Findings, config: PipelineConfig, model: Model | None, skelet
         found.attempt(lambda: resolve(layers, Layout.of(made.partition, spec.placement)), "parallel", "model")
 
 
-def _together(found: Findings, config: PipelineConfig, data: DataSet, model: Model, skeleton: Skeleton) -> None:
+def _together(
+    found: Findings, config: PipelineConfig, data: DataSet, model: Model, skeleton: Skeleton, ends: bool
+) -> None:
     """What the first rows show on their way through the model; a smaller vocabulary has been told already."""
     flow = found.attempt(lambda: resolve(model.layers, Layout.chain([len(model.layers)])), "model")
     rows = found.attempt(lambda: data.batch(range(min(len(data), config.dataset.batch_size))), "dataset", "model")
@@ -154,7 +158,9 @@ def _together(found: Findings, config: PipelineConfig, data: DataSet, model: Mod
     if 0 < model.vocab_size < data.vocab_size or not _ids(found, config, rows, model):
         return
     values = {name: value for (name, _), value in named.items()}
-    output = found.attempt(lambda: _by_shape(model, skeleton, _first(values, 1)), "model", "dataset")
+    small = ends and sum(skeleton.parameters) <= FEW_PARAMETERS
+    through = _by_value if small else _by_shape
+    output = found.attempt(lambda: through(model, skeleton, _first(values, 1)), "model", "dataset")
     _loss(found, config, model, rows, output)
 
 
@@ -194,6 +200,12 @@ def _by_shape(model: Model, skeleton: Skeleton, inputs: Mapping[str, Any]) -> An
     """The model's output for these inputs, by shapes alone."""
     with torch.no_grad(), torch.device("meta"):
         return run(model.layers, skeleton.modules, _mapped(inputs, lambda tensor: tensor.to("meta")))
+
+
+def _by_value(model: Model, skeleton: Skeleton, inputs: Mapping[str, Any]) -> Any:
+    """The same of a small model, which is quicker than its shapes: the first of these load 1.4 s of torch."""
+    with torch.no_grad():
+        return run(model.layers, model.build(), inputs)
 
 
 def _loss(found: Findings, config: PipelineConfig, model: Model, rows: Batch, output: Any) -> None:

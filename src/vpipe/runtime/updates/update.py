@@ -22,6 +22,7 @@ from vpipe.runtime.device import HOST, Number, beside, floats, is_host, number, 
 from vpipe.runtime.modes import forget_casts
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.updates import uncompiled
 from vpipe.runtime.updates.losses import LossBlocks, LossKey
 from vpipe.runtime.updates.norms import (
     divide,
@@ -192,19 +193,20 @@ class Updater:
             finite, factor = self._verdict_of(*judge_here(parameters, dtype)) if self._judges else (True, None)
             self._skipped[0] = self._skipped[0] + (1.0 - finite if isinstance(finite, bool) else 1.0 - finite.double())
         stage.weights.before_update()
+        optimizer = self.optimizers[stage.index]
 
         def update() -> None:
             if factor is not None and gradients:
                 multiply(gradients, beside(factor, gradients[0]))
             self._set_learning_rate(stage.index, self.num_updates[stage.index])
-            self.optimizers[stage.index].step()
+            uncompiled.step(optimizer)
 
         if isinstance(finite, Tensor):
-            take_back = step_if(finite, self.optimizers[stage.index], update, once=self.options.synchronous)
+            take_back = step_if(finite, optimizer, update, once=self.options.synchronous)
             self._take_back += [take_back] if take_back is not None else []
         elif finite:
             update()
-        self.optimizers[stage.index].zero_grad(set_to_none=True)
+        uncompiled.clear(optimizer)
         self.num_updates[stage.index] += 1
         stage.weights.after_update()
         forget_casts()
