@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -51,7 +54,61 @@ OF_NEWER_TORCH = (
 """Tests, by a part of their names, of what only newer torch does."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+SEED = "VPIPE_TEST_SEED"
+os.environ.setdefault(SEED, str(int(time.time()) // 3600))
+"""Draws the cases of tests that rotate; ``all`` runs every one. Another hour draws others; workers of xdist inherit it."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "rotates(keep): of its cases a run takes so many, drawn by VPIPE_TEST_SEED")
+
+
+def pytest_report_header() -> str:
+    return f"{SEED}={os.environ[SEED]} (draws the cases of tests that rotate; 'all' runs every one)"
+
+
+def drawn(items: list[pytest.Item], keep: int, seed: str) -> list[pytest.Item]:
+    """``keep`` of the cases of one test, those first that have a value of a parameter that none before them has."""
+    shuffled = sorted(items, key=lambda item: item.name)
+    random.Random(f"{seed} {items[0].nodeid.partition('[')[0]}").shuffle(shuffled)
+    seen: Counter[str] = Counter()
+    chosen: list[pytest.Item] = []
+    while shuffled and len(chosen) < keep:
+        best = min(shuffled, key=lambda item: sum(seen[value] for value in _values(item)))
+        shuffled.remove(best)
+        chosen.append(best)
+        seen.update(_values(best))
+    return chosen
+
+
+def _values(item: pytest.Item) -> list[str]:
+    call = getattr(item, "callspec", None)
+    return [f"{name} {value!r}" for name, value in call.indices.items()] if call else []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _rotate(config, items)
+    _skip_what_is_newer(items)
+
+
+def _rotate(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases that are not drawn; whoever names a case gets it."""
+    if os.environ[SEED] == "all" or any("[" in word for word in config.args):
+        return
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("rotates"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    left: set[str] = set()
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("rotates")
+        assert mark is not None
+        left |= {item.nodeid for item in cases} - {item.nodeid for item in drawn(cases, *mark.args, os.environ[SEED])}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+    items[:] = [item for item in items if item.nodeid not in left]
+
+
+def _skip_what_is_newer(items: list[pytest.Item]) -> None:
     found = tuple(int(part) for part in version("torch").split("+")[0].split(".")[:2])
     if found >= TOLD_OF_HOOKS:
         return
@@ -81,7 +138,7 @@ def vpipe() -> Vpipe:
     """Run the command line in a process of its own, as a user does: ``vpipe("draw", "1f1b", "-p", "4", "-m", "8")``."""
 
     def run(
-        *args: str, stdin: str | None = None, timeout: float = 60, **environment: str
+        *args: str, stdin: str | None = None, timeout: float = 200, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         known = {key: value for key, value in os.environ.items() if not key.startswith("VPIPE_")}
         return subprocess.run(

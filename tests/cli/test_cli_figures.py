@@ -52,7 +52,7 @@ def test_tex_has_a_box_for_every_action(vpipe: Any, tmp_path: Path) -> None:
         document = tmp_path / "d.tex"
         document.write_text(r"\documentclass{article}\usepackage{tikz}\begin{document}\input{a.tex}\end{document}")
         subprocess.run(
-            ["pdflatex", "-halt-on-error", "d.tex"], cwd=tmp_path, check=True, capture_output=True, timeout=60
+            ["pdflatex", "-halt-on-error", "d.tex"], cwd=tmp_path, check=True, capture_output=True, timeout=200
         )
 
 

@@ -95,7 +95,7 @@ def test_draw_on_a_terminal_has_colour(environment: dict[str, str], coloured: bo
     ours, theirs = pty.openpty()
     known = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     command = [sys.executable, "-m", "vpipe", "draw", "1f1b", "-p", "2", "-m", "2"]
-    subprocess.run(command, stdout=theirs, env=known | environment, check=True, timeout=60)
+    subprocess.run(command, stdout=theirs, env=known | environment, check=True, timeout=200)
     os.close(theirs)
     assert (b"\x1b[" in os.read(ours, 65536)) is coloured
 
@@ -249,5 +249,5 @@ def test_debug_shows_the_traceback(vpipe: Any) -> None:
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     command = f"{sys.executable} -m vpipe draw gpipe -p 64 -m 64 | head -c 10"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200, check=False)
     assert done.stderr == ""

@@ -82,7 +82,7 @@ def test_measuring_planning_and_checking_show_how_far_they_are(tmp_path: Path) -
     assert "planning" in said
     assert "checking" in said
     assert "\x1b" not in on_terminal(*plan, TERM="dumb")
-    piped = subprocess.run([*VPIPE, *plan], capture_output=True, text=True, timeout=60, check=True)
+    piped = subprocess.run([*VPIPE, *plan], capture_output=True, text=True, timeout=200, check=True)
     assert not piped.stderr
     assert "checking" not in piped.stdout
 

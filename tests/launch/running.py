@@ -72,7 +72,7 @@ class Running:
                 continue
         return found
 
-    def assert_clean(self, timeout: float = 10.0) -> None:
+    def assert_clean(self, timeout: float = HANG) -> None:
         """Nothing is left; a killed process may take a moment to go."""
         end = time.monotonic() + timeout
         while left := self.processes():
@@ -82,7 +82,7 @@ class Running:
     def kill_all(self) -> None:
         for process in self.processes():
             process.kill()
-        self.process.wait(10)
+        self.process.wait(200)
 
 
 class BareRanks:
@@ -114,7 +114,7 @@ class BareRanks:
     def close(self) -> None:
         assert self._server.stdin is not None
         self._server.stdin.close()
-        self._server.wait(10)
+        self._server.wait(200)
 
     def _say(self, order: dict[str, Any]) -> None:
         assert self._server.stdin is not None

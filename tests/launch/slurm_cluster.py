@@ -106,7 +106,7 @@ class Cluster:
 
     def call(self, *command: str) -> str:
         """What a SLURM command prints; empty where it fails."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=200, check=False)
         return done.stdout if done.returncode == 0 else ""
 
     def stop(self) -> None:
@@ -115,7 +115,7 @@ class Cluster:
             process.terminate()
         for process in self._processes:
             try:
-                process.wait(5)
+                process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
 
@@ -123,7 +123,7 @@ class Cluster:
         line = self.call("scontrol", "-o", "show", "job", str(job))
         return next((word.split("=")[1] for word in line.split() if word.startswith("JobState=")), "")
 
-    def wait(self, job: int, *states: str, seconds: float = 60) -> str:
+    def wait(self, job: int, *states: str, seconds: float = 200) -> str:
         """The first of ``states`` that the job is in."""
         self._until(lambda: self.state(job) in states, f"job {job} to be {' or '.join(states)}", seconds)
         return self.state(job)

@@ -91,13 +91,13 @@ class Server:
     def stop(self) -> None:
         for process in self._processes:
             process.terminate()
-            process.wait(5)
+            process.wait(200)
 
     def _answers(self, address: str) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 100
         while True:
             try:
-                socket.create_connection((address, self._port), timeout=1).close()
+                socket.create_connection((address, self._port), timeout=10).close()
                 return
             except OSError:
                 if time.monotonic() > deadline:

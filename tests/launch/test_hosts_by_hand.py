@@ -66,7 +66,7 @@ def test_ranks_find_the_interface_that_leads_to_the_first(spaces: list[str], tmp
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     ranks = [start(space, rank, script) for rank, space in enumerate(spaces)]
-    said = [rank.communicate(timeout=110)[0] for rank in ranks]
+    said = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert len({line for text in said for line in text.splitlines() if line.startswith("loss")}) == 1, said
 
@@ -76,7 +76,7 @@ def test_an_interface_that_leads_nowhere_ends_both_in_words(spaces: list[str], t
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     ranks = [start(space, rank, script, GLOO_SOCKET_IFNAME="lo") for rank, space in enumerate(spaces)]
-    said = [rank.communicate(timeout=110)[0] for rank in ranks]
+    said = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert all(rank.returncode for rank in ranks), said
     assert "Traceback" not in "".join(said)
     assert any("cannot connect to the other ranks by the network interface lo" in text for text in said), said

@@ -160,7 +160,7 @@ def test_progress_bars_survive_on_a_terminal(tmp_path: Path) -> None:
             local.run([str(tmp_path / "speakers.py")], 2, preload=["json"], stdout=terminal, stderr=io.BytesIO()) == 0
         )
         terminal.write(b"end of test")
-        reader.join(10)
+        reader.join(200)
     os.close(ours)
     assert b"\r0/2\r1/2\r2/2\r\n" in seen.replace(b"\r\r\n", b"\r\n")
     assert b"\r\nTrue\r\n" in seen

@@ -77,7 +77,7 @@ def profiled(hosts: list[str], folder: Path) -> Profile:
         )
         for rank, host in enumerate(hosts)
     ]
-    said = [process.communicate(timeout=110)[0] for process in started]
+    said = [process.communicate(timeout=200)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0, 0], said
     assert "links between 3 ranks:" in said[0]
     assert "written to profile.json" in said[0]

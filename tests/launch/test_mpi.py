@@ -105,7 +105,7 @@ def test_training_under_mpirun_equals_training_under_our_launcher(program: str, 
     train = [sys.executable, "-m", "vpipe", "train", "c.yaml", "--output-dir"]
     found = {}
     for name, words in {"mpi": [*command(program), "-n", "2", *train, "mpi"], "ours": [*train, "ours"]}.items():
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "terminate" not in done.stderr, done.stderr
         found[name] = losses(tmp_path / name)
@@ -118,6 +118,6 @@ def test_training_under_mpirun_equals_training_under_our_launcher(program: str, 
 def test_a_mistake_is_said_once_under_mpirun(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG.replace("num_heads: 2", "num_heads: 3"))
     words = [*command("mpirun.openmpi"), "-n", "2", sys.executable, "-m", "vpipe", "train", "c.yaml"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("num_heads") == 1, done.stderr

@@ -84,7 +84,7 @@ def test_a_run_on_ray_equals_one_on_this_machine_and_failures_and_cancelling_end
     for folder in (here, there):
         folder.mkdir()
         (folder / "c.yaml").write_text(CONFIG)
-    subprocess.run([sys.executable, "-m", "vpipe", "train", "c.yaml"], cwd=here, check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "vpipe", "train", "c.yaml"], cwd=here, check=True, timeout=200)
     done = subprocess.run(command(cluster), cwd=there, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[0] iteration 3/3" in done.stdout
@@ -106,7 +106,7 @@ def test_a_run_on_ray_equals_one_on_this_machine_and_failures_and_cancelling_end
             break
     assert len(ranks(mark)) == 2
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     end = time.monotonic() + 30
     while ranks(mark):
         assert time.monotonic() < end, "ranks are left"
@@ -123,7 +123,7 @@ def test_a_users_model_file_trains_on_ray_as_on_one_machine(
     for folder in (here, there):
         folder.mkdir()
         documented_job(folder)
-    subprocess.run([sys.executable, "-m", "vpipe", "train", "my_job.yaml"], cwd=here, check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "vpipe", "train", "my_job.yaml"], cwd=here, check=True, timeout=200)
     words = command(cluster, config="my_job.yaml")
     done = subprocess.run(words, cwd=there, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

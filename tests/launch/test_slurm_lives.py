@@ -43,7 +43,7 @@ def life(folder: Path, saves: str = "") -> str:
     ready.read_text()  # until the step has come to its trap
     ready.unlink()
     process.send_signal(signal.SIGUSR1)
-    return process.communicate(timeout=60)[0]
+    return process.communicate(timeout=200)[0]
 
 
 def test_lives_that_save_nothing_new_are_counted_and_end(tmp_path: Path) -> None:

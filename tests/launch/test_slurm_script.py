@@ -50,7 +50,7 @@ def test_without_requeue_nothing_is_trapped() -> None:
 def test_bash_can_read_every_script(requeue: bool, nodes: int, kind: str, points: tuple[tuple[str, ...], ...]) -> None:
     container = Container(kind, "image", ("/data",)) if kind != "none" else Container()
     text = script(SlurmJob("my config.yaml", nodes, 2, container=container, points=points, requeue=requeue))
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=10)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=200)
 
 
 def test_a_script_without_an_address_ends_at_once() -> None:
@@ -58,7 +58,7 @@ def test_a_script_without_an_address_ends_at_once() -> None:
     text = script(SlurmJob("c.yaml", 2, 1)).replace("scontrol", "true")
     environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-2]"}
     done = subprocess.run(
-        ["bash"], input=text, text=True, env=environment, capture_output=True, timeout=10, check=False
+        ["bash"], input=text, text=True, env=environment, capture_output=True, timeout=200, check=False
     )
     assert done.returncode == 2
     assert "SLURM does not tell the address" in done.stderr
@@ -280,10 +280,10 @@ def test_only_an_interrupted_run_is_queued_again(announced: bool, exit_code: int
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "CODE": str(exit_code)}
     job = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     if announced:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 200
         while not (tmp_path / "up").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         job.send_signal(signal.SIGUSR1)
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=200)
     assert ("again requeue 7" in output) == again
     assert job.returncode == exit_code

@@ -45,7 +45,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "orion.c").write_text(SOURCE)
     for name, flags in (("whole", []), ("incomplete", ["-DINCOMPLETE"])):
         command = ["gcc", "-shared", "-fPIC", *flags, "-o", str(folder / f"{name}.so"), str(folder / "orion.c")]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=200)
     return folder
 
 
@@ -54,7 +54,7 @@ def preloaded(library: Path, code: str) -> subprocess.CompletedProcess[str]:
     modules = ("vpipe.runtime.priorities.orion", "vpipe.runtime.priorities.order", "vpipe.schedule.action")
     prelude = "".join(f"from {module} import *\n" for module in modules)
     command = [sys.executable, "-c", prelude + code]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_without_preload_there_is_an_error_and_no_mock() -> None:

@@ -58,7 +58,7 @@ def served(name: str, arrivals: str) -> str:
             while turnstile.num_waiting < number:
                 sleep(1e-4)
     for thread in threads:
-        thread.join(10)
+        thread.join(200)
     return " ".join(order)
 
 

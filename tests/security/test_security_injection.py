@@ -71,7 +71,7 @@ def run(sandbox: Path, *command: str, text: str = "") -> list[list[str]]:
         "SLURM_RESTART_COUNT": "1",
     }
     subprocess.run(
-        command, input=text.encode(), cwd=sandbox, env=environment, timeout=20, capture_output=True, check=False
+        command, input=text.encode(), cwd=sandbox, env=environment, timeout=200, capture_output=True, check=False
     )
     calls: list[list[str]] = [[]]
     for word in (sandbox / "log").read_text().split("\0")[:-1]:

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 def can_unshare() -> bool:
     try:
-        return subprocess.run([*ELSEWHERE, "true"], capture_output=True, timeout=10, check=False).returncode == 0
+        return subprocess.run([*ELSEWHERE, "true"], capture_output=True, timeout=200, check=False).returncode == 0
     except OSError:
         return False
 
@@ -58,7 +58,7 @@ def train(folder: Path, *prefixes: tuple[str, ...]) -> tuple[str, list[Measured]
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )
         )  # fmt: skip
-    said = [each.communicate(timeout=120)[0] for each in ranks]
+    said = [each.communicate(timeout=200)[0] for each in ranks]
     assert [each.returncode for each in ranks] == [0] * len(ranks), "\n".join(said)
     return said[0], recorded(open_run(folder / "run"))
 

@@ -100,7 +100,7 @@ def crash(folder: Path, iteration: int, number: int | None, process: int, num_pr
     if leader is not None:  # a run whose rank is gone ends; what it has not said by then, it will not say
         leader.call_off()
         leader.wait()
-    tracer.wait(60)
+    tracer.wait(200)
     os.close(reader)
     os.close(writer)
     return max(Counter(re.findall(r"^(\d+) +\w+\(", log.read_text(), re.MULTILINE)).values())

@@ -125,7 +125,7 @@ def test_documents_are_python() -> None:
 
 
 def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *words], cwd=cwd, capture_output=True, text=True, timeout=110)
+    return subprocess.run([sys.executable, "-m", *words], cwd=cwd, capture_output=True, text=True, timeout=200)
 
 
 def losses(run_directory: Path) -> list[float]:

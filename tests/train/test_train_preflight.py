@@ -220,7 +220,7 @@ def test_no_rank_starts(command: str, tmp_path: Path) -> None:
     plugin.write_text("import os\nif os.environ.get('RANK') is not None:\n    open(f'rank{os.getpid()}', 'w')\n")
     file = written(tmp_path, WRONG | {"parallel.transport": "shm", "plugins": [str(plugin)]})
     words = [sys.executable, "-m", "vpipe", command, str(file)]
-    done = subprocess.run(words, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=200)
     assert done.returncode == 2, done.stderr
     assert "model.vocab_size is 20" in done.stderr
     assert ("holds 3 layers" in done.stderr) == (command == "train")

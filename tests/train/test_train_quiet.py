@@ -88,7 +88,7 @@ def test_json_of_processes(tmp_path: Path, under_torchrun: bool) -> None:
     )
     words = [sys.executable, *starter, "train", file, "--json", "--plugin", str(plugin)]
     done = subprocess.run(
-        words, capture_output=True, text=True, timeout=100, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        words, capture_output=True, text=True, timeout=200, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ending"]["kind"] == "finished"
