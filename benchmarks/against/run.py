@@ -37,8 +37,8 @@ def rank(task: dict[str, Any]) -> None:
     from vpipe import Pipeline
     from vpipe.layer import as_layers
     from vpipe.plan.profile import Measuring, measure_layers
-    from vpipe.plan.sharding import measure_sharding
-    from vpipe.plan.transfer import measure_link
+    from vpipe.plan.sharding import measure_wrappers
+    from vpipe.plan.transfer import empty_pipeline, measure_link, measure_overhead
     from vpipe.runtime.transport.distributed import DistributedTransport
 
     torch.set_num_threads(1)
@@ -57,7 +57,8 @@ def rank(task: dict[str, Any]) -> None:
     measuring = Measuring(loss, optimizer, repeat=task["repeat"])
     costs, input_bytes = measure_layers(as_layers(layers()), *unit, measuring)
     link = measure_link(DistributedTransport(blocking=False, timeout=600), task["repeat"])
-    shards = measure_sharding(link, task["repeat"])
+    own = vars(measure_wrappers(link, task["repeat"]))
+    own["action_overhead"] = measure_overhead(empty_pipeline(2, "distributed", 600), task["repeat"])
     ways = _ways(task, layers, optimizer, loss, Pipeline)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(task["repeat"] + 1):
@@ -69,7 +70,7 @@ def rank(task: dict[str, Any]) -> None:
             if turn:
                 times[name].append(time.perf_counter() - begin)
     fields = [{name: getattr(cost, name) for name in cost.__dataclass_fields__} for cost in costs]
-    common.answer(task, {"layers": fields, "input": input_bytes, "link": vars(link), "shards": shards, "times": times})
+    common.answer(task, {"layers": fields, "input": input_bytes, "link": vars(link), "own": own, "times": times})
 
 
 def _ways(task: dict[str, Any], layers: Any, optimizer: Any, loss: Any, pipeline: Any) -> dict[str, Callable[[], Any]]:
@@ -201,8 +202,7 @@ def predicted(found: dict[str, Any]) -> dict[str, float]:
         input_bytes=found["input"],
         link_latency=found["link"]["latency"],
         link_bandwidth=found["link"]["bandwidth"],
-        shard_overhead=found["shards"][0],
-        shard_overhead_per_byte=found["shards"][1],
+        **found["own"],
     )
     ways = compare(["single", "ddp", "fsdp"], profile, Machine.of(2, None), UNITS)
     step = plan(profile, 2, num_microbatches=UNITS, schedule="1f1b", recompute=False, swap=False).step_time

@@ -159,7 +159,7 @@ def way(what: Given, layout: Any, schedule: str, repeats: int) -> dict[str, Any]
 
 def least_cap(profile: Any, recompute: bool) -> float:
     """The smallest cap under which any partition of 1F1B fits."""
-    from vpipe.plan.bounds import Options
+    from vpipe.plan.memory import Options
     from vpipe.plan.predict import Machine, Pipe, stage_facts
     from vpipe.plan.shortfall import shortfall
 

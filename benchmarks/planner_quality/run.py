@@ -24,13 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "plan"))
 
 from plan_oracles import SCHEDULES, Problem, brute_force, random_problem, random_profile
 
-from vpipe.plan.bounds import Options
 from vpipe.plan.costs import Profile
 from vpipe.plan.floor import lower_bound
 from vpipe.plan.graph_text import load_graph
 from vpipe.plan.judge import Judge
 from vpipe.plan.layout import PlannedLayout
-from vpipe.plan.memory import Choice
+from vpipe.plan.memory import Choice, Options
 from vpipe.plan.planner import plan
 from vpipe.plan.predict import Machine, Pipe, predict, stage_facts
 from vpipe.plan.shortfall import shortfall

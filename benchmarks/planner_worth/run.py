@@ -175,7 +175,7 @@ def _step(profile: Any, layout: Any, schedule: str, microbatches: int) -> float:
 
 def least_cap(profile: Any, schedule: str, microbatches: int, recompute: bool) -> float:
     """The smallest cap under which any partition fits."""
-    from vpipe.plan.bounds import Options
+    from vpipe.plan.memory import Options
     from vpipe.plan.predict import Machine, Pipe, stage_facts
     from vpipe.plan.shortfall import shortfall
 

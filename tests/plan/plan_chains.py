@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from vpipe.plan.bounds import Options
 from vpipe.plan.costs import LayerCost, Profile
+from vpipe.plan.memory import Options
 from vpipe.plan.pipe import Pipe, stage_facts
 from vpipe.plan.predict import Machine
 from vpipe.plan.shortfall import shortfall

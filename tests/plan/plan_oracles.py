@@ -11,10 +11,9 @@ import random
 from dataclasses import dataclass, field, replace
 
 from vpipe.errors import UserError
-from vpipe.plan.bounds import Options
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.layout import PlannedLayout
-from vpipe.plan.memory import Choice
+from vpipe.plan.memory import Choice, Options
 from vpipe.plan.planner import Plan, plan
 from vpipe.plan.predict import Machine, Pipe, predict
 from vpipe.schedule.catalog import entries

@@ -84,6 +84,16 @@ def test_what_fsdp_itself_costs_a_layer_is_counted_for_every_layer_and_round() -
     assert round_time(own, machine, 1) > round_time(free, machine, 1)
 
 
+def test_what_ddp_itself_costs_is_counted_once_a_step_and_beside_nothing() -> None:
+    layers = tuple(LayerCost(f"l{i}", 1.0, 2.0, 3.0, 0, 0, 1000) for i in range(4))
+    free = Profile(layers, link_latency=0.5, link_bandwidth=1000.0)
+    own = replace(free, replica_overhead=0.25, replica_overhead_per_byte=0.001)
+    before, after = (ways(each, 2, 8)["ddp"].step_time for each in (free, own))
+    # four units a rank; a reduction of 4000 bytes in halves, twice, and two latencies; DDP's own
+    assert after == pytest.approx(4 * 24.0 + 2 * (2.0 + 0.5) + 0.25 + 4.0)
+    assert before < after
+
+
 def test_less_memory_means_more_rounds_for_fsdp_and_what_does_not_fit_is_said() -> None:
     roomy = ways(TWO, 2, 8)["fsdp"]
     tight = ways(TWO, 2, 8, memory=roomy.memory - 1)["fsdp"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from plan_chains import cap_of, large_chain
@@ -10,14 +12,13 @@ from plan_chains import cap_of, large_chain
 from vpipe.errors import UserError
 from vpipe.plan.advice import Misfit
 from vpipe.plan.answer import Plan
-from vpipe.plan.bounds import Options
 from vpipe.plan.costs import LayerCost, Profile
-from vpipe.plan.cuts import Cutter
-from vpipe.plan.floor import lower_bound
+from vpipe.plan.floor import Floor, lower_bound
 from vpipe.plan.judge import Judge
 from vpipe.plan.limits import Limits
 from vpipe.plan.links import Links
 from vpipe.plan.machine import Machine
+from vpipe.plan.memory import Options
 from vpipe.plan.orders import orders
 from vpipe.plan.packing import Packer
 from vpipe.plan.pipe import Pipe
@@ -82,21 +83,33 @@ def test_the_time_limit_holds_for_the_proposals_too_and_what_fits_is_still_found
     profile = large_chain(0, 60, alike=0.0, swap=1.0)
     cap = cap_of(profile, "1f1b", 6, 12, 0.0) * 1.02
     judge = Judge(profile, Pipe.of("1f1b", 6, 12), Machine.of(6, cap))
-    assert not list(Cutter(Packer(judge, Options()), over=lambda: True).proposals())
+    assert not list(Floor(judge, Options(), limits=Limits(deadline=0.0)).proposals())
     found = plan(profile, 6, num_microbatches=12, memory=cap, time_limit=1e-6)
     assert max(found.prediction.rank_memory) <= cap
     assert found.lower_bound <= found.step_time
 
 
 @pytest.mark.parametrize("swap", [0.0, 1.0])
-def test_near_the_least_memory_no_stage_is_solved_that_cannot_fit(swap: float) -> None:
-    """At 1000 x 64 a hundred paths were solved stage by stage before one fitted, and the effort was spent."""
+def test_near_the_least_memory_all_that_is_proposed_fits(swap: float) -> None:
+    """At 1000 x 64 a hundred partitions were solved stage by stage before one fitted, and the effort was spent."""
     profile = large_chain(0, 60, alike=0.0, swap=swap)
     cap = cap_of(profile, "1f1b", 12, 24, 0.0) * 1.01
-    packer = Packer(Judge(profile, Pipe.of("1f1b", 12, 24), Machine.of(12, cap)), Options())
-    assert list(Cutter(packer).proposals())
-    assert packer._cache
-    assert all(packer._cache.values())
+    judge = Judge(profile, Pipe.of("1f1b", 12, 24), Machine.of(12, cap))
+    packer = Packer(judge, Options())
+    proposed = list(Floor(judge, Options()).proposals())
+    assert proposed
+    assert all(packer.overflow(cuts)[0] <= 0 for cuts in proposed)
+
+
+def test_stages_of_a_rank_are_recomputed_in_turn() -> None:
+    """One unit of each of two stages on a rank: recomputing frees nothing of a stage alone, but what the other holds.
+    The planner said that nothing fits."""
+    layer = LayerCost("l", 1.0, 1.0, 1.0, 1000, 10)
+    profile = Profile((layer,) * 4)
+    free = plan(profile, 2, num_microbatches=2, schedule="v-min")
+    cap = max(free.prediction.rank_memory) - 900
+    found = plan(profile, 2, num_microbatches=2, schedule="v-min", memory=cap)
+    assert max(found.prediction.rank_memory) <= cap
 
 
 def test_the_time_limit_holds_for_bound_remedies_and_orders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +120,7 @@ def test_the_time_limit_holds_for_bound_remedies_and_orders(monkeypatch: pytest.
     judge = Judge(profile, Pipe.of("1f1b", 6, 12), Machine.of(6, cap * 1.02))
     full = lower_bound(judge, Options())
     with monkeypatch.context() as patched:
-        patched.setattr("vpipe.plan.floor._Reach", None)
+        patched.setattr("vpipe.plan.floor.Growth", None)
         assert 0 < lower_bound(judge, Options(), over) <= full
     misfit = Misfit(profile, judge.pipe, Machine.of(6, cap * 0.9), Options(), over)
     with monkeypatch.context() as patched:
@@ -130,3 +143,13 @@ def test_what_limits_a_plan_is_seen_over_links_that_differ() -> None:
     slow = Links(bandwidth=((1.0, 1e12, 1e6), (1e12, 1.0, 1e6), (1e6, 1e6, 1.0)))
     found = plan(profile, 3, num_microbatches=4, links=slow)
     assert found.limit == f"the link before layer {found.layout.cuts[2]}, which is busy 1.00 s for each microbatch"
+
+
+def test_a_hard_link_to_what_is_read_is_not_written(vpipe: Any, tmp_path: Path) -> None:
+    """Only names were compared: a second name of the profile was overwritten with the plan."""
+    source, other = tmp_path / "profile.json", tmp_path / "other.json"
+    Profile((LayerCost("a", 1.0, 1.0, 1.0, 1000, 1000),) * 4).save(source)
+    other.hardlink_to(source)
+    said = vpipe("plan", str(source), "-p", "2", "-m", "4", "-o", str(other))
+    assert said.returncode == 2
+    assert "would destroy it" in said.stderr

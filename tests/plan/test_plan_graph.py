@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from vpipe.errors import UserError
-from vpipe.plan.bounds import Options
 from vpipe.plan.costs import Profile
 from vpipe.plan.graph_orders import plan_graph
 from vpipe.plan.graph_text import Graph, GraphNode, export_graph, load_graph, parse_graph
+from vpipe.plan.memory import Options
 from vpipe.plan.planner import plan
 from vpipe.plan.predict import Machine, Pipe, stage_facts
 from vpipe.plan.shortfall import shortfall

@@ -11,11 +11,11 @@ import pytest
 from plan_chains import cap_of, large_chain
 from plan_oracles import SCHEDULES, Problem, brute_force, random_problem, random_profile
 
-from vpipe.plan.bounds import Options
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.floor import lower_bound
 from vpipe.plan.judge import Candidate, Judge
 from vpipe.plan.layout import PlannedLayout
+from vpipe.plan.memory import Options
 from vpipe.plan.planner import plan
 from vpipe.plan.predict import Machine, Pipe, predict
 

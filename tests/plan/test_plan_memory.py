@@ -6,8 +6,9 @@ import pytest
 
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.machine import Machine
-from vpipe.plan.memory import Choice, MemoryTerms, StageFacts, stage_memory, stage_time
+from vpipe.plan.memory import Choice, MemoryTerms, StageFacts, stage_memory
 from vpipe.plan.pipe import Pipe, stage_facts
+from vpipe.plan.sites import StageLink, StageSite, unit_time
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.lower import swap
 from vpipe.schedule.program import Program
@@ -72,12 +73,17 @@ def test_the_ends_of_the_pipe_have_no_buffers() -> None:
 
 
 def test_time_is_the_longer_lane() -> None:
-    facts = StageFacts(3, speed=2.0)
-    ends = {"first": True, "last": False}
-    assert stage_time(PROFILE, 0, 4, [K] * 4, facts, **ends) == pytest.approx(24 / 2 + 0.4)
-    assert stage_time(PROFILE, 0, 4, [K, R, R, K], facts, **ends) == pytest.approx(26 / 2 + 0.4)
-    assert stage_time(PROFILE, 0, 4, [K, K, K, S], facts, **ends) == pytest.approx(24 / 2 + 0.4)
-    assert stage_time(PROFILE, 0, 4, [S, S, S, S], facts, **ends) == pytest.approx(2 * 1000 / 100.0)
+    (slow,) = Machine.of(1, None, 2.0).on(PROFILE, [[0]])
+    link = StageLink(0.0, 0.0)
+    site = StageSite(slow, StageFacts(3), True, False, link, link)
+
+    def time(choices: list[Choice]) -> float:
+        return unit_time(site.costs(0, 4, choices))
+
+    assert time([K] * 4) == pytest.approx(24 / 2 + 0.4)
+    assert time([K, R, R, K]) == pytest.approx(26 / 2 + 0.4)
+    assert time([K, K, K, S]) == pytest.approx(24 / 2 + 0.4)
+    assert time([S, S, S, S]) == pytest.approx(2 * 1000 / 100.0)
 
 
 def in_memory(program: Program) -> list[int]:

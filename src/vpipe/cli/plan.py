@@ -122,13 +122,11 @@ def command(
     if against is not None:
         from vpipe.plan.against import check_names
 
-        check_names([name.strip() for name in against.split(",")])
+        check_names(_names(against))
     refuse_lost(output, old_form, read=(wanted.target, wanted.profile, wanted.links))
     config = _config(wanted)
-    if check and config is None:
-        raise UserError(f"--check trains a few steps, for which {wanted.target} is not enough; plan a config")
-    if check and wanted.machine:
-        raise UserError(f"--check runs on this machine, whose ranks are alike; leave {wanted.machine} or --check out")
+    if check:
+        _refuse_check(wanted, config)
     profile = _profile(wanted, config, quiet=as_json)
     if isinstance(profile, int):
         return profile
@@ -137,18 +135,7 @@ def command(
             f"--check runs on this machine, but the profile has the links between {profile.links.num_ranks} ranks as a "
             "launcher started them; leave --check out, or measure here with 'vpipe profile'"
         )
-    if wanted.target.suffix == ".txt":
-        from vpipe.plan.graph_orders import plan_graph
-        from vpipe.plan.graph_text import load_graph
-
-        stages = (wanted.ranks or 1) * (wanted.stages_per_rank or 1)
-        fastest = max(wanted.speeds or [1.0])
-        each = replace(wanted, time_limit=wanted.time_limit / 2) if wanted.time_limit else wanted  # of two orders
-        profile, found = plan_graph(
-            load_graph(wanted.target), stages, lambda one: make(one, each, quiet=as_json), fastest
-        )
-    else:
-        found = make(profile, wanted, config, quiet=as_json)
+    profile, found = _found(profile, wanted, config, quiet=as_json)
     if output is not None:
         found.save(output)
     others, words = _against(against, found, profile, wanted) if against is not None else ({}, "")
@@ -164,17 +151,41 @@ def command(
     if as_json:
         click.echo(json.dumps(found.to_json() | others | ({"check": checked} if checked else {})))
         return 0
-    click.echo(f"{profile.model or wanted.target}\n{found.table()}")
-    if words:
-        click.echo(f"\n{words}")
-    for note in notes:
-        click.echo(f"{old_form}: {note}")
+    parts = [f"{profile.model or wanted.target}\n{found.table()}", words, "\n".join(f"{old_form}: {n}" for n in notes)]
     if checked is not None:
         from vpipe.cli.plan_check import table
 
-        click.echo("\n" + table(checked))
-    click.echo(f"\nrun it: {_command(found, wanted, config, output)}")
+        parts.append(table(checked))
+    parts.append(f"run it: {_command(found, wanted, config, output)}")
+    click.echo("\n\n".join(part for part in parts if part))
     return 0
+
+
+def _names(against: str) -> list[str]:
+    return [name.strip() for name in against.split(",")]
+
+
+def _refuse_check(wanted: Wanted, config: configs.PipelineConfig | None) -> None:
+    """What cannot be trained here cannot be checked."""
+    if config is None:
+        raise UserError(f"--check trains a few steps, for which {wanted.target} is not enough; plan a config")
+    if wanted.machine:
+        raise UserError(f"--check runs on this machine, whose ranks are alike; leave {wanted.machine} or --check out")
+
+
+def _found(
+    profile: Profile, wanted: Wanted, config: configs.PipelineConfig | None, quiet: bool
+) -> tuple[Profile, Plan]:
+    """The plan, and the profile that it is a plan of: a graph with branches has several."""
+    if wanted.target.suffix != ".txt":
+        return profile, make(profile, wanted, config, quiet=quiet)
+    from vpipe.plan.graph_orders import plan_graph
+    from vpipe.plan.graph_text import load_graph
+
+    stages = (wanted.ranks or 1) * (wanted.stages_per_rank or 1)
+    each = replace(wanted, time_limit=wanted.time_limit / 2) if wanted.time_limit else wanted  # of two orders
+    fastest = max(wanted.speeds or [1.0])
+    return plan_graph(load_graph(wanted.target), stages, lambda one: make(one, each, quiet=quiet), fastest)
 
 
 def _wanted(plugins: tuple[str, ...], **given: Any) -> Wanted:
@@ -293,7 +304,7 @@ def _against(names: str, found: Plan, profile: Profile, wanted: Wanted) -> tuple
     links = links_between(found.total_ranks, profile, given)
     machine = Machine.of(found.total_ranks, found.memory, wanted.speeds or 1.0, links)
     one = profile.scaled(found.microbatch_rows)
-    ways = against.compare([name.strip() for name in names.split(",")], one, machine, found.rows // one.microbatch_rows)
+    ways = against.compare(_names(names), one, machine, found.rows // one.microbatch_rows)
     told = {"against": [way.to_json() for way in ways], "verdict": against.verdict(ways, found.step_time)}
     return told, against.table(ways, found.step_time, min(found.memory))
 

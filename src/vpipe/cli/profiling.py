@@ -115,6 +115,11 @@ def _warn(found: Profile) -> None:
         )
 
 
+def _same(path: Path, source: Path) -> bool:
+    """Whether two names are one file, by a link of either kind too."""
+    return path.resolve() == source.resolve() or (path.exists() and source.exists() and path.samefile(source))
+
+
 def refuse_lost(*paths: Path | None, read: tuple[Path | None, ...] = ()) -> None:
     """Say before a long measurement that its result could not be written, or would replace what it is made from. Of
     several ranks only the first writes."""
@@ -125,7 +130,7 @@ def refuse_lost(*paths: Path | None, read: tuple[Path | None, ...] = ()) -> None
         return
     for path in paths:
         for source in read:
-            if path is not None and source is not None and path.resolve() == source.resolve():
+            if path is not None and source is not None and _same(path, source):
                 raise UserError(f"{path} is what this reads, and writing there would destroy it; choose another file")
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path} cannot be written: there is no directory {path.parent}")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vpipe.errors import UserError
-from vpipe.plan.bounds import Options
 from vpipe.plan.costs import Profile
 from vpipe.plan.judge import Judge
 from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.limits import Limits
-from vpipe.plan.memory import Choice
+from vpipe.plan.memory import Choice, Options
 from vpipe.plan.packing import Packer
 from vpipe.plan.predict import Machine, Pipe, Prediction
 from vpipe.plan.shortfall import shortfall
@@ -109,9 +108,10 @@ def missing(profile: Profile, pipe: Pipe, machine: Machine, options: Options, li
         raise UserError(f"{pipe.num_stages} stages for {profile.num_layers} layers")
     judge = Judge(profile, pipe, machine)
     if pipe.stages_per_rank == 1:
-        short = shortfall(judge.profile, judge.facts, options)
+        facts = [site.facts for site in judge.sites]
+        short = shortfall(judge.profile, facts, options)
         layers = f"layers {short.cuts[short.stage]} to {short.cuts[short.stage + 1] - 1}"
-        return Missing(short.missing, f"stage {short.stage} ({layers})", judge.facts[short.stage].memory)
+        return Missing(short.missing, f"stage {short.stage} ({layers})", facts[short.stage].memory)
     packer = Packer(judge, options)
     size, group, proven = least_overflow(judge, packer, limits)
     return Missing(size, f"the rank of stages {', '.join(map(str, packer.groups[group]))}", packer.caps[group], proven)

@@ -10,9 +10,9 @@ All are predicted from the same measured costs and links as the plan, for the ro
 |        | few rounds as fit  | gradients once, one layer ahead             | weights, and what a round saves       |
 
 A ring over n ranks moves (n-1)/n of a tensor to gather or to scatter it, twice that to reduce it for all. Computing and
-sending are taken to run side by side, as on a device. What FSDP itself costs a layer (hooks, copies, launches) has no
-formula: ``vpipe profile`` measures it (``plan.sharding``), and with it computing and sending come one after the other,
-since both were measured on the cores that they share.
+sending are taken to run side by side, as on a device. What DDP and FSDP themselves cost (hooks, copies, sums, launches)
+has no formula: ``vpipe profile`` measures it (``plan.sharding``), and with it computing and sending come one after the
+other, since both were measured on the cores that they share.
 """
 
 from __future__ import annotations
@@ -78,10 +78,12 @@ def _ddp(profile: Profile, machine: Machine, num_units: int) -> Way:
     late = reduce * min(1.0, BUCKET / size) if size else 0.0
     backward = sum(layer.input_grad + layer.weight_grad for layer in profile.layers) / slowest
     before = share * _work(profile) / slowest - backward
-    time = before + max(backward, reduce - late) + late + _update(profile)
+    exposed = max(0.0, reduce - late - backward) + late
+    if profile.replica_overhead_per_byte:
+        exposed = reduce + profile.replica_overhead + profile.replica_overhead_per_byte * size
+    time = before + backward + exposed + _update(profile)
     memory = _states(profile) + size + _saved(profile)
-    exposed = max(backward, reduce - late) + late - backward
-    note = f"gradients cross the links in {format_seconds(reduce)}, {format_seconds(exposed)} of it shown"
+    note = f"gradients cross the links in {format_seconds(reduce)}; {format_seconds(exposed)} are added to the work"
     return Way("ddp", time, memory, memory <= min(machine.memory), note)
 
 

@@ -80,6 +80,10 @@ class Profile:
     """Seconds that FSDP takes for a layer and round beyond the link's; 0: not measured."""
     shard_overhead_per_byte: float = 0.0
     """Seconds more for each byte of the layer's weights."""
+    replica_overhead: float = 0.0
+    """Seconds that DDP takes for a step beyond the link's; 0: not measured."""
+    replica_overhead_per_byte: float = 0.0
+    """Seconds more for each byte of weights."""
     model: str = ""
     """What was profiled, for telling one model's profile from another's."""
     device: Mapping[str, str | float] = field(default_factory=dict)
@@ -110,6 +114,20 @@ class Profile:
             for layer in self.layers
         )
         return replace(self, layers=layers, input_bytes=math.ceil(self.input_bytes * share), microbatch_rows=rows)
+
+    def slower(self, speed: float) -> Profile:
+        """The same model where everything that is computed takes ``1 / speed`` of its time."""
+        layers = tuple(
+            replace(
+                layer,
+                forward=layer.forward / speed,
+                input_grad=layer.input_grad / speed,
+                weight_grad=layer.weight_grad / speed,
+                update=layer.update / speed,
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
 
     def to_json(self) -> dict[str, Any]:
         head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OBJECTS}

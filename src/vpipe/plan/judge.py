@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from vpipe.plan.costs import Profile
 from vpipe.plan.machine import Machine
-from vpipe.plan.memory import num_actions
-from vpipe.plan.pipe import Pipe, stage_facts
+from vpipe.plan.pipe import Pipe
+from vpipe.plan.sites import stage_sites
 from vpipe.schedule.action import Kind
 from vpipe.schedule.batch import Path, ProgramGraph
 from vpipe.schedule.flat import CODE, KINDS
@@ -58,25 +58,19 @@ class Judge:
 
     def __init__(self, profile: Profile, pipe: Pipe, machine: Machine) -> None:
         self.profile, self.pipe, self.machine = pipe.charged(profile), pipe, machine
-        layers, stages = self.profile.layers, pipe.num_stages
-        self.facts = stage_facts(pipe.program, machine)
-        self.speed = np.array([fact.speed for fact in self.facts])
-        self.forward, self.input_grad, self.weight_grad, self.update, self.parameters = (
-            _prefix([getattr(layer, name) for layer in layers])
-            for name in ("forward", "input_grad", "weight_grad", "update", "parameter_bytes")
+        self.sites = stage_sites(profile, pipe, machine)
+        sums = {id(site.profile): _sums(site.profile) for site in self.sites}
+        self.forward, self.input_grad, self.weight_grad, self.update, self.parameters = np.stack(
+            [sums[id(site.profile)] for site in self.sites], axis=1
         )
+        """``[stage, layer]``: what the layers before this one cost where the stage runs."""
         self.cut_bytes = np.array(self.profile.cut_bytes, dtype=np.float64)
-        last = stages - 1
-        actions = [num_actions(first=s == 0, last=s == last) / 2 for s in range(stages)]
-        self.overhead = self.profile.action_overhead * np.array(actions)
-        ranks = pipe.program.placement.ranks_of
-        ways = [[(ranks[s], ranks[min(s + 1, last)]) for s in range(stages)]]
-        ways.append([(ranks[s], ranks[max(s - 1, 0)]) for s in range(stages)])
-        self.per_byte = np.array([[machine.seconds_per_byte(self.profile, *pair) for pair in way] for way in ways])
-        self.lag = np.array([[machine.lag(self.profile, *pair) for pair in way] for way in ways])
-        once = [machine.reduce_time(self.profile, ranks[s], 0.0) for s in range(stages)]
-        more = [machine.reduce_time(self.profile, ranks[s], 1e9) for s in range(stages)]
-        self.reduce = np.array(once), (np.array(more) - np.array(once)) / 1e9
+        self.overhead = np.array([site.overhead for site in self.sites])
+        links = [[site.ahead for site in self.sites], [site.back for site in self.sites]]
+        self.per_byte = np.array([[link.per_byte for link in way] for way in links])
+        self.lag = np.array([[link.latency for link in way] for way in links])
+        self.reduce = np.array([site.reduce for site in self.sites]).T
+        stages = pipe.num_stages
         self.units = np.array(pipe.units, dtype=np.float64)
         self.held = np.zeros((pipe.program.num_ranks, stages))
         for rank, mine in enumerate(pipe.program.placement.stages_of):
@@ -132,17 +126,19 @@ class Judge:
         cuts = np.array([candidate.cuts for candidate in candidates], np.int64)
         stages = self.pipe.num_stages
 
+        each = np.arange(stages)
+
         def summed(prefix: Array) -> Array:
-            found: Array = (prefix[cuts[:, 1:]] - prefix[cuts[:, :-1]]).T
+            found: Array = (prefix[each, cuts[:, 1:]] - prefix[each, cuts[:, :-1]]).T
             return found
 
         price = np.zeros((len(KINDS), stages, len(candidates)))
-        speed, overhead = self.speed[:, None], self.overhead[:, None]
-        price[CODE[Kind.F]] = summed(self.forward) / speed + overhead
-        price[CODE[Kind.I]] = summed(self.input_grad) / speed + overhead
-        price[CODE[Kind.W]] = summed(self.weight_grad) / speed
+        overhead = self.overhead[:, None]
+        price[CODE[Kind.F]] = summed(self.forward) + overhead
+        price[CODE[Kind.I]] = summed(self.input_grad) + overhead
+        price[CODE[Kind.W]] = summed(self.weight_grad)
         price[CODE[Kind.B]] = price[CODE[Kind.I]] + price[CODE[Kind.W]]
-        price[CODE[Kind.STEP]] = summed(self.update) / speed
+        price[CODE[Kind.STEP]] = summed(self.update)
         price[CODE[Kind.REDUCE]] = self.reduce[0][:, None] + self.reduce[1][:, None] * summed(self.parameters)
         if any(candidate.again for candidate in candidates):
             price[CODE[Kind.R]] = np.array([candidate.again or (0.0,) * stages for candidate in candidates]).T
@@ -183,5 +179,8 @@ class Judge:
         return self._batches[structure]
 
 
-def _prefix(values: Sequence[float]) -> Array:
-    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+def _sums(profile: Profile) -> Array:
+    """What the layers before each layer add up to: forward, both gradients, update, bytes of weights."""
+    names = ("forward", "input_grad", "weight_grad", "update", "parameter_bytes")
+    table = np.array([[getattr(layer, name) for layer in profile.layers] for name in names], dtype=np.float64)
+    return np.concatenate([np.zeros((len(names), 1)), np.cumsum(table, axis=1)], axis=1)

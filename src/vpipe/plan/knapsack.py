@@ -21,11 +21,9 @@ from dataclasses import dataclass
 
 from vpipe.plan.labels import extend
 from vpipe.plan.memory import Choice
-from vpipe.plan.repair import repair
 
 _RELATIVE = 1e-12
 _LANE_STEPS = 8
-_NUM_REPAIRED = 4
 LABEL_LIMIT = 4_000
 """Partial choices that ``solve`` extends before it settles for a bound."""
 
@@ -111,8 +109,7 @@ class Knapsack:
         if self._pricing is None:
             return StagePacking(self.base, self.base, (Choice.KEEP,) * self.num_layers)
         bound, price, weight, found = self._pricing
-        found = sorted(found, key=lambda option: max(self.base + option.seconds, option.swap))
-        best = min((repair(self, option.path) for option in found[:_NUM_REPAIRED]), key=lambda pair: pair[0])
+        best = min(((max(self.base + o.seconds, o.swap), o.path) for o in found), key=lambda pair: pair[0])
         if bound >= best[0] * (1 - _RELATIVE):
             return StagePacking(best[0], best[0], best[1])
         return StagePacking(*extend(self, price, weight, bound, best, label_limit))

@@ -21,10 +21,6 @@ Label = tuple[float, float, float, "tuple[Choice, object] | None"]
 """Bytes so far, recomputed seconds, swap seconds, and the choices as a linked list, last first."""
 
 
-Completion = Label
-"""The same from some layer to the end, its choices first to last."""
-
-
 def extend(
     knapsack: Knapsack, price: float, weight: float, bound: float, best: tuple[float, Path], label_limit: int
 ) -> tuple[float, float, Path]:
@@ -32,11 +28,11 @@ def extend(
     on_compute = 1.0 - weight
     _, priced_recompute, priced_other = knapsack.priced(price, on_compute, weight)
     _, least_recompute, least_other = knapsack.priced(1.0, 0.0, 0.0)
-    ends_recompute, ends_other = _completions(knapsack, price, on_compute, weight, priced_recompute, priced_other)
     constant = on_compute * knapsack.base - price * knapsack.capacity
     recomputed: list[Label] = []
     others: list[Label] = [(0.0, 0.0, 0.0, None)]
     limit = knapsack.work + label_limit
+    beat = best[0] * (1 - _RELATIVE)
     for i in range(knapsack.num_layers):
         saved, start, keep, forward = knapsack.again[i], knapsack.starts[i], knapsack.keep[i], knapsack.forward[i]
         again: list[Label] = []
@@ -53,11 +49,10 @@ def extend(
             return best[0], min(bound, best[0]), best[1]
         after = i + 1
         hopeful = []
-        for labels, least, priced, ends in (
-            (again, least_recompute[after], priced_recompute[after], ends_recompute[after]),
-            (other, least_other[after], priced_other[after], ends_other[after]),
+        for labels, least, priced in (
+            (again, least_recompute[after], priced_recompute[after]),
+            (other, least_other[after], priced_other[after]),
         ):
-            beat = best[0] * (1 - _RELATIVE)
             room, rest = knapsack.capacity - least, priced + constant
             good = [
                 label
@@ -67,46 +62,13 @@ def extend(
                 and label[1] + knapsack.base < beat
                 and label[2] < beat
             ]
-            # Completing a partial choice as the prices would often gives a better packing to beat.
-            end_bytes, end_seconds, end_lane, end_path = ends
-            for label in good:
-                if label[0] + end_bytes <= knapsack.capacity:
-                    value = max(knapsack.base + label[1] + end_seconds, label[2] + end_lane)
-                    if value < best[0] * (1 - _RELATIVE):
-                        best = (value, _unlink(label) + _chain(end_path))
             hopeful.append(good)
         recomputed = _undominated(hopeful[0], [])
         others = _undominated(hopeful[1], recomputed)
+    for label in recomputed + others:
+        value = max(knapsack.base + label[1], label[2])
+        best = min(best, (value, _unlink(label)), key=lambda pair: pair[0])
     return best[0], best[0], best[1]
-
-
-def _completions(
-    knapsack: Knapsack, price: float, on_compute: float, weight: float, recompute: list[float], other: list[float]
-) -> tuple[list[Completion], list[Completion]]:
-    """For each layer and state: bytes, seconds, swap seconds and choices of the priced path from there on."""
-    n = knapsack.num_layers
-    end: Completion = (0.0, 0.0, 0.0, None)
-    after_recompute, after_other = [end] * (n + 1), [end] * (n + 1)
-    for i in range(n - 1, -1, -1):
-        m, t, x, p = after_other[i + 1]
-        kept, swapped = price * knapsack.keep[i], price * knapsack.resident[i] + weight * knapsack.lane[i]
-        plain: Completion
-        if knapsack.swappable and swapped < kept:
-            plain = (m + knapsack.resident[i], t, x + knapsack.lane[i], (Choice.SWAP, p))
-        else:
-            plain = (m + knapsack.keep[i], t, x, (Choice.KEEP, p))
-        after_recompute[i] = after_other[i] = plain
-        if not knapsack.recompute:
-            continue
-        cost = min(kept, swapped) if knapsack.swappable else kept
-        m, t, x, p = after_recompute[i + 1]
-        once = price * knapsack.again[i] + on_compute * knapsack.forward[i] + recompute[i + 1]
-        joined: Completion = (m + knapsack.again[i], t + knapsack.forward[i], x, (Choice.RECOMPUTE, p))
-        if once < cost + other[i + 1]:
-            after_recompute[i] = joined
-        if once + price * knapsack.starts[i] < cost + other[i + 1]:
-            after_other[i] = (joined[0] + knapsack.starts[i], *joined[1:])
-    return after_recompute, after_other
 
 
 def _undominated(labels: list[Label], stronger: list[Label]) -> list[Label]:

@@ -52,6 +52,20 @@ class Machine:
         memory, speed = ([values[rank] for rank in order] for values in (self.memory, self.speed))
         return Machine(tuple(memory), tuple(speed), turned(self.latency), turned(self.bandwidth))
 
+    def on(self, profile: Profile, groups: Sequence[Sequence[int]]) -> list[Profile]:
+        """Per group of ranks the profile as a stage pays for it that runs on them, the slowest of them.
+
+        What costs more on one rank than on another is stated here and nowhere else.
+        """
+        made = {1.0: profile}
+        found = []
+        for group in groups:
+            speed = min(self.speed[rank] for rank in group)
+            if speed not in made:
+                made[speed] = profile.slower(speed)
+            found.append(made[speed])
+        return found
+
     def lag(self, profile: Profile, sources: Sequence[int], targets: Sequence[int]) -> float:
         """Latency between two groups of ranks, the worst pair; 0 where they are the same ranks."""
         pairs = [(a, b) for a in sources for b in targets if a != b]

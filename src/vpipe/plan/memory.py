@@ -44,6 +44,14 @@ class Choice(StrEnum):
 
 
 @dataclass(frozen=True)
+class Options:
+    """What a plan may use besides keeping."""
+
+    recompute: bool = True
+    swap: bool = True
+
+
+@dataclass(frozen=True)
 class StageFacts:
     """What the schedule and the rank say about a stage; the profile says the rest."""
 
@@ -53,8 +61,6 @@ class StageFacts:
     """Live weight versions: one in synchronous modes."""
     memory: float = float("inf")
     """Cap of the rank, in bytes."""
-    speed: float = 1.0
-    """Speed of the rank: a layer takes its profiled time divided by this."""
     waiting: int = 1
     """Units between the start of their backward and the end of their weight gradient, at the peak."""
 
@@ -146,30 +152,3 @@ def rank_bytes(terms: Mapping[int, MemoryTerms], facts: Sequence[StageFacts], pe
     fixed += max((each.recomputed for each in terms.values()), default=0)
     fixed += max((each.workspace for each in terms.values()), default=0)
     return fixed + max((sum(terms[s].held(facts[s], n) for s, n in peak) for peak in peaks), default=0)
-
-
-def stage_time(
-    profile: Profile, start: int, stop: int, choices: Sequence[Choice], facts: StageFacts, *, first: bool, last: bool
-) -> float:
-    """Seconds of one unit: the longer of the compute lane and the swap lane, which run side by side.
-
-    Compute is forward, backward, the recomputed forwards, and the runtime's overhead of ``F``, ``B`` and two
-    transfers per neighbour. Swapped tensors cross the swap lane twice.
-    """
-    layers = profile.layers[start:stop]
-    compute = sum(
-        layer.total + (layer.forward if c is Choice.RECOMPUTE else 0.0)
-        for layer, c in zip(layers, choices, strict=True)
-    )
-    compute = compute / facts.speed + profile.action_overhead * num_actions(first=first, last=last)
-    swapped = sum(layer.saved_bytes for layer, c in zip(layers, choices, strict=True) if c is Choice.SWAP)
-    if not swapped:
-        return compute
-    if profile.swap_bandwidth is None:
-        raise ValueError("a layer is swapped, but the profile has no swap bandwidth")
-    return max(compute, 2.0 * swapped / profile.swap_bandwidth)
-
-
-def num_actions(*, first: bool, last: bool) -> int:
-    """Actions of one unit at a stage: ``F``, ``B``, and a send and a receive on each side that has a neighbour."""
-    return 2 + 2 * (not first) + 2 * (not last)

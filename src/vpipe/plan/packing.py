@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from vpipe.plan.bounds import Options, StageBounds, range_table
 from vpipe.plan.judge import Judge
 from vpipe.plan.knapsack import Knapsack
-from vpipe.plan.memory import Choice, Peak, rank_bytes, stage_memory
+from vpipe.plan.memory import Choice, Options, Peak, rank_bytes
+from vpipe.plan.sites import unit_time
 
 Cell = tuple[int, int]
 """First layer of a stage and the layer after its last."""
@@ -44,7 +44,8 @@ class Packer:
 
     def __init__(self, judge: Judge, options: Options) -> None:
         self.judge, self.options = judge, options
-        self.profile, self.facts = judge.profile, judge.facts
+        self.profile, self.sites = judge.profile, judge.sites
+        self.facts = [site.facts for site in judge.sites]
         self.groups: list[tuple[int, ...]] = []
         self.caps: list[float] = []
         self.peaks: list[tuple[Peak, ...]] = []
@@ -59,15 +60,6 @@ class Packer:
                 self.peaks.append(pipe.peaks[rank])
         self.free = all(cap == float("inf") for cap in self.caps)
         self.swaps = options.swap and self.profile.swap_bandwidth is not None and not self.free
-        ranges = range_table(self.profile)
-        last = pipe.num_stages - 1
-        shared: dict[object, StageBounds] = {}
-        self.stages: list[StageBounds] = []
-        for s, facts in enumerate(self.facts):
-            key = facts, s == 0, s == last
-            if key not in shared:
-                shared[key] = StageBounds(self.profile, facts, options, ranges, first=s == 0, last=s == last)
-            self.stages.append(shared[key])
         self._cache: dict[tuple[object, ...], list[Packing]] = {}
         self._least: dict[tuple[object, ...], int] = {}
         self._hints: dict[int, float] = {}
@@ -78,7 +70,7 @@ class Packer:
         stages = self.groups[group]
         if self.free:
             return [self._priced_at(stages, cells, [(Choice.KEEP,) * (b - a) for a, b in cells])]
-        key = (id(self.stages[stages[0]]) if len(stages) == 1 else group, *cells)
+        key = (group, *cells)
         if key not in self._cache:
             self._cache[key] = list(self._pack(group, stages, cells))
         return self._cache[key]
@@ -103,11 +95,8 @@ class Packer:
 
     def bytes_of(self, group: int, cells: Sequence[Cell], choices: Sequence[Choices]) -> int:
         """The peak of the rank, as a plan states it."""
-        last = self.judge.pipe.num_stages - 1
-        terms = {
-            s: stage_memory(self.profile, a, b, kept, self.facts[s], first=s == 0, last=s == last)
-            for s, (a, b), kept in zip(self.groups[group], cells, choices, strict=True)
-        }
+        stages = zip(self.groups[group], cells, choices, strict=True)
+        terms = {s: self.sites[s].memory(*cell, kept) for s, cell, kept in stages}
         return rank_bytes(terms, self.facts, self.peaks[group])
 
     def overflow(self, cuts: Sequence[int]) -> tuple[float, int]:
@@ -126,15 +115,9 @@ class Packer:
 
     def _priced_at(self, stages: Sequence[int], cells: Sequence[Cell], choices: Sequence[Choices]) -> Packing:
         """The seconds of given choices."""
-        again, swap = [], []
-        bandwidth = self.profile.swap_bandwidth or 1.0
-        for s, (a, _), kept in zip(stages, cells, choices, strict=True):
-            layers = self.profile.layers
-            again.append(
-                sum(layers[a + i].forward for i, c in enumerate(kept) if c is Choice.RECOMPUTE) / self.facts[s].speed
-            )
-            swap.append(sum(layers[a + i].saved_bytes for i, c in enumerate(kept) if c is Choice.SWAP) / bandwidth)
-        return Packing(tuple(choices), tuple(again), tuple(swap))
+        held = [(self.sites[s], a, kept) for s, (a, _), kept in zip(stages, cells, choices, strict=True)]
+        again = tuple(site.recompute(start, kept) for site, start, kept in held)
+        return Packing(tuple(choices), again, tuple(site.swap(start, kept) for site, start, kept in held))
 
     def harder(self, group: int, cells: tuple[Cell, ...], packing: Packing) -> Packing:
         """The same stage solved with many more labels, if that was not proven."""
@@ -158,10 +141,22 @@ class Packer:
         return Packing(made.choices, made.again, made.swap, exact)
 
     def _knapsack(self, stage: int, cell: Cell, swap: bool) -> Knapsack:
-        knapsack = self.stages[stage].knapsack(*cell)
-        if not swap:
-            knapsack.swappable = False
-        return knapsack
+        site, (start, stop) = self.sites[stage], cell
+        layers, facts = site.profile.layers[start:stop], site.facts
+        keep = (Choice.KEEP,) * len(layers)
+        terms = site.memory(start, stop, keep)
+        return Knapsack(
+            [float(layer.saved_bytes) for layer in layers],
+            [float(size) for size in site.profile.cut_bytes[start:stop]],
+            [layer.forward for layer in layers],
+            units=facts.units,
+            recomputed=facts.recomputed,
+            resident=facts.resident,
+            capacity=facts.memory - terms.lasting - terms.workspace,
+            base=unit_time(site.costs(start, stop, keep)),
+            swap_bandwidth=site.profile.swap_bandwidth if swap and self.options.swap else None,
+            recompute=self.options.recompute,
+        )
 
     def _several(self, group: int, stages: tuple[int, ...], cells: tuple[Cell, ...], swap: bool) -> Packing | None:
         """Stages that share a rank: the lowest price per byte at which they fit, then as much kept as fits."""
@@ -187,15 +182,31 @@ class Packer:
         return Packing(made.choices, made.again, made.swap, exact=False)
 
     def _smallest(self, group: int, cells: tuple[Cell, ...], sacks: list[Knapsack]) -> list[Choices]:
-        """Choices that need few bytes: of each stage alone, or everything recomputed, since ranks do that in turn."""
-        ways: list[list[Choices]] = []
-        for sack in sacks:
-            own = sack.priced(1.0, 0.0, 0.0)[0].path
-            every = (Choice.RECOMPUTE if sack.recompute else Choice.SWAP if sack.swappable else Choice.KEEP,)
-            ways.append(list(dict.fromkeys([own, (Choice.KEEP,) * sack.num_layers, every * sack.num_layers])))
-        alike = [[way[0] for way in ways], [way[-1] for way in ways]]
-        tried = [list(way) for way in product(*ways)] if len(ways) <= 4 else alike
-        return min(tried, key=lambda choices: self.bytes_of(group, cells, choices))
+        """Choices that need few bytes: of each stage alone, or all layers alike, then changed one by one."""
+        kinds = self._kinds()
+        ways = [
+            list(dict.fromkeys([sack.priced(1.0, 0.0, 0.0)[0].path, *((kind,) * sack.num_layers for kind in kinds)]))
+            for sack in sacks
+        ]
+        if len(ways) == 1:
+            return [ways[0][0]]  # a shortest path: exact
+        alike = [[way[min(index, len(way) - 1)] for way in ways] for index in range(len(kinds) + 1)]
+        tried = [list(way) for way in product(*ways)] if len(ways) <= 2 else alike
+        best = min(tried, key=lambda choices: self.bytes_of(group, cells, choices))
+        size = self.bytes_of(group, cells, best)
+        places = [(s, i) for s, sack in enumerate(sacks) for i in range(sack.num_layers)]
+        for (s, i), kind in product(places if size > self.caps[group] else (), kinds):
+            changed = (*best[s][:i], kind, *best[s][i + 1 :])
+            other = [*best[:s], changed, *best[s + 1 :]]
+            if (less := self.bytes_of(group, cells, other)) < size:
+                best, size = other, less
+        return best
+
+    def _kinds(self) -> list[Choice]:
+        """What may become of a layer. Stages of one rank are recomputed in turn, so there recomputing may help even
+        where a stage alone would gain nothing by it, which its knapsack does not see."""
+        kinds = [Choice.KEEP, *([Choice.RECOMPUTE] if self.options.recompute else [])]
+        return kinds + ([Choice.SWAP] if self.swaps else [])
 
     def _kept_again(self, group: int, cells: tuple[Cell, ...], choices: list[Choices]) -> list[Choices]:
         """Layers are kept again, the longest forwards first, as long as the rank fits."""
@@ -221,10 +232,8 @@ class Packer:
             return first[:1]
         if num_layers > _ALL_CHOICES:
             return None
-        kinds = [Choice.KEEP, *([Choice.RECOMPUTE] if self.options.recompute else [])]
-        kinds += [Choice.SWAP] if self.options.swap and self.profile.swap_bandwidth else []
         found = []
-        for flat in product(kinds, repeat=num_layers):
+        for flat in product(self._kinds(), repeat=num_layers):
             ends = [sum(b - a for a, b in cells[: i + 1]) for i in range(len(cells))]
             choices = [flat[end - (b - a) : end] for end, (a, b) in zip(ends, cells, strict=True)]
             if self.fits(group, cells, choices):

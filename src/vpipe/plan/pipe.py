@@ -153,6 +153,5 @@ def stage_facts(program: Program, machine: Machine, share: float = 1.0) -> list[
     for stage, units in enumerate(units_in_flight(program)):
         ranks = program.placement.ranks_of[stage]
         memory = min(machine.memory[rank] for rank in ranks) * share
-        speed = min(machine.speed[rank] for rank in ranks)
-        facts.append(StageFacts(units, versions[stage], memory, speed, max(1, deferred[stage]), deferred[stage]))
+        facts.append(StageFacts(units, versions[stage], memory, max(1, deferred[stage]), deferred[stage]))
     return facts

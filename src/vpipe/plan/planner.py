@@ -20,13 +20,12 @@ from typing import Literal
 from vpipe.errors import UserError
 from vpipe.plan.advice import Misfit, explain_limit
 from vpipe.plan.answer import Plan
-from vpipe.plan.bounds import Options
 from vpipe.plan.costs import Profile
-from vpipe.plan.floor import lower_bound
 from vpipe.plan.judge import Judge
 from vpipe.plan.limits import Limits
 from vpipe.plan.links import Links
 from vpipe.plan.machine import Machine, links_between
+from vpipe.plan.memory import Options
 from vpipe.plan.orders import orders
 from vpipe.plan.packing import Packer
 from vpipe.plan.pipe import Pipe
@@ -221,7 +220,8 @@ def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limi
         )
     judge = Judge(profile, pipe, machine)
     packer = Packer(judge, options)
-    found = Search(judge, packer, limits).run(starts(judge, packer, options, limits))
+    search = Search(judge, packer, limits)
+    found = search.run(starts(judge, packer, options, limits))
     if found is None:
         raise Misfit(profile, pipe, machine, options, limits)
     prediction = predict(profile, found.layout, pipe, machine)
@@ -234,7 +234,7 @@ def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limi
         microbatch_rows=profile.microbatch_rows,
         memory=machine.memory,
         prediction=prediction,
-        lower_bound=prediction.step_time if found.proven else lower_bound(judge, options, limits, prediction.step_time),
+        lower_bound=prediction.step_time if found.proven else min(search.floor.bound, prediction.step_time),
         limit=explain_limit(profile, found.layout, prediction, pipe, machine),
         replicas=pipe.replicas,
         asynchronous=pipe.asynchronous,

@@ -19,6 +19,7 @@ from math import comb
 
 import numpy as np
 
+from vpipe.plan.floor import Floor
 from vpipe.plan.judge import PLAIN, Array, Candidate, Judge
 from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.limits import Limits
@@ -36,8 +37,6 @@ _KNAPSACK = 10
 _CHUNK = 1_000_000
 _RESTARTS = (2, 8)
 """Under a cap, where every new stage is a knapsack, and without."""
-_NEVER = 1e30
-"""Seconds that a stage takes which does not fit."""
 _ALL_RUNS = 24
 """Up to so many stages every run of cuts is moved, beyond only short ones."""
 _FEW_CUTS, _FEW_LAYOUTS = 6_000, 20_000
@@ -63,6 +62,7 @@ class Search:
 
     def __init__(self, judge: Judge, packer: Packer, limits: Limits) -> None:
         self.judge, self.packer, self.limits = judge, packer, limits
+        self.floor = Floor(judge, packer.options, limits=Limits(deadline=0.0))
         self.known: dict[State, float] = {}
         self.paths: list[Path] = []
         """Longest paths of the plain graph: each bounds every layout."""
@@ -73,20 +73,24 @@ class Search:
 
     def run(self, starts: Iterable[Cuts]) -> Found | None:
         """The best layout found from the given cuts; ``None`` where none of them fits."""
-        states = [state for cuts in dict.fromkeys(starts) for state in self._states(cuts)]
-        begun = sorted(zip(self._evaluate(states), states, strict=True))
-        for _, state in begun[:3]:
-            self._descend(state)
-        proven = self._look_at_all()
-        if not proven and self.best is not None:
-            self._restart()
+        self._begin(starts)
         if self.best is None:
             return None
+        self.floor = Floor(self.judge, self.packer.options, self.best[0], self.limits)
+        self._begin(self.floor.proposals())
+        for _, state in sorted((step, state) for state, step in self.known.items())[:3]:
+            self._descend(state)
+        proven = self._look_at_all()
+        if not proven:
+            self._restart()
         step, state = self.best
         whole = state[0], tuple(self._packings(state))
         if not proven:
             step, whole = self._polished(step, whole)
         return Found(self._layout(*whole), step, proven)
+
+    def _begin(self, starts: Iterable[Cuts]) -> None:
+        self._evaluate([state for cuts in dict.fromkeys(starts) for state in self._states(cuts)])
 
     def _layout(self, cuts: Cuts, packings: Sequence[Packing]) -> PlannedLayout:
         choices: list[tuple[Choice, ...]] = [()] * self.judge.pipe.num_stages
@@ -172,8 +176,7 @@ class Search:
         moves = list(dict.fromkeys(_moves(cuts)))
         if not moves:
             return
-        least = self._at_least(moves)
-        floors = self.judge.busiest(self.judge.prices(least)[0])
+        floors, least = self._at_least(moves)
         if self.synchronous:
             candidate = self._of(state)
             path = self.judge.path(candidate)
@@ -185,19 +188,11 @@ class Search:
                 return
             yield from self._states(moves[index])
 
-    def _at_least(self, cuts: Sequence[Cuts]) -> list[Candidate]:
-        """Candidates that recompute as little as these stages must."""
-        if self.packer.free:
-            return [Candidate(each) for each in cuts]
-        table = np.array(cuts, np.int64)
-        columns = []
-        for stage, bounds in enumerate(self.packer.stages):
-            times, _ = bounds.times(table[:, stage], table[:, stage + 1])
-            base = bounds.base[table[:, stage + 1]] - bounds.base[table[:, stage]] + bounds.overhead
-            extra = times - base if bounds.swap_bandwidth is None else np.zeros_like(base)
-            columns.append(np.where(np.isfinite(times), np.where(extra > SLACK * base, extra, 0.0), _NEVER))
-        again = np.array(columns)
-        return [Candidate(each, tuple(row)) for each, row in zip(cuts, again.T.tolist(), strict=True)]
+    def _at_least(self, cuts: Sequence[Cuts]) -> tuple[Array, list[Candidate]]:
+        """What layouts with these cuts take at least, and candidates that recompute as little as they must."""
+        floors, again = self.floor.of(np.array(cuts, np.int64))
+        least = [Candidate(each, tuple(row)) for each, row in zip(cuts, again.tolist(), strict=True)]
+        return np.maximum(floors, self.judge.busiest(self.judge.prices(least)[0])), least
 
     def _restart(self) -> None:
         """Some cuts at random, then down again, as long as the effort lasts."""

@@ -1,9 +1,7 @@
-"""Where a search begins: the partition that is best by the closed form, and cuts balanced by time, memory, or both.
+"""Where a search begins: cuts balanced by time, by memory, or by both, and the partition that overflows least.
 
-    closed form   Σ t_s + transfers + (m-1) · max t_s        (asynchronous: m · max t_s)
-
-The closed form knows one order of work and no several stages per rank, so it only proposes. Where several stages share
-a rank's memory no formula says whether anything fits: cuts are moved until the rank that overflows most no longer does.
+Where several stages share a rank's memory no formula says whether anything fits: cuts are moved until the rank that
+overflows most no longer does.
 """
 
 from __future__ import annotations
@@ -14,10 +12,9 @@ from math import comb, inf
 
 import numpy as np
 
-from vpipe.plan.bounds import Options
-from vpipe.plan.cuts import Cutter
 from vpipe.plan.judge import Array, Judge
 from vpipe.plan.limits import Limits
+from vpipe.plan.memory import Options
 from vpipe.plan.packing import Packer
 from vpipe.plan.shortfall import proportional, shortfall
 
@@ -30,23 +27,18 @@ _FEW = 3_000
 
 def starts(judge: Judge, packer: Packer, options: Options, limits: Limits) -> list[Cuts]:
     """Cuts to begin with; none where nothing fits, as far as was found."""
-    found: list[Cuts] = []
-    pipe = judge.pipe
-    if pipe.stages_per_rank == 1:
-        found += Cutter(packer, lambda: limits.over).proposals()
-        if not found:
-            short = shortfall(judge.profile, judge.facts, options)  # also after the time: what fits is to be found
-            if short.missing > 0:
-                return []
-            found.append(short.cuts)
     mixed = list(dict.fromkeys(_balanced(judge, mix) for mix in _MIXES))
-    fitting = [cuts for cuts in mixed if packer.overflow(cuts)[0] <= 0]
-    if not fitting and not found:
-        best = min((_eased(packer, cuts, limits) for cuts in mixed), key=lambda cuts: packer.overflow(cuts)[0])
-        if packer.overflow(best)[0] > 0 and not limits.over:
-            best = min(_all_cuts(judge), key=lambda cuts: packer.overflow(cuts)[0], default=best)
-        return [best] if packer.overflow(best)[0] <= 0 else []
-    return found + fitting
+    if judge.pipe.stages_per_rank == 1:
+        fitting = [cuts for cuts in mixed if packer.overflow(cuts)[0] <= 0]
+        if fitting:
+            return fitting
+        short = shortfall(judge.profile, packer.facts, options)  # also after the time: what fits is to be found
+        return [short.cuts] if short.missing <= 0 else []
+    found = [cuts for cuts in (_eased(packer, cuts, limits) for cuts in mixed) if packer.overflow(cuts)[0] <= 0]
+    if not found and not limits.over:
+        best = min(_all_cuts(judge), key=lambda cuts: packer.overflow(cuts)[0], default=None)
+        found = [best] if best is not None and packer.overflow(best)[0] <= 0 else []
+    return found
 
 
 def least_overflow(judge: Judge, packer: Packer, limits: Limits) -> tuple[float, int, bool]:
@@ -68,11 +60,12 @@ def _all_cuts(judge: Judge) -> Iterator[Cuts]:
 def _balanced(judge: Judge, mix: float) -> Cuts:
     """Cuts at equal parts of the work (mix 1), of the bytes (mix 0), or of both."""
     work = judge.forward + judge.input_grad + judge.weight_grad
-    units = max(fact.units for fact in judge.facts)
+    units = max(site.facts.units for site in judge.sites)
     sizes = [2 * x.parameter_bytes + x.optimizer_bytes + units * x.saved_bytes for x in judge.profile.layers]
     bytes_ = np.concatenate([[0.0], np.cumsum(np.array(sizes, dtype=np.float64))])
-    line: Array = mix * work / max(float(work[-1]), 1e-300) + (1 - mix) * bytes_ / max(float(bytes_[-1]), 1e-300)
-    share = np.cumsum(judge.speed) / judge.speed.sum() * line[-1]
+    line: Array = mix * work[0] / max(float(work[0][-1]), 1e-300) + (1 - mix) * bytes_ / max(float(bytes_[-1]), 1e-300)
+    quick = 1 / np.maximum(work[:, -1], 1e-300)  # where everything takes longer, a stage has less of it
+    share = np.cumsum(quick) / quick.sum() * line[-1]
     return proportional(line.tolist(), share.tolist())
 
 

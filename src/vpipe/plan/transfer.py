@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.plan.links import Links
-from vpipe.plan.memory import num_actions
+from vpipe.plan.sites import num_actions
 from vpipe.runtime.device import HOST, is_host
 from vpipe.runtime.memory.swap_store import FileStore
 from vpipe.runtime.pipeline import Pipeline

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from vpipe.data.dataset import DataSet
 from vpipe.models.model import Model
 from vpipe.plan.costs import Profile
 from vpipe.plan.profile import Measuring, measure_layers
-from vpipe.plan.sharding import measure_sharding
+from vpipe.plan.sharding import WrapperCosts, measure_wrappers
 from vpipe.plan.transfer import (
     Told,
     empty_pipeline,
@@ -30,7 +31,7 @@ from vpipe.plan.transfer import (
     slowest,
 )
 from vpipe.runtime import assembly
-from vpipe.runtime.device import own_memory
+from vpipe.runtime.device import is_host, own_memory
 from vpipe.runtime.vendors import device_name
 from vpipe.train.feed import Feed, Units
 from vpipe.train.optimizers import autocast, optimizer
@@ -79,7 +80,8 @@ def measure(config: dict[str, Any], repeat: int, show: Told, every_link: bool = 
     link = slowest(links) if links else measure_link(pipeline.transport, repeat, device)
     overhead = measure_overhead(pipeline, repeat)
     swap = measure_swap(3, device)
-    shards = measure_sharding(link, repeat)
+    # On a device torch's own ways compute and send side by side, as they are predicted without a measurement.
+    wrappers = measure_wrappers(link, repeat) if is_host(device) else WrapperCosts()
     training = checked.training
     measuring = Measuring(
         model.loss, optimizer(training), repeat, training.seed, autocast(training, device.type), device
@@ -94,8 +96,7 @@ def measure(config: dict[str, Any], repeat: int, show: Told, every_link: bool = 
         links=links,
         swap_bandwidth=swap,
         action_overhead=overhead,
-        shard_overhead=shards[0],
-        shard_overhead_per_byte=shards[1],
+        **asdict(wrappers),
         model=identity(checked, model),
         device=_device(num_ranks, pipeline.transport, device),
     )
