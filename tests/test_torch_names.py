@@ -29,6 +29,7 @@ def foreach() -> bool:
     tensors = [torch.ones(2), torch.ones(3)]
     torch._foreach_mul_(tensors, 2.0)
     torch._foreach_div_(tensors, 4.0)
+    torch._foreach_copy_(tensors, [torch.full((2,), 3.0), torch.full((3,), 4.0)])
     return [float(norm) for norm in torch._foreach_norm(tensors)] == [float(tensor.norm()) for tensor in tensors]
 
 
@@ -105,6 +106,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "_foreach_mul_": foreach,
     "_foreach_div_": foreach,
     "_foreach_norm": foreach,
+    "_foreach_copy_": foreach,
     "_pytree": pytree,
     "_python_dispatch": dispatch,
     "_len_torch_dispatch_stack": dispatch,

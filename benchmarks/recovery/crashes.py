@@ -2,9 +2,10 @@
 
     python benchmarks/recovery/crashes.py [--quick] [--json]
 
-One elastic run of three ranks. For every step of the protocol (those that ``Move`` tells, those between the order of a
-new epoch and its first step, and the middle of writing a copy) a rank is told to kill itself there (SIGKILL): while
-layers move, or while it recovers from the loss of another one. After each blow the partition must be the one before or
+One elastic run of three ranks, with frozen layers. For every step of the protocol (those that ``Ahead`` and ``Move``
+tell, those between the order of a new epoch and its first step, and the middle of writing a copy) a rank is told to
+kill itself there (SIGKILL): while frozen weights go ahead, while layers move, or while it recovers from the loss of
+another one. After each blow the partition must be the one before or
 the one that was asked for, and at the end the run must be the undisturbed one, byte by byte.
 """
 
@@ -37,6 +38,7 @@ from vpipe.runtime.pipeline import Pipeline
 from vpipe.train import copies, elastic
 
 ARM = Path(os.environ["CRASH_ARM"])
+FROZEN = (1, 2, 4)
 counts = {}
 
 def reached(kind, step):
@@ -50,11 +52,21 @@ def reached(kind, step):
         ARM.with_suffix(".step").write_text(step)
         os.kill(os.getpid(), signal.SIGKILL)
 
-move, mark, checksum = Pipeline.move, elastic.Marks.mark, copies._sum
+move, mark, checksum, begin = Pipeline.move, elastic.Marks.mark, copies._sum, Pipeline.__init__
+prepare = Pipeline.prepare_move
 
-def moving(self, layout, **more):
+def beginning(self, *given, **more):
+    begin(self, *given, **more)
+    for layer, module in self.modules().items():
+        module.requires_grad_(layer not in FROZEN)
+
+def preparing(self, layout, **more):
+    counts["ahead"] = -1
+    return prepare(self, layout, notice=lambda step: reached("ahead", step))
+
+def moving(self, layout, *given, **more):
     counts["move"] = -1
-    done = move(self, layout, notice=lambda step: reached("move", step))
+    done = move(self, layout, *given, notice=lambda step: reached("move", step))
     reached("move", "moved")
     return done
 
@@ -69,7 +81,8 @@ def summing(memory):
     counts["copy"] = -1
     return checksum(memory)
 
-Pipeline.move, elastic.Marks.mark, copies._sum = moving, marking, summing
+Pipeline.move, elastic.Marks.mark, copies._sum, Pipeline.__init__ = moving, marking, summing, beginning
+Pipeline.prepare_move = preparing
 '''
 CONFIG: dict[str, Any] = {
     "model": {"name": "gpt", "hidden_size": 16, "num_layers": 4, "num_heads": 2, "sequence_length": 8},
@@ -94,10 +107,10 @@ class Driver:
         plugin.write_text(PLUGIN)
         config.write_text(yaml.safe_dump(CONFIG))
         self.words = ["train", str(config), "--set", f"training.max_iterations={iterations}", "--quiet"]
-        elastic = ["--elastic", "3:3", "--plugin", str(plugin), "--output-dir", str(self.run)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vpipe", *self.words, *elastic], env=os.environ | {"CRASH_ARM": str(self.arm)}
-        )
+        self.words += ["--plugin", str(plugin)]
+        elastic = ["--elastic", "3:3", "--output-dir", str(self.run)]
+        os.environ["CRASH_ARM"] = str(self.arm)
+        self.process = subprocess.Popen([sys.executable, "-m", "vpipe", *self.words, *elastic])
 
     def wait(self, holds: Any) -> bool:
         end = time.monotonic() + HANG
@@ -127,7 +140,7 @@ class Driver:
         before, epoch, wanted = self.partition(), self.roster().epoch, LAYOUTS[turn % 2]
         self.earlier = self.earlier or before
         self.arm.write_text(json.dumps({"kind": kind, "at": at, "slot": slot}))
-        if kind == "move":
+        if kind in ("ahead", "move"):
             if before == wanted:
                 wanted = LAYOUTS[(turn + 1) % 2]
             want_layout(self.run, wanted, [1, 2, 0])
@@ -158,7 +171,7 @@ def main() -> None:
         driver = Driver(folder, 400 if arguments.quick else 2500)
         turn = 0
         for slot in (1,) if arguments.quick else (0, 1, 2):
-            for kind in ("copy", "recovery", "move"):
+            for kind in ("copy", "recovery", "ahead", "move"):
                 for at in range(1 if kind == "copy" else 100):
                     turn += 1
                     step = driver.hit(kind, at, slot, turn)

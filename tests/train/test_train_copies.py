@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from vpipe import Pipeline
 from vpipe.rundir.manifest import Standing
+from vpipe.train.copier import Copier
 from vpipe.train.copies import CopyShelf, Part, newest
 
 Pair = list[int]
@@ -130,3 +133,43 @@ def test_optimizer_state_that_appears_later_finds_room(memory: list[Pair]) -> No
         shelf.write(standing(iteration), Part(1, 0, 1), grown)
     (found,) = newest([CopyShelf(memory[0])])
     assert torch.equal(found.read(0)["optimizer/weight/exp_avg"], grown[0]["optimizer/weight/exp_avg"])
+
+
+def test_buffers_are_copied_at_once_and_weights_by_the_call_that_ends_the_copy(memory: list[Pair]) -> None:
+    shelf = CopyShelf(memory[0])
+    tensors = {0: {"param/weight": torch.zeros(3), "buffer/mean": torch.zeros(2)}}
+    finish = shelf.begin(standing(1), Part(1, 0, 1), tensors)
+    tensors[0]["buffer/mean"].fill_(7.0)  # by the next forward
+    assert newest([CopyShelf(memory[0])]) == []
+    finish()
+    (found,) = newest([CopyShelf(memory[0])])
+    assert torch.equal(found.read(0)["buffer/mean"], torch.zeros(2))
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["waits", "negative-control"])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_an_update_waits_for_the_copy_that_reads_its_weights(schedule: str, guarded: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    pipe = Pipeline(layers, nn.functional.mse_loss, schedule=schedule, num_ranks=2, optimizer=torch.optim.Adam)
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    pipe.train_step(*batch)
+    copier, updated, seen = Copier(), threading.Event(), list[bool]()
+    if guarded:
+        pipe.each_engine(copier.watch)
+    for optimizer in pipe.optimizers.values():
+        optimizer.register_step_post_hook(lambda *_: updated.set())
+    copier.begin(lambda: seen.append(updated.wait(0.3 if guarded else 60)))
+    pipe.train_step(*batch)
+    copier.settle()
+    assert updated.is_set()
+    assert seen == [not guarded]
+    pipe.close()
+
+
+def test_a_copy_that_fails_is_told_where_it_is_awaited() -> None:
+    copier = Copier()
+    copier.begin(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        copier.settle()
+    copier.settle()

@@ -371,6 +371,9 @@ CASES: dict[str, Case] = {
     "parallel.adapt": Case(
         learned, "suggest", SHORT, "refused: parallel.adapt measures stages, but ranks that are thre"
     ),
+    "parallel.memory": Case(
+        learned, "1GiB", SHORT, "refused: parallel.memory is 1GiB, but adapt: off reads it nowhere"
+    ),
     "parallel.depths": Case(program, [2, 0], PIPEDREAM | SHORT),
     "parallel.vertical_sync": Case(program, True, PIPEDREAM | SHORT),
     "parallel.schedule_options": Case(program, {"update_interval": 2}, PIPEDREAM | SHORT),

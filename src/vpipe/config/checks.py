@@ -25,7 +25,7 @@ MAX_NESTING = 32
 
 def check(config: PipelineConfig) -> list[Problem]:
     """Every broken rule."""
-    rules = (_model, _plain_values, _batches, _learning_rate, _stages, _replicas, _older_keys, _launch)
+    rules = (_model, _plain_values, _batches, _learning_rate, _stages, _adapt, _replicas, _older_keys, _launch)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -210,6 +210,16 @@ def _recompute_and_swap(config: PipelineConfig) -> Iterator[Problem]:
                 "parallel.recompute",
             )
             return
+
+
+def _adapt(config: PipelineConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.memory is not None and parallel.adapt == "off":
+        yield _broken(
+            f"is {parallel.memory}, but adapt: off reads it nowhere; set adapt: on, or plan with 'vpipe plan --memory'",
+            "parallel.memory",
+            "parallel.adapt",
+        )
 
 
 def _replicas(config: PipelineConfig) -> Iterator[Problem]:

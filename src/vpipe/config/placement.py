@@ -9,6 +9,7 @@ from pydantic import Field
 from vpipe.config.base import ScheduleName, Section, Text, worded
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
+SIZE = r"^\s*[0-9]*\.?[0-9]+\s*([kKmMgGtT][iI]?)?[bB]?\s*$"
 Small = Annotated[int, Field(ge=1, le=65536)]
 
 
@@ -48,6 +49,11 @@ class ParallelConfig(Section):
     adapt: Literal["off", "suggest", "on"] = "off"
     """Move layers between ranks while training, where measured stage times say that it pays within the rest of the run;
     suggest only says what it would do. Results stay the same to the bit with synchronous schedules."""
+    memory: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=SIZE)] | None = worded(
+        None, "a size such as 4GiB, or null"
+    )
+    """For adapt: the most bytes that a rank may hold, such as 4GiB; what is recomputed and swapped then changes with
+    the layout. null takes what an accelerator has; on the CPU there is no cap, and recompute and swap stay shares."""
     depths: Annotated[tuple[Annotated[int, Field(ge=0, le=65536)], ...], Field(strict=False, min_length=1)] | None = (
         worded(None, "a list with one whole number per stage, falling from the first to the last, or null")
     )

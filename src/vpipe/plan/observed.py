@@ -4,13 +4,15 @@
 
 One layout has too few equations, so the layers' estimated work says how a stage's time divides. Every further layout
 adds equations, and the costs are those that fulfil all of them and depart least from what was believed before. A stage
-whose time changes while the layout does not tells of its rank: other load, heat, another machine. (Layers that are
-frozen look the same; the next layout shows them for what they are.)
+whose time changes while the layout does not tells of its rank (other load, heat, another machine) where forward and
+backward change alike. Where they do not, its layers have changed: frozen ones lose their backward and keep their
+forward. Then what earlier layouts said is forgotten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,8 @@ from vpipe.plan.costs import LayerCost, Profile
 Array = NDArray[np.float64]
 NOTICE = 0.1
 """By what share the time of a stage must change to be news."""
+UNLIKE = 0.25
+"""By what share forward and backward must change differently to tell of layers and not of a rank."""
 MOST_EQUATIONS = 48
 LEAST = 0.02
 """A layer costs at least this share of the mean: no measurement says that it costs nothing."""
@@ -44,8 +48,9 @@ class Observed:
             share = masks * self._work / (masks @ self._work)[:, None]
             self.costs = share.T @ times
         elif tuple(counts) == self._counts:
-            self._blame_ranks(masks, times)
-            return
+            if not self._blame_ranks(masks, times):
+                return
+            self._rows, self._times = [], []
         slow = np.array([self._slowness(stage) for stage in range(len(counts))])
         self._rows += list(masks * slow[:, None])
         self._times += list(times)
@@ -56,15 +61,22 @@ class Observed:
     def _slowness(self, stage: int) -> float:
         return float(np.mean([self.slowness[rank] for rank in self._ranks_of[stage]]))
 
-    def _blame_ranks(self, masks: Array, times: Array) -> None:
-        """The layout is the one before: what has changed are ranks."""
+    def _blame_ranks(self, masks: Array, times: Array) -> bool:
+        """The layout is the one before: ranks have changed, or layers. Whether layers have."""
         assert self.costs is not None
-        expected = (masks @ self.costs).sum(axis=1)
+        expected, layers_changed = masks @ self.costs, False
         for rank in range(len(self.slowness)):
             mine = [stage for stage, ranks in enumerate(self._ranks_of) if rank in ranks]
-            ratio = float(times[mine].sum() / max(expected[mine].sum(), 1e-12))
+            before, now = expected[mine].sum(axis=0), times[mine].sum(axis=0)
+            ratio = float(now.sum() / max(before.sum(), 1e-12))
+            forward, backward = (
+                float(now[part].sum() / max(before[part].sum(), 1e-12)) for part in (slice(0, 1), slice(1, 3))
+            )
+            if abs(backward - forward) > UNLIKE * max(forward, backward):
+                layers_changed, ratio = True, forward
             if abs(ratio / self.slowness[rank] - 1) > NOTICE:
                 self.slowness[rank] = ratio
+        return layers_changed
 
     def _solve(self) -> None:
         assert self.costs is not None
@@ -73,14 +85,15 @@ class Observed:
         least = LEAST * self.costs.mean(axis=0)
         self.costs = np.maximum(self.costs + change, least)
 
-    def profile(self) -> Profile:
-        """What the planner is told."""
+    def profile(self, sizes: Profile | None = None) -> Profile:
+        """What the planner is told; ``sizes`` has the bytes of the layers, where they matter."""
         assert self.costs is not None, "asked after something was learnt"
+        frame = sizes or Profile(tuple(LayerCost(f"layer {i}", 0, 0, 0, 0, 0) for i in range(len(self.costs))))
         layers = [
-            LayerCost(f"layer {index}", forward, input_grad, weight_grad, saved_bytes=0, boundary_bytes=0)
-            for index, (forward, input_grad, weight_grad) in enumerate(self.costs.tolist())
+            replace(layer, forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+            for layer, (forward, input_grad, weight_grad) in zip(frame.layers, self.costs.tolist(), strict=True)
         ]
-        return Profile(tuple(layers))
+        return replace(frame, layers=tuple(layers))
 
     def speed(self) -> list[float]:
         """Per rank, for the planner."""

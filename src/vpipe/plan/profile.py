@@ -107,7 +107,7 @@ def measure_layers(
     flow = resolve(layers, Layout.chain([1] * len(layers)))
     inputs, targets = measuring.there(inputs), measuring.there(targets)
     values = {value: given for value, given in bind_inputs(flow, inputs).items() if _readers(flow, value)}
-    input_bytes = sum(_num_bytes(given) for given in values.values())
+    input_bytes = sum(num_bytes(given) for given in values.values())
     nothing = _time_of_nothing(measuring)
     known: dict[object, tuple[LayerCost, dict[str, Any]]] = {}
     costs: list[LayerCost] = []
@@ -120,7 +120,7 @@ def measure_layers(
             known[key] = _measure(flow, index, values, targets, measuring, nothing)
         cost, given = known[key]
         values |= {(name, index): value for name, value in given.items()}
-        costs.append(replace(cost, name=layer.name or cost.name, boundary_bytes=_crossing(flow, index, values)))
+        costs.append(replace(cost, name=layer.name or cost.name, boundary_bytes=crossing(flow, index, values)))
     if tell is not None:
         tell(len(layers), len(layers), "")
     return costs, input_bytes
@@ -159,7 +159,7 @@ def _measure(
     """One layer's cost (what crosses the cut behind it is not known here), and what it writes."""
     module = place(_module(flow.layers[index]), measuring.device)
     stage = _stage(flow, index, module, measuring, splits=False)
-    saved = _SavedBytes(module)
+    saved = SavedBytes(module)
     with saved.watching():
         given = _forward(stage, values, targets, measuring)
     stage.abandon()
@@ -287,12 +287,12 @@ def _time_of_nothing(measuring: Measuring) -> Timings:
     return Timings(whole.median("forward"), whole.median("backward"), split.median("weight"))
 
 
-class _SavedBytes:
+class SavedBytes:
     """What autograd keeps of a forward: whole storages, each once, without the layer's own weights and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         owned = [*module.parameters(), *module.buffers()]
-        self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}
+        self._owned = {tensor.untyped_storage()._cdata for tensor in owned}
         self._sizes: dict[int, int] = {}
         self._kept: list[Tensor] = []
 
@@ -302,9 +302,9 @@ class _SavedBytes:
 
     def _pack(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._owned:
-            self._sizes[storage.data_ptr()] = storage.nbytes()
-            self._kept.append(tensor.detach())  # while it lives, no other storage gets its address
+        if storage._cdata not in self._owned:
+            self._sizes[storage._cdata] = storage.nbytes()
+            self._kept.append(tensor.detach())  # while it lives, no other storage gets its identity
 
     @property
     def total(self) -> int:
@@ -316,10 +316,10 @@ def _readers(flow: Flow, value: Value) -> list[int]:
     return [layer for layer, reads in enumerate(flow.reads) if value in reads]
 
 
-def _crossing(flow: Flow, index: int, values: Values) -> int:
+def crossing(flow: Flow, index: int, values: Values) -> int:
     """Bytes of everything that a layer behind this one still reads."""
     later = {value for reads in flow.reads[index + 1 :] for value in reads if value[1] <= index}
-    return sum(_num_bytes(values[value]) for value in later)
+    return sum(num_bytes(values[value]) for value in later)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -328,6 +328,6 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def _num_bytes(value: Any) -> int:
+def num_bytes(value: Any) -> int:
     """Bytes of all tensors of a value."""
     return count_bytes(_tensors(value))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,7 +28,7 @@ from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow, resolve
 from vpipe.runtime.memory.choices import stages_with, treated_layers
 from vpipe.runtime.memory.heap import keep_freed_memory, return_freed_memory
-from vpipe.runtime.options import Options
+from vpipe.runtime.options import Memory, Options
 from vpipe.runtime.priorities.order import Policy, choose_executor
 from vpipe.runtime.programs import Programs, ScheduleSpec
 from vpipe.runtime.ranks import membership
@@ -68,6 +70,7 @@ class Builder:
         self._lock = None if alone else threading.Lock()
         self._finishing: list[Callable[[Engine], None]] = []
         self._transport: DistributedTransport | DeviceTransport | None = None
+        self._apart: Any = None
 
     @property
     def takes_turns(self) -> bool:
@@ -77,6 +80,17 @@ class Builder:
     def finish(self, change: Callable[[Engine], None]) -> None:
         """Every engine that is made from now on goes through ``change`` at last."""
         self._finishing.append(change)
+
+    @contextmanager
+    def treating(self, memory: Memory | None) -> Iterator[None]:
+        """Build with other choices of what is kept, and stay with them unless what is built fails."""
+        before = self.options
+        self.options = before if memory is None else replace(before, memory=memory)
+        try:
+            yield
+        except BaseException:
+            self.options = before
+            raise
 
     def layout(self, partition: Sequence[int] | None) -> Layout:
         """The first one: stages where the schedule puts them, layers as wanted or even."""
@@ -98,6 +112,12 @@ class Builder:
         """Make the groups of ranks that these programs need. Every rank calls this at the same place."""
         if self.wires.host is not None:
             self._between(self.wires.host, programs)
+
+    def apart(self) -> Any:
+        """A group of all ranks with connections of its own. Every rank calls this at the same place."""
+        if self._apart is None:
+            self._apart = dist.new_group(list(range(self.wires.num_ranks)), backend="gloo")
+        return self._apart
 
     def engines(self, programs: Programs, modules: Modules | None = None) -> list[Engine]:
         """The engines of this process's ranks. ``modules`` are used where they are given; others are built."""

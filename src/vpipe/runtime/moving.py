@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from vpipe.errors import UserError
 from vpipe.runtime import layer_state
+from vpipe.runtime.ahead import Ahead, Notice, Shelf, pairs
 from vpipe.runtime.builder import Builder
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.layer_state import State
-from vpipe.runtime.memory.swap_store import FileStore
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.runtime.transport.inprocess import PeerFailed
@@ -36,8 +36,6 @@ from vpipe.schedule.layout import Difference, Layout, Transfer, difference
 MOVE_STEP = -2
 _CHANNEL = 1023
 """Of no stage: what moves is not taken for an activation."""
-Notice = Callable[[str], None]
-"""Called with every step of the protocol; tests break them, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -46,42 +44,20 @@ class Moved:
 
     difference: Difference
     num_bytes: int
-    """That this process has received."""
+    """That this process has received, while training stood still."""
     seconds: float
-
-
-@dataclass
-class Shelf:
-    """Blocks of layers of one rank that wait in a file."""
-
-    store: FileStore = field(default_factory=FileStore)
-    _places: dict[int, tuple[tuple[int, int], int]] = field(default_factory=dict)
-
-    def lay(self, layer: int, block: Tensor) -> None:
-        if block.untyped_storage().nbytes() != block.numel():
-            block = block.clone()  # a message may be a part of a larger piece of memory
-        self._places[layer] = (self.store.put(block.untyped_storage()), block.numel())
-
-    def fetch(self, layer: int) -> State:
-        """The state of a layer; its block stays where it is."""
-        place, size = self._places[layer]
-        block = torch.empty(size, dtype=torch.uint8)
-        self.store.look(place, block.untyped_storage())
-        return layer_state.unpacked(block)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(size for _, size in self._places.values())
-
-    def __contains__(self, layer: object) -> bool:
-        return layer in self._places
+    num_bytes_ahead: int = 0
+    """That it had received before, beside training."""
 
 
 class Move:
     """One move of the ranks of this process."""
 
-    def __init__(self, builder: Builder, engines: list[Engine], new: Layout, notice: Notice) -> None:
+    def __init__(
+        self, builder: Builder, engines: list[Engine], new: Layout, notice: Notice, ahead: Ahead | None = None
+    ) -> None:
         self._builder, self._old, self._notice = builder, engines, notice
+        self._ahead = ahead
         self.layout = new
         self.before = engines[0].flow.layout
         self.difference = difference(self.before, new)
@@ -112,9 +88,9 @@ class Move:
     def _transfer(self, engine: Engine, number: int, transfer: Transfer, leaves: bool, problems: list[str]) -> None:
         rank = engine.rank
         block = None
-        if rank in transfer.sources and (leaves or rank in dict(self._pairs(transfer)).values()):
+        if rank in transfer.sources and (leaves or rank in dict(pairs(self.layout, transfer)).values()):
             block = self._attempt(problems, lambda: self._lay_aside(engine, transfer.layer, leaves))
-        for target, source in self._pairs(transfer):
+        for target, source in pairs(self.layout, transfer):
             envelope = Envelope(MOVE_STEP, _CHANNEL, _CHANNEL, number, 0)
             if rank == source:
                 engine.transport.send(envelope, target, torch.empty(0, dtype=torch.uint8) if block is None else block)
@@ -122,12 +98,6 @@ class Move:
                 engine.transport.post(envelope, source)
                 found = engine.transport.take(envelope).cpu()
                 self._attempt(problems, lambda found=found: self._receive(rank, transfer.layer, found))  # type: ignore[misc]
-
-    def _pairs(self, transfer: Transfer) -> list[tuple[int, int]]:
-        """(target, source) of a transfer: replica by replica, since each may have gradients of its own units."""
-        after = self.layout.ranks_of(transfer.layer)
-        sources = transfer.sources
-        return [(target, sources[after.index(target) % len(sources)]) for target in transfer.targets]
 
     def _lay_aside(self, engine: Engine, layer: int, leaves: bool = True) -> Tensor:
         """The block of a layer that this rank holds; kept, where the layer leaves."""
@@ -139,6 +109,8 @@ class Move:
             states[str(layer + 1)] = layer_state.state_of(stage.loss, optimizer)
         if not self._builder.wires.in_process:
             layer_state.refuse_hooks(layer, stage.modules[layer])
+        for name in self._ahead.names(layer) if self._ahead is not None else ():
+            del states[str(layer)]["parameters"][name]  # its new holder has it already
         block = layer_state.packed(states)
         if leaves:
             self._going[engine.rank].lay(layer, block)
@@ -199,10 +171,10 @@ class Move:
             if place[0] in self.layout.ranks_of(place[1]):
                 yield place, module
         for transfer in self.difference.transfers:
-            for target, source in self._pairs(transfer):
+            for target, source in pairs(self.layout, transfer):
                 if target not in devices:
                     continue
-                for layer, state in self._states(self._coming[target], transfer.layer):
+                for layer, state in self._states(target, transfer.layer):
                     self._notice(f"load layer {layer} on rank {target}")
                     place = (source, layer)
                     module = spare.pop(place) if place in spare else self._built(layer, kept.get(place))
@@ -218,8 +190,13 @@ class Move:
         assert isinstance(parts.loss, nn.Module)
         return parts.loss
 
-    def _states(self, shelf: Shelf, layer: int) -> list[tuple[int, State]]:
-        return [(int(number), state) for number, state in shelf.fetch(layer).items()]
+    def _states(self, rank: int, layer: int, *, gone: bool = False) -> list[tuple[int, State]]:
+        """What has come to a rank for a layer, or has gone; with what was sent ahead."""
+        found = (self._going if gone else self._coming)[rank].fetch(layer)
+        ahead = None if self._ahead is None else self._ahead.going if gone else self._ahead.coming
+        if ahead is not None and layer in ahead:
+            found[str(layer)]["parameters"] |= ahead.fetch(layer)["parameters"]
+        return [(int(number), state) for number, state in found.items()]
 
     def _parts(self, engine: Engine) -> Iterator[tuple[int, nn.Module]]:
         """The layers of a rank, and the loss as the one after the last."""
@@ -240,7 +217,7 @@ class Move:
             for layer, module in stage.owned.items():
                 source = min(layer, self.before.num_layers - 1)
                 if source in self._coming[engine.rank]:
-                    states[layer] = dict(self._states(self._coming[engine.rank], source))[layer]
+                    states[layer] = dict(self._states(engine.rank, source))[layer]
                 else:
                     states[layer] = layer_state.state_of(module, _optimizer(old, layer))
             layer_state.put_optimizer(states, stage.owned, optimizer)
@@ -253,7 +230,7 @@ class Move:
         for rank, layer in self._dropped:
             engine = by_rank[rank]
             source = min(layer, self.before.num_layers - 1)
-            state = dict(self._states(self._going[rank], source))[layer]
+            state = dict(self._states(rank, source, gone=True))[layer]
             module = dict(self._parts(engine))[layer]
             layer_state.put(state, module, engine.device)
             optimizer = _optimizer(engine, layer)
@@ -307,10 +284,14 @@ def move(
     gather: Callable[[str], list[str]],
     on_all: Callable[[Callable[[Engine], str]], list[str]],
     notice: Notice,
+    ahead: Ahead | None = None,
 ) -> tuple[list[Engine], Moved]:
-    """From the layout of ``engines`` to that of ``programs``; a ``UserError`` where it stays the old one."""
+    """From the layout of ``engines`` to that of ``programs``; a ``UserError`` where it stays the old one. ``ahead`` is
+    what was sent for it already."""
     begin = perf_counter()
-    moving = Move(builder, engines, programs.flow.layout, notice)
+    if ahead is not None:
+        ahead.settle(gather)
+    moving = Move(builder, engines, programs.flow.layout, notice, ahead)
     try:
         problem, updates = verdict(gather(report(next(filter(None, on_all(moving.prepare)), ""), engines)))
         if problem:
@@ -327,6 +308,7 @@ def move(
             raise UserError(f"the layers stay where they are, because not all ranks could take theirs: {problem}")
         for engine in engines:
             engine.retire()
-        return made, Moved(moving.difference, moving.num_bytes, perf_counter() - begin)
+        before = ahead.coming.num_bytes if ahead is not None else 0
+        return made, Moved(moving.difference, moving.num_bytes, perf_counter() - begin, before)
     finally:
         moving.close()

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
-from vpipe.runtime import assembly, moving
+from vpipe.runtime import assembly
 from vpipe.runtime.builder import prepared
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow, bind_inputs
-from vpipe.runtime.holdings import Holdings
 from vpipe.runtime.job import Compiled, Job, Result
 from vpipe.runtime.microbatches import check_counts, check_rows, copies_of, mean_loss, torn, units_of, without_gradient
 from vpipe.runtime.modes import Modes
-from vpipe.runtime.moving import Moved, Notice
+from vpipe.runtime.movable import Movable
 from vpipe.runtime.options import Memory, Options, PlainKeywords, Ranks, Schedule, Update
 from vpipe.runtime.randomness import undisturbed
 from vpipe.runtime.trace import Trace
@@ -37,7 +36,7 @@ from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
 
 
-class Pipeline(Holdings):
+class Pipeline(Movable):
     """A model cut into stages and trained by a schedule.
 
     ``schedule``, ``memory``, ``update`` and ``ranks`` are the values of ``runtime.options``, which documents their
@@ -75,6 +74,7 @@ class Pipeline(Holdings):
         self.num_updates = 0
         self._trace: Trace | None = None
         self._torn: str | None = None
+        self._ahead = None
         self._on_all(lambda engine: assembly.share_initial_weights(engine, self.builder.parts.tied))
 
     @property
@@ -215,23 +215,6 @@ class Pipeline(Holdings):
             program, {engine.rank: result.records for engine, result in zip(self.engines, results, strict=True)}
         )
         return mean_loss(losses, self.layout.num_layers) / self.programs.num_batches(program)
-
-    def move(self, layout: Layout, *, notice: Notice = lambda step: None) -> Moved:
-        """Let other ranks hold the layers, from now on as ``layout`` says; training goes on as if nothing had happened.
-
-        Between two steps, on every rank: an asynchronous schedule has drained then. Where it cannot be done, the old
-        layout stays, on all ranks, and a ``UserError`` says why. ``notice`` is told every step of the protocol.
-        """
-        self._require_whole()
-        moving.refuse(self.engines, layout)
-        programs = self.builder.programs(layout, self.programs.spec)
-        programs.training()
-        self.engines, moved = moving.move(
-            self.builder, self.engines, programs, self.gather, lambda do: self._on_all(do), notice
-        )
-        self.programs = programs
-        self._compiled.clear()
-        return moved
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The mean loss of a batch, without training, on every rank."""

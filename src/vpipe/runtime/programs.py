@@ -113,6 +113,10 @@ class ScheduleSpec:
         return f"{self.entry.name} on {self.num_ranks} ranks"
 
 
+Treated = tuple[frozenset[int], frozenset[int]]
+"""The stages that recompute, and those that swap."""
+
+
 class Programs:
     """The executable programs of a pipeline."""
 
@@ -136,6 +140,11 @@ class Programs:
 
     def _placed(self, program: Program) -> Program:
         return relabelled(program, self.flow.layout.placement)
+
+    @property
+    def treated(self) -> Treated:
+        """What the lowering was told."""
+        return self._recompute, self._swap
 
     @property
     def num_units(self) -> int:

@@ -9,9 +9,12 @@ what a checkpoint would have of its layers into the older of its two pieces:
     └─────────────────────────────────────────────────────┴───────┴────────────────────────────
 
 The magic is erased first and written last, and the sum of all words must be right: a copy whose writer died on the way
-is none. **Why two are enough**: a rank writes copy t+2 over copy t only after a step in which all ranks took part, so
-each of them had finished its copy t+1 before. So there is always a *generation* that all ranks have whole, at most one
-update old.
+is none. Weights and optimizer state are copied by a thread beside the next forwards (``copier``): nothing writes them
+until the next update. Buffers are copied at once, since a forward may change them.
+
+**Why two are enough**: a rank begins copy t+2 over copy t only after a step in which all ranks took part, and none of
+them takes part in an update before its copy t+1 is whole. So there is always a *generation* that all ranks have whole,
+at most one update old.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,12 +31,15 @@ import torch
 from torch import Tensor
 
 from vpipe.rundir.manifest import Standing
+from vpipe.runtime.memory.sums import word_sum as _sum
 
 SHELVES = "VPIPE_SHELVES"
 """The variable in which a launcher tells its ranks the descriptors: a JSON list of pairs, one a slot."""
 _HEAD = struct.Struct("<8sqqqqq")
 _MAGIC = b"vpcopy\x00\x01"
 _ALIGN = 64
+BUFFER = "buffer/"
+"""How the names of those tensors begin that a forward may change."""
 _ROOM = 4096
 """Bytes of the table beyond its entries."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -91,10 +97,15 @@ class CopyShelf:
     def write(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[Key] = ()) -> int:
         """Keep the state after an update, beside the one before; bytes that were copied. What is ``frozen`` is copied
         once."""
+        return self.begin(standing, part, layers, frozen)()
+
+    def begin(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[Key] = ()) -> Callable[[], int]:
+        """The same in two parts: what forwards may change is copied now, the rest by the call that is returned, which
+        another thread may make as long as nothing writes weights and optimizer state."""
         piece = next(piece for piece in self._pieces if piece is not self._last)
-        copied = piece.write(standing, part, layers, frozen)
+        finish = piece.begin(standing, part, layers, frozen)
         self._last = piece
-        return copied
+        return finish
 
     def copies(self) -> list[Copy]:
         """The whole ones."""
@@ -124,28 +135,36 @@ class _Piece:
             return None
         return _HEAD.unpack(data)
 
-    def write(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[Key]) -> int:
+    def begin(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[Key]) -> Callable[[], int]:
         os.pwrite(self.descriptor, bytes(len(_MAGIC)), 0)
         form = [(layer, name, t.dtype, t.shape) for layer, tensors in layers.items() for name, t in tensors.items()]
         if form != self._form:
             self._lay_out(layers)
             self._form = form
-        memory = self._memory
-        told = json.dumps([asdict(standing), part.number, part.num_parts, part.partition]).encode()
-        memory[_HEAD.size : self._begin] = _bytes((told + b"\n" + self._text).ljust(self._begin - _HEAD.size))
-        copied = 0
+        told = json.dumps([asdict(standing), part.number, part.num_parts, part.partition]).encode() + b"\n"
+        if len(told) + len(self._text) > self._begin - _HEAD.size:
+            raise AssertionError("the table of a copy has outgrown its room")
+        os.pwrite(self.descriptor, (told + self._text).ljust(self._begin - _HEAD.size), _HEAD.size)
+        now: list[tuple[Tensor, Tensor]] = []
+        later: list[tuple[Tensor, Tensor]] = []
         for layer, tensors in layers.items():
             for name, tensor in tensors.items():
-                if (layer, name) in self._frozen and (layer, name) in frozen:
-                    continue
-                place = self._views[layer, name]
-                place.copy_(tensor)
-                copied += place.nbytes
+                if (layer, name) not in self._frozen or (layer, name) not in frozen:
+                    (now if name.startswith(BUFFER) else later).append((self._views[layer, name], tensor))
+        _copy(now)
         self._frozen = set(frozen)
-        head = (standing.iteration, part.epoch, self._begin, self._end, _sum(memory[_HEAD.size : self._end]))
-        memory[len(_MAGIC) : _HEAD.size] = _bytes(_HEAD.pack(b"", *head)[len(_MAGIC) :])
-        memory[: len(_MAGIC)] = _bytes(_MAGIC)
-        return copied
+        head = (standing.iteration, part.epoch, self._begin, self._end)
+        memory = self._memory
+        size = sum(place.nbytes for place, _ in (*now, *later))
+
+        def finish() -> int:
+            _copy(later)
+            facts = _HEAD.pack(b"", *head, _sum(memory[_HEAD.size : head[-1]]))
+            os.pwrite(self.descriptor, facts[len(_MAGIC) :], len(_MAGIC))
+            os.pwrite(self.descriptor, _MAGIC, 0)
+            return size
+
+        return finish
 
     def _lay_out(self, layers: Layers) -> None:
         """Where every tensor goes, in memory that is large enough."""
@@ -202,6 +221,13 @@ def newest(shelves: Sequence[CopyShelf]) -> list[Copy]:
     return []
 
 
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """All of them by one call, which lets other threads run meanwhile: one that asks for the interpreter after every
+    tensor makes training wait as often."""
+    if pairs:
+        torch._foreach_copy_([place for place, _ in pairs], [tensor for _, tensor in pairs])
+
+
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGN) * _ALIGN
 
@@ -212,14 +238,3 @@ def _view(memory: Tensor, entry: Entry) -> Tensor:
     for size in shape:
         count *= size
     return memory[offset : offset + count].view(dtype).view(shape)
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _sum(memory: Tensor) -> int:
-    """The sum of all 64-bit words: at the speed of memory, and a word that is old or missing shows."""
-    whole = memory.numel() // 8 * 8
-    rest = int.from_bytes(bytes(memory[whole:].numpy()), "little") if whole < memory.numel() else 0
-    return (int(memory[:whole].view(torch.int64).sum()) + rest + 2**63) % 2**64 - 2**63

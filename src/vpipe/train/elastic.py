@@ -16,7 +16,8 @@ import gc
 import json
 import os
 import signal
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -36,6 +37,7 @@ from vpipe.runtime.ranks.control import Aborted, Control, EpochOrder
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.train import abroad, copies
 from vpipe.train.abroad import Abroad, Generation, StoreDoor
+from vpipe.train.copier import Copier
 from vpipe.train.copies import SHELVES, CopyShelf, Part
 from vpipe.train.session import load_data, num_stages, open_session
 from vpipe.train.sizes import resized
@@ -71,6 +73,7 @@ class Rank:
         self._data: DataSet | None = None
         self._door = StoreDoor()
         self._abroad: Abroad | None = None
+        self._copier = Copier()
         self._code = 0
 
     def live(self) -> int:
@@ -102,7 +105,8 @@ class Rank:
         self._control.heard = number
 
     def _part(self) -> None:
-        """Drop everything that belongs to the ranks of before."""
+        """Drop everything that belongs to the ranks of before; a copy that is on its way becomes whole."""
+        self._copier.settle()
         self._control.sockets.shut()
         with suppress(RuntimeError, AssertionError):
             membership.leave()
@@ -130,9 +134,11 @@ class Rank:
             took.iteration = trainer.iteration
             trainer.stop_requests.heard = self._control.heard
             trainer.updated = partial(self._keep, trainer, order, took)
-            trainer.around_move = self._control.sockets.noting
+            trainer.around_move = self._around_move
+            session.pipeline.each_engine(self._copier.watch)
             self._control.wished = partial(setattr, trainer.stop_requests, "wish")
             trainer.run()
+            self._copier.settle()
         finally:
             trainer.checkpoints.abandon()
             if self._abroad is not None:
@@ -177,9 +183,17 @@ class Rank:
         folder = Path(section.directory) if section.directory else self._directory / CHECKPOINTS
         return folder if order.epoch > 1 and checkpoints(folder) else self._resume
 
+    @contextmanager
+    def _around_move(self) -> Iterator[None]:
+        """A move takes layers away, and may open connections."""
+        self._copier.settle()
+        with self._control.sockets.noting():
+            yield
+
     def _keep(self, trainer: Trainer, order: EpochOrder, took: Marks) -> None:
         """After an update: copy what it made of this rank's layers, and tell the launcher how far we are."""
         pipeline, kept = trainer.session.pipeline, trainer.checkpoints
+        self._copier.settle()
         if self._abroad is not None:
             self._abroad.settle(pipeline)
         writers = sorted({ranks[0] for ranks in pipeline.placement.ranks_of})
@@ -192,14 +206,20 @@ class Rank:
                 if not parameter.requires_grad
             }
             part = Part(order.epoch, writers.index(order.rank), len(writers), tuple(pipeline.partition))
+            shelf = self._shelves[self._control.slot]
             with self._control.undisturbed():
-                shelf = self._shelves[self._control.slot]
-                shelf.write(kept.standing(trainer.iteration, trainer.position), part, layers, frozen)
-            if self._abroad is not None:
-                self._abroad.send(shelf)
+                finish = shelf.begin(kept.standing(trainer.iteration, trainer.position), part, layers, frozen)
+                self._copier.begin(partial(_finish, finish, shelf, self._abroad))
         if took.ends():
             trainer.log.recovered(took.iteration, order.num_ranks, order.facts or {}, took.seconds)
         self._control.stepped(trainer.iteration)
+
+
+def _finish(finish: Callable[[], int], shelf: CopyShelf, abroad: Abroad | None) -> None:
+    """The part of a copy that is made beside training; when it is whole, another machine may have it."""
+    finish()
+    if abroad is not None:
+        abroad.send(shelf)
 
 
 class Marks:

@@ -25,7 +25,7 @@ from vpipe.runtime.device import device_type
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priorities.order import Backend
 from vpipe.runtime.priorities.turns import take_turns
-from vpipe.runtime.programs import Programs, ScheduleSpec
+from vpipe.runtime.programs import Programs, ScheduleSpec, Treated
 from vpipe.schedule import catalog as schedule_catalog
 from vpipe.schedule.entry import BATCHES, Chain
 from vpipe.schedule.layout import Layout
@@ -50,7 +50,7 @@ class Session:
     """Who orders the work on a device that ranks share."""
     epoch: int = 0
     """Of an elastic run: how often its ranks have met."""
-    _programs: dict[tuple[int, Layout], Programs] = field(default_factory=dict)
+    _programs: dict[tuple[int, Layout, Treated], Programs] = field(default_factory=dict)
 
     @property
     def reads_data(self) -> bool:
@@ -69,7 +69,7 @@ class Session:
         programs = self.pipeline.programs
         chains = programs.spec.chains
         if chains is Chain.BATCHES:
-            key = (num_iterations, self.pipeline.layout)
+            key = (num_iterations, self.pipeline.layout, programs.treated)
             if key not in self._programs:
                 options = dict(programs.spec.options or {}) | {BATCHES: num_iterations}
                 self._programs[key] = programs.with_options(options)

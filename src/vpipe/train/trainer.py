@@ -26,6 +26,7 @@ from vpipe.rundir.endings import Ending, EndingKind
 from vpipe.rundir.manifest import Standing
 from vpipe.rundir.state import ENDING, Beat
 from vpipe.runtime.moving import Moved
+from vpipe.runtime.options import Memory
 from vpipe.runtime.vendors import device_name
 from vpipe.schedule.entry import Chain
 from vpipe.schedule.layout import Layout
@@ -36,6 +37,7 @@ from vpipe.train.checkpoints.manager import CheckpointManager
 from vpipe.train.evaluation import Evaluation
 from vpipe.train.feed import Position, Units, accumulated
 from vpipe.train.learning_rate import learning_rate
+from vpipe.train.measure.footprint import memory_cap
 from vpipe.train.reporting.metrics import Metrics
 from vpipe.train.reporting.profiling import profiled
 from vpipe.train.reporting.run_log import RunLog, run_facts
@@ -90,6 +92,8 @@ class Trainer:
         """Called between two updates, when all that belongs to the one before is done."""
         self.around_move: Callable[[], AbstractContextManager[None]] = nullcontext
         """What is around every move of layers, which may open connections."""
+        self._wished = ""
+        """A layout that was asked for and whose frozen weights are on their way."""
         self._accumulating: list[Units] = []
         """The iterations of this update that are read but not yet trained on."""
 
@@ -169,15 +173,33 @@ class Trainer:
         if mode == "off":
             return None
         sizes = [3 * size for size in session.skeleton.weight_bytes]  # with what optimizers keep, about
-        return Adapter(session.pipeline, mode, session.skeleton.work, sizes, self._adapted, self._move)
+        cap = memory_cap(session)
+        work = session.skeleton.work
+        return Adapter(session.pipeline, mode, work, sizes, self._adapted, self._move, cap, self._prepare_move)
 
-    def _move(self, layout: Layout) -> Moved:
+    def _move(self, layout: Layout, memory: Memory | None = None) -> Moved:
         with self.around_move():
-            return self.session.pipeline.move(layout)
+            return self.session.pipeline.move(layout, memory)
+
+    def _prepare_move(self, layout: Layout) -> bool:
+        with self.around_move():
+            return self.session.pipeline.prepare_move(layout)
+
+    def _consider_wish(self, wish: str) -> None:
+        """Somebody outside wants another layout: ``{"partition": layers per stage, "ranks": their order}``. What
+        nothing writes is sent first."""
+        told, layout = json.loads(wish), self.session.pipeline.layout
+        try:
+            wanted = layout.with_counts(told["partition"]).with_ranks(told["ranks"])
+            self._wished = wish if self._prepare_move(wanted) else ""
+        except UserError:
+            self._wished = ""  # moving says why
+        if not self._wished:
+            self._move_as_asked(wish)
 
     def _move_as_asked(self, wish: str) -> None:
-        """Somebody outside wants another layout: ``{"partition": layers per stage, "ranks": their order}``."""
         told, pipeline = json.loads(wish), self.session.pipeline
+        self._wished = ""
         self.checkpoints.settle()
         try:
             moved = self._move(pipeline.layout.with_counts(told["partition"]).with_ranks(told["ranks"]))
@@ -344,7 +366,9 @@ class Trainer:
         self._asked = self.stop_requests.agreed()
         if self._asked is None:
             if self.stop_requests.granted:
-                self._move_as_asked(self.stop_requests.granted)
+                self._consider_wish(self.stop_requests.granted)
+            elif self._wished and self.session.pipeline.is_prepared():
+                self._move_as_asked(self._wished)
             return False
         self.log.say(f"asked to stop ({self._asked.name}) after iteration {self.iteration}")
         self.log.beat(lambda beat: setattr(beat, "phase", ENDING), at_once=True)

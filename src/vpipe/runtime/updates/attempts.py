@@ -59,6 +59,7 @@ class AgreeingAfterwards(Updater):
 
     def step(self, stage: Stage) -> None:
         """The update as it is right if no rank objects. A gradient that is not finite is an objection of one's own."""
+        self.before_update()
         optimizer, update = self.optimizers[stage.index], self.num_updates[stage.index]
         gradients = [p.grad for p in stage.weights.parameters.values() if p.grad is not None]
         if self.loss_scale != 1.0:

@@ -121,6 +121,8 @@ class Updater:
         self.learning_rate: Callable[[int], float] | None = None
         """The learning rate of update n, the same on all stages; the optimizers' own if not given."""
         self.num_updates = dict.fromkeys(stages, 0)
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before this rank agrees on an update, or makes one: whoever reads weights beside training ends."""
 
     def go_on_from(self, before: Updater, num_updates: Mapping[int, int]) -> None:
         """Count on where the updater of another layout has stopped; ``num_updates`` are those of all stages."""
@@ -181,6 +183,7 @@ class Updater:
     def step(self, stage: Stage) -> None:
         """The stage's next weight version."""
         assert self._verdict is not None or not self.options.synchronous, "a synchronous program has an AGREE"
+        self.before_update()
         gradients = [p.grad for p in stage.weights.parameters.values() if p.grad is not None]
         finite: bool | Tensor
         if self._verdict is not None:
@@ -228,6 +231,7 @@ class Updater:
 
     def agree(self) -> None:
         """One exchange between all ranks: whether to update, and by what factor to clip."""
+        self.before_update()
         self._verdict = self._agree()
 
     def _agree(self) -> tuple[bool | Tensor, Tensor | None]:

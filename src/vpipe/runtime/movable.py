@@ -1,0 +1,81 @@
+"""The side of a pipeline that lets other ranks hold its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vpipe.runtime import moving
+from vpipe.runtime.ahead import Ahead, Notice
+from vpipe.runtime.builder import Builder
+from vpipe.runtime.engine import Engine
+from vpipe.runtime.holdings import Holdings
+from vpipe.runtime.job import Compiled
+from vpipe.runtime.moving import Moved
+from vpipe.runtime.options import Memory
+from vpipe.runtime.programs import Programs
+from vpipe.schedule.layout import Layout
+from vpipe.schedule.program import Program
+
+
+class Movable(Holdings):
+    """Moves layers between two steps; what nothing writes goes ahead, beside training."""
+
+    builder: Builder
+    programs: Programs
+    _compiled: dict[tuple[int, Program], Compiled]
+    _ahead: Ahead | None
+
+    def prepare_move(self, layout: Layout, *, notice: Notice = lambda step: None) -> bool:
+        """Send ahead, beside training, what a move to ``layout`` needs and nothing writes: frozen weights. Whether
+        there are any; ``move`` to the same layout takes what has come. Between two steps, on every rank."""
+        self._forget_ahead()
+        host = self.builder.wires.host
+        if host is None or layout.num_ranks != self.programs.flow.layout.num_ranks:
+            return False
+        ahead = Ahead(self.engines[0], layout, self.builder.apart(), host.patience, notice)
+        if any(self.gather("some" if ahead.has_any else "")):
+            self._ahead = ahead
+            ahead.start()
+        return self._ahead is not None
+
+    def is_prepared(self) -> bool:
+        """Whether all that was to be sent ahead has been, on every rank. All ranks ask at the same place."""
+        return not any(self.gather("" if self._ahead is None or self._ahead.is_done else "not yet"))
+
+    def move(self, layout: Layout, memory: Memory | None = None, *, notice: Notice = lambda step: None) -> Moved:
+        """Let other ranks hold the layers, from now on as ``layout`` says; training goes on as if nothing had happened.
+        ``memory`` says what is recomputed and swapped there, where that changes too.
+
+        Between two steps, on every rank: an asynchronous schedule has drained then. Where it cannot be done, the old
+        layout stays, on all ranks, and a ``UserError`` says why. ``notice`` is told every step of the protocol.
+        """
+        self._require_whole()
+        moving.refuse(self.engines, layout)
+        ahead = self._ahead if self._ahead is not None and self._ahead.layout == layout else None
+        try:
+            with self.builder.treating(memory):
+                programs = self.builder.programs(layout, self.programs.spec)
+                programs.training()
+                self.engines, moved = moving.move(
+                    self.builder, self.engines, programs, self.gather, lambda do: self._on_all(do), notice, ahead
+                )
+        finally:
+            self._forget_ahead()
+        self.programs = programs
+        self._compiled.clear()
+        return moved
+
+    def _forget_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def gather(self, text: str) -> list[str]:
+        raise NotImplementedError
+
+    def _on_all(self, call: Callable[[Engine], Any]) -> list[Any]:
+        raise NotImplementedError
+
+    def _require_whole(self) -> None:
+        raise NotImplementedError
