@@ -73,8 +73,13 @@ def drawn(items: list[pytest.Item], keep: int, seed: str) -> list[pytest.Item]:
     random.Random(f"{seed} {items[0].nodeid.partition('[')[0]}").shuffle(shuffled)
     seen: Counter[str] = Counter()
     chosen: list[pytest.Item] = []
+
+    def familiar(item: pytest.Item) -> tuple[int, int]:
+        counts = [seen[value] for value in _values(item)]
+        return -counts.count(0), sum(counts)
+
     while shuffled and len(chosen) < keep:
-        best = min(shuffled, key=lambda item: sum(seen[value] for value in _values(item)))
+        best = min(shuffled, key=familiar)
         shuffled.remove(best)
         chosen.append(best)
         seen.update(_values(best))
@@ -82,8 +87,10 @@ def drawn(items: list[pytest.Item], keep: int, seed: str) -> list[pytest.Item]:
 
 
 def _values(item: pytest.Item) -> list[str]:
+    """What a case is made of; of values without a name that lasts, the case's own."""
     call = getattr(item, "callspec", None)
-    return [f"{name} {value!r}" for name, value in call.indices.items()] if call else []
+    parts = call.params.items() if call else ()
+    return [f"{name} {value if isinstance(value, (str, int, float)) else item.name}" for name, value in parts]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ NOT_HERE = {
     r"kubectl .*": "no Kubernetes here",
     r"ssh .*": "machines that are not here; tests/launch/test_ssh.py has a real sshd",
     r"python -m vpipe\.launch\.remote": "the other end of an ssh; tests/launch/test_ssh.py",
-    r"(EMULATED_WHOLE=1 )?(python -m )?pytest .*": "these tests are in this suite",
+    r"(VPIPE_TEST_SEED=all )?(python -m )?pytest .*": "these tests are in this suite",
     r"python tests/.*": "minutes each; the suite runs smaller counts of the same",
     r"python benchmarks/.*": "minutes each; tests of their parts and benchmarks/README.md have their figures",
     r"(?s)vpipe compare configs/default\.yaml .*--repeats 2.*": "minutes; the other comparisons of the pages run here",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 from functools import lru_cache
 from typing import Any
 
@@ -31,16 +29,19 @@ def on_cpu(schedule: str, num_ranks: int) -> Outcome:
     return trained(plain(num_layers), "cpu", schedule, **options_of(schedule, num_ranks))
 
 
+@pytest.mark.rotates(20)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_on_two_devices(schedule: str, mode: str) -> None:
     assert_equal(trained(plain(), "emu", schedule, **options_of(schedule, 2)), on_cpu(schedule, 2))
 
 
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v", "hanayo", "pipedream", "pipedream-2bw"])
 def test_four_devices(schedule: str, mode: str) -> None:
     assert_equal(trained(plain(), "emu", schedule, **options_of(schedule, 4)), on_cpu(schedule, 4))
 
 
+@pytest.mark.rotates(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_on_four_devices(schedule: str, emulated: Any) -> None:
@@ -50,6 +51,7 @@ def test_every_schedule_on_four_devices(schedule: str, emulated: Any) -> None:
     assert_equal(trained(plain(), "emu", schedule, **options_of(schedule, 4)), on_cpu(schedule, 4))
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "pipedream"])
 def test_eight_devices(schedule: str, mode: str) -> None:
@@ -59,12 +61,11 @@ def test_eight_devices(schedule: str, mode: str) -> None:
 WHOLE = [
     (schedule, ranks, mode) for schedule in SCHEDULES for ranks in (2, 4, 8) for mode in ("as-is", "lazy", "delays")
 ]
-"""Everything; EMULATED_WHOLE=1 runs it, EMULATED_SEED chooses which few are run without."""
-SOME = random.Random(int(os.environ.get("EMULATED_SEED", "0"))).sample(WHOLE, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "num_ranks", "mode_name"), WHOLE if os.environ.get("EMULATED_WHOLE") else SOME)
+@pytest.mark.rotates(3)
+@pytest.mark.parametrize(("schedule", "num_ranks", "mode_name"), WHOLE)
 def test_the_whole_catalogue(schedule: str, num_ranks: int, mode_name: str, emulated: Any) -> None:
     emulated.settings(**emulated.MODES[mode_name])
     num_layers = 8 if num_ranks <= 4 else 16
@@ -85,6 +86,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.rotates(9)
 @pytest.mark.parametrize("name", CASES)
 def test_what_goes_with_schedules(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vpipe.runtime.memory.swap.MIN_BYTES", 64)

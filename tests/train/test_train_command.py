@@ -124,6 +124,7 @@ def test_what_a_user_sees(tmp_path: Path, vpipe: Vpipe) -> None:
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.rotates(1)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("scheduler", ["1f1b", "pipedream"])
@@ -190,6 +191,7 @@ synthetic.Synthetic.batch = batch
 """
 
 
+@pytest.mark.rotates(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_request_within_a_long_iteration_waits_for_its_checkpoint(tmp_path: Path, number: int, code: int) -> None:
@@ -226,6 +228,7 @@ def test_old_files_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "Traceback" not in complained
 
 
+@pytest.mark.rotates(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["1f1b", "pipedream"])
 def test_parity_over_real_ranks(scheduler: str, tmp_path: Path, vpipe: Vpipe) -> None:
