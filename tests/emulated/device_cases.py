@@ -13,12 +13,49 @@ from torch import Tensor, nn
 from vpipe import Pipeline
 from vpipe.layer import Layer, TiedWeight
 from vpipe.schedule import catalog
+from vpipe.train.optimizers import Lamb
 
 WIDTH = 16
+
+
+class Foreign(torch.optim.Optimizer):
+    """An optimizer of another package, as torch's know none: it counts in an attribute and in its groups, and keeps
+    numbers and lists of tensors in its state. It waits for no device."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "seen": 0})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            group["seen"] += 1
+            for p in [p for p in group["params"] if p.grad is not None]:
+                state = self.state[p]
+                state.setdefault("last", []).append(p.grad.clone())
+                del state["last"][:-2]
+                state["times"] = state.get("times", 0) + 1
+                step = sum(state["last"]) / (self.count + state["times"])
+                p.sub_(group["lr"] * step)
+
+
+class Secretive(Foreign):
+    """One that keeps what nobody can copy."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.inner = object()
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=0.01),
     "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "nadam": partial(torch.optim.NAdam, lr=0.01, foreach=False),
+    "lamb": Lamb,
+    "foreign": Foreign,
+    "secretive": Secretive,
 }
 SCHEDULES = [entry.name for entry in catalog.entries()]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import importlib.machinery
 import importlib.util
+import json
 import os
 import types
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ MODES: dict[str, dict[str, float]] = {
 _RESET: dict[str, float] = {
     "lazy": 0, "jitter_us": 0, "seed": 1, "poison": 1, "sync_mode": 0, "capacity": 2.0**34, "queue_limit": 1024,
     "op_us": 0, "flops_per_us": 0, "bytes_per_us": 0, "copy_bytes_per_us": 0, "link_bytes_per_us": 0, "link_latency_us": 0,
-    "p2p_pair_comm": 1, "eager_bytes": 0, "async": 1, "serial": 0, "skip_compute": 0,
+    "p2p_pair_comm": 1, "eager_bytes": 0, "async": 1, "serial": 0, "skip_compute": 0, "lost_hangs": 0,
 }  # fmt: skip
 _count = int(os.environ.get("EMULATED_DEVICES", MOST_DEVICES))
 
@@ -114,6 +115,7 @@ class DeviceModule(types.ModuleType):
 
 def autoload() -> None:
     """What torch calls where this is installed as a vendor's package is (entry point ``torch.backends``)."""
+    settings(**json.loads(os.environ.get("EMULATED_SETTINGS", "{}")))
 
 
 def settings(**values: float) -> None:

@@ -36,6 +36,8 @@ def test_the_doctor_proves_devices(
     assert found["equal"]
     assert found["broken_promises"] == {"threads": [], "processes": []}
     assert found["facts"]["backend"] == "fakenccl"
+    assert (found["reach"]["num_ways"], found["reach"]["broken"]) == (56, [])
+    assert 0 < found["reach"]["slowest"] <= found["reach"]["fastest"]
     assert all(found["overlap"][name] > 0 for name in ("compute", "copy", "together"))
     assert {"1f1b", "zb-v", "pipedream"} <= {proof["schedule"] for proof in found["proofs"]}
 
@@ -57,6 +59,7 @@ def test_the_doctor_sees_a_forgotten_wait(
     assert "8 × emulated accelerator" in said
     assert "BROKEN" in said
     assert "hidden" in said
+    assert "56 ways between devices" in said
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,16 @@ FILES = {
     "swap_device": "runtime/memory/swap_device",
     "departures": "runtime/departures",
     "writer": "train/checkpoints/writer",
+    "elastic": "train/elastic",
 }
-ORDERS = {"wait_event", "wait_stream", "share"}
-"""A statement that is a call of one of these orders two streams or keeps memory."""
-HOSTS_WAIT = {"writer": "synchronize"}
-"""Where the host reads pinned memory, and must wait for it."""
+ORDERS = {"wait_event", "wait_stream", "share", "landed"}
+"""A statement that is a call of one of these orders two streams, keeps memory, or waits for what the host reads."""
+HOSTS_WAIT = {"departures": "synchronize"}
+"""Where the host waits for pinned memory."""
 ELSEWHERE = {
     "runtime/device": "record_stream is what 'share' is; each call of that is a mutant",
     "runtime/memory/swap_device": "synchronize: after a failure, when no number is used",
+    "runtime/ranks/device_groups": "synchronize: after an abort, when no number is used",
     "runtime/priorities/cuda": "Orion's streams, on CUDA only",
     "plan/transfer": "synchronize: a measurement ends",
     "train/proof/device_links": "synchronize: a measurement ends",
@@ -109,6 +111,7 @@ PROGRAMS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "prefetch": (2, "gpipe", {"num_ranks": 1, "num_microbatches": 12}),
     "departures": (1, "gpipe", {"num_ranks": 1, "num_microbatches": 1}),
     "writer": (1, "gpipe", {"num_ranks": 1, "num_microbatches": 1}),
+    "elastic": (1, "gpipe", {"num_ranks": 1, "num_microbatches": 1}),
     "swap_device": (6, "1f1b", {"num_ranks": 3, "num_microbatches": 8, "swap": 1.0}),
 }
 """(layers, schedule, options) that need every wait of a module."""
@@ -165,10 +168,11 @@ def departed_directly(emulated: Any) -> list[float]:
         copies.copy(place, weight)
         arrivals = copies.arrivals()
         weight.fill_(-1.0)
-        torch.accelerator.current_stream(torch.device("emu:0")).synchronize()
-        for arrived in arrivals:
-            arrived.synchronize()
+        if value == 3.0:
+            torch.accelerator.current_stream(torch.device("emu:0")).synchronize()  # what comes next may come first
+        module.landed(arrivals)
         found.append(float(place.mean()))
+        torch.accelerator.synchronize(0)
     return found
 
 
@@ -186,10 +190,28 @@ def written_directly(emulated: Any) -> list[float]:
         weight = torch.zeros(8192, device="emu:0")
         emulated.native.sleep(3000)
         weight.fill_(value)
-        copied, arrivals = saver._copy({0: {"weight": weight}})
+        copied, arrivals = saver._staging.copy({0: {"weight": weight}})
         beside = threading.Thread(target=saver._beside, args=(None, copied, arrivals))  # it makes itself less urgent
         beside.start()
         beside.join()
+    return found
+
+
+def kept_directly(emulated: Any) -> list[float]:
+    """An elastic rank's copy is of the weights after the update, which a device still computes."""
+    from types import SimpleNamespace
+
+    from vpipe.runtime.departures import Staging
+
+    module = importlib.import_module("vpipe.train.elastic")
+    rank = SimpleNamespace(_staging=Staging(), _control=SimpleNamespace(aborted=lambda within: False))
+    found = []
+    for value in (1.0, 2.0):
+        weight = torch.zeros(8192, device="emu:0")
+        emulated.native.sleep(3000)
+        weight.fill_(value)
+        found.append(float(module.Rank._fetched(rank, {0: {"weight": weight}})[0]["weight"].mean()))
+        torch.accelerator.synchronize(0)
     return found
 
 
@@ -197,6 +219,7 @@ DIRECT: dict[str, tuple[Callable[[Any], list[float]], list[float]]] = {
     "swap_device": (swapped_directly, [1.0, 2.0, 3.0, 4.0, 5.0]),
     "departures": (departed_directly, [1.0, 2.0, 3.0]),
     "writer": (written_directly, [1.0, 2.0]),
+    "elastic": (kept_directly, [1.0, 2.0]),
 }
 """Module → what it is asked beside a pipeline, and the right answer."""
 

@@ -134,7 +134,7 @@ def waits_inside(rank: int) -> list[dict[str, int]]:
     Engine._enqueue = counted  # type: ignore[method-assign]
     found = []
     for schedule, more in (("1f1b", {"clip_norm": 0.1}), ("zb-v", {"recompute": 0.5}), ("pipedream", {})):
-        optimizer = OPTIMIZERS["sgd" if schedule == "pipedream" else "adamw"]
+        optimizer = OPTIMIZERS["adamw"]
         pipe = Pipeline(
             with_skip(), nn.functional.mse_loss, schedule=schedule, num_microbatches=4, device="emu",
             optimizer=optimizer, timeout=120, **more,

@@ -43,7 +43,10 @@ parallel: {model_parallel_size: 2, scheduler: 1f1b, backend: nccl}
 
 def environment(folder: Path) -> dict[str, str]:
     paths = [str(vendor_package(folder)), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "EMULATED_DEVICES": "2"}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "EMULATED_DEVICES": os.environ.get("EMULATED_DEVICES", "2"),
+    }
 
 
 def vpipe(folder: Path, *words: str) -> str:

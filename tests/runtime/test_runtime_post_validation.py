@@ -164,7 +164,11 @@ def test_between_processes(worlds: Worlds) -> None:
 
 
 class Foreign(torch.optim.SGD):
-    """An optimizer of the user's own."""
+    """An optimizer of the user's own, with a part that nobody can copy."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.part = object()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +177,7 @@ class Foreign(torch.optim.SGD):
         ({"schedule": "1f1b"}, "1f1b has no option 'post_validation'"),
         ({"replicas": 3}, "post_validation has no replicas yet"),
         ({"executor": "threaded"}, "post_validation needs executor='plain'"),
-        ({"optimizer": lambda ps: Foreign(ps, lr=0.1)}, "may keep more than its state"),
+        ({"optimizer": lambda ps: Foreign(ps, lr=0.1)}, "keeps more than its state"),
         ({"tied": [TiedWeight(((0, "linear.weight"), (1, "linear.weight")))]}, "post_validation cannot have tied"),
         ({"swap": 1.0}, "stands between an update and the agreement on it"),
         ({"schedule_options": {"num_batches": 2}}, "num_batches is 2, but without post_validation"),

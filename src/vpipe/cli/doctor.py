@@ -42,7 +42,7 @@ def command(as_json: bool, devices: bool) -> int:
 def _prove(as_json: bool) -> int:
     """A line for each schedule as it is done."""
     from vpipe.train.proof.device import accelerator, prove
-    from vpipe.train.proof.device_links import facts, overlap
+    from vpipe.train.proof.device_links import facts, overlap, reach
     from vpipe.train.proof.device_suite import SUITE, in_processes, in_threads
 
     found = []
@@ -59,15 +59,19 @@ def _prove(as_json: bool) -> int:
     suites = {"threads": in_threads(kind)}
     if known["backend"] != "none":
         suites["processes"] = in_processes(kind)
-    beside = overlap(kind)
-    equal = all(proof.equal for proof in found) and not any(suites.values())
+    ways, beside = reach(kind), overlap(kind)
+    equal = all(proof.equal for proof in found) and not any(suites.values()) and not ways.broken
     if as_json:
         told = {"facts": known, "equal": equal, "proofs": [proof._asdict() for proof in found]}
-        click.echo(json.dumps(told | {"broken_promises": suites, "overlap": beside._asdict()}))
+        told |= {"broken_promises": suites, "reach": ways._asdict(), "overlap": beside._asdict()}
+        click.echo(json.dumps(told))
     else:
         for where, broken in suites.items():
             said = click.style("BROKEN", fg="red") + ": " + "; ".join(broken) if broken else "kept"
             click.echo(f"messages         {len(SUITE)} promises between {where}: {said}")
+        state = click.style("BROKEN", fg="red") + f": {', '.join(ways.broken)}" if ways.broken else "all work"
+        rates = f"{ways.slowest / 1e9:.2f} to {ways.fastest / 1e9:.2f} GB/s"
+        click.echo(f"reach            {ways.num_ways} ways between devices, {rates}: {state}")
         click.echo(
             f"overlap          products {beside.compute * 1e3:.1f} ms, copy {beside.copy * 1e3:.1f} ms, both "
             f"{beside.together * 1e3:.1f} ms: {beside.hidden:.0%} hidden"

@@ -10,6 +10,8 @@ memory.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,3 +46,34 @@ class Departures:
                 compute_stream(device).wait_event(arrived)
             found.append(arrived)
         return found
+
+
+class Staging:
+    """Memory of the host for the tensors of some layers; the next copy of them uses it again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, str], Tensor] = {}
+
+    def copy(
+        self, layers: Mapping[int, Mapping[str, Tensor]]
+    ) -> tuple[dict[int, dict[str, Tensor]], list[torch.Event]]:
+        """The tensors as they are now, and what to wait for before they are read (``landed``). From devices they come
+        by streams of their own into pinned memory; the training thread does not wait, the devices' next kernels do."""
+        copied: dict[int, dict[str, Tensor]] = {}
+        lanes = Departures()
+        for layer, tensors in layers.items():
+            for name, tensor in tensors.items():
+                kept = self._kept.get((layer, name))
+                if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                    pinned = not is_host(tensor.device)
+                    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+                    self._kept[layer, name] = kept
+                lanes.copy(kept, tensor)
+                copied.setdefault(layer, {})[name] = kept
+        return copied, lanes.arrivals()
+
+
+def landed(arrivals: Sequence[torch.Event]) -> None:
+    """Wait until what is on its way is there."""
+    for arrived in arrivals:
+        arrived.synchronize()

@@ -149,7 +149,8 @@ class Engine:
         compiled.tasks.begin(job.step)
         self._even = 1 / compiled.program.num_microbatches
         self._result = Result()
-        self.updater.begin(self._result.losses, compiled.program.num_microbatches)
+        num_updates = compiled.program.num_updates if job.training else 0
+        self.updater.begin(self._result.losses, compiled.program.num_microbatches, num_updates)
         for index, stage in self.stages.items():
             if job.training:
                 stage.weights.begin(compiled.uses[index])

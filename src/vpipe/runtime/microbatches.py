@@ -22,8 +22,8 @@ from vpipe.runtime.transport.wire import copied_value, flatten, unflatten
 
 @dataclass(frozen=True)
 class Microbatches:
-    """Units that are already cut: ``get(k)`` is the k-th. Give this instead of a batch to choose the cut, or to read
-    units lazily."""
+    """Units that are already cut: ``get(k)`` is the k-th, also when it is asked again. Give this instead of a batch to
+    choose the cut, or to read units lazily."""
 
     get: Callable[[int], Any]
     weights: Sequence[float] | None = None

@@ -18,6 +18,7 @@ from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime import assembly
 from vpipe.runtime.builder import prepared
+from vpipe.runtime.device import is_host
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow, bind_inputs
 from vpipe.runtime.job import Compiled, Job, Result
@@ -202,10 +203,14 @@ class Pipeline(Movable):
         try:
             with undisturbed(self.devices):
                 results = self._run(program, job)
+                losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
+                if self.engines[0].updater.must_repeat:
+                    self._on_all(lambda engine: engine.updater.take_back())
+                    results = self._run(program, job)
+                    losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
         except BaseException:
             self._torn = torn(self.step, before, self._updates_made())
             raise
-        losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
         for engine, result in zip(self.engines, results, strict=True):
             engine.date(result.records)
         self.step += 1
@@ -261,7 +266,7 @@ class Pipeline(Movable):
         goals, goal_weights = units_of(targets, num_units, self.is_last and wants_loss, "targets", batches)
         check_rows(inputs, targets)
         shares = weights or goal_weights or [batches / num_units] * num_units
-        if training and self.programs.spec.agrees_after:  # a forward that is made again must find them as they were
+        if training and self._may_repeat:  # a forward that is made again must find them as they were
             units = copies_of(units)
         return Job(
             self.step,
@@ -276,6 +281,12 @@ class Pipeline(Movable):
             training,
             wants_loss,
         )
+
+    @property
+    def _may_repeat(self) -> bool:
+        """Whether a unit's forward may be made twice."""
+        spec = self.programs.spec
+        return spec.agrees_after or (not spec.synchronous and not is_host(self.devices[0]))
 
     def _run(self, program: Program, job: Job) -> list[Result]:
         return self._on_all(lambda engine: engine.run(self._compile(engine, program), job))

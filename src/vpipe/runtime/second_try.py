@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
-
 from vpipe.runtime.job import Call
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.updates.attempts import AgreeingAfterwards
+from vpipe.runtime.updates.repeats import Buffers
 from vpipe.schedule.action import Action, Kind
 
 Watch = Callable[[Action], None]
@@ -48,14 +46,13 @@ class SecondTry:
         self._updater, self._watch = updater, watch
         self._units = [(stages[stage], unit) for (stage, kind, unit), _ in calls if kind is Kind.F]
         self._stages = list({id(stage): stage for stage, _ in self._units}.values())
-        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self._buffers: Buffers | None = None
 
     def beginning(self, call: Callable[[], None]) -> Callable[[], None]:
         """The first call, which first takes down what the forwards will change."""
 
         def first() -> None:
-            slots = [(part, slot, part._buffers[slot]) for stage in self._stages for part, slot in stage.buffer_slots]
-            self._buffers = [(part, slot, held, held.clone()) for part, slot, held in slots if held is not None]
+            self._buffers = Buffers(self._stages)
             call()
 
         return first
@@ -67,12 +64,11 @@ class SecondTry:
             for action, call in self._calls:
                 self._watch(action)
                 call()
-        self._buffers.clear()
+        self._buffers = None
 
     def _undo(self) -> None:
         for stage, microbatch in self._units:
             del stage.units[microbatch]
         self._updater.forget_losses({microbatch for _, microbatch in self._units})
-        with torch.no_grad():
-            for part, slot, held, copy in self._buffers:
-                part._buffers[slot] = held.copy_(copy)
+        if self._buffers is not None:
+            self._buffers.restore()

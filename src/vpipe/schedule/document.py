@@ -57,7 +57,7 @@ COSTS = """
 `parallel.schedule_options: {{post_validation: true}}`. It costs a copy of a rank's weights and optimizer state from the
 update to the agreement. It pays where updates stand: a run that clips in every step takes every update back, and is
 slower than without. Results are the same to the bit, clipped, skipped or not. It is refused with replicas, tied
-weights, swapped layers, worker threads, and optimizers that are not torch's (they may keep more than their state).
+weights, swapped layers, worker threads, and optimizers that keep more than their state, groups and plain numbers.
 """
 
 NETWORKS = """## Slow links turn the ranking over

@@ -32,13 +32,15 @@ from vpipe.rundir.endings import BY_SIGNAL
 from vpipe.rundir.layout import CHECKPOINTS
 from vpipe.rundir.manifest import checkpoints
 from vpipe.runtime import assembly
+from vpipe.runtime.departures import Staging, landed
+from vpipe.runtime.device import DEVICES, is_host
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.ranks.control import Aborted, Control, EpochOrder
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.train import abroad, copies
 from vpipe.train.abroad import Abroad, Generation, StoreDoor
 from vpipe.train.copier import Copier
-from vpipe.train.copies import SHELVES, CopyShelf, Part
+from vpipe.train.copies import SHELVES, CopyShelf, Layers, Part
 from vpipe.train.session import load_data, num_stages, open_session
 from vpipe.train.sizes import resized
 from vpipe.train.trainer import Trainer
@@ -70,6 +72,7 @@ class Rank:
         self._quiet = quiet
         self._control = Control.read(os.environ)
         self._shelves = [CopyShelf(pair) for pair in json.loads(os.environ[SHELVES])]
+        self._staging = Staging()
         self._data: DataSet | None = None
         self._door = StoreDoor()
         self._abroad: Abroad | None = None
@@ -117,7 +120,7 @@ class Rank:
         took = Marks(order)
         if membership.current() is not None:  # it had finished, and another one had not
             self._part()
-        os.environ.update(_environment(order) | self._door.variables(order))
+        os.environ.update(_environment(order) | self._door.variables(order) | self._device_variables(order))
         with self._control.sockets.noting():
             assembly.join(self._config.parallel.timeout)
             took.mark("met")
@@ -145,6 +148,13 @@ class Rank:
                 self._abroad.close()
                 self._abroad = None
         return trainer.ended.code
+
+    def _device_variables(self, order: EpochOrder) -> dict[str, str]:
+        """A process keeps its device, whichever rank it becomes: that of its place in ``launch.machines``, or of its
+        slot."""
+        machines, slot = self._config.launch.machines, self._control.slot
+        place = (machines[slot].partition(":")[2] or "0") if machines else str(slot)
+        return {DEVICES: ",".join([place] * order.num_ranks)}
 
     def _newest(self, order: EpochOrder) -> Generation | None:
         """The state to go on from, the same for all ranks: what this machine has, or what several have together."""
@@ -198,7 +208,7 @@ class Rank:
             self._abroad.settle(pipeline)
         writers = sorted({ranks[0] for ranks in pipeline.placement.ranks_of})
         if order.rank in writers:
-            layers = kept.layers()
+            layers = self._fetched(kept.layers())
             frozen = {
                 (layer, f"param/{name}")
                 for layer, module in pipeline.modules().items()
@@ -213,6 +223,16 @@ class Rank:
         if took.ends():
             trainer.log.recovered(took.iteration, order.num_ranks, order.facts or {}, took.seconds)
         self._control.stepped(trainer.iteration)
+
+    def _fetched(self, layers: Layers) -> Layers:
+        """The layers in main memory. What a device had when its communicators were ended means nothing."""
+        if all(is_host(tensor.device) for tensors in layers.values() for tensor in tensors.values()):
+            return layers
+        copied, arrivals = self._staging.copy(layers)
+        landed(arrivals)
+        if self._control.aborted(0):
+            raise Aborted
+        return copied
 
 
 def _finish(finish: Callable[[], int], shelf: CopyShelf, abroad: Abroad | None) -> None:

@@ -9,7 +9,7 @@ struct FakeNccl final : c10d::Backend {
   int lfd;
   std::string path;
   std::thread acc;
-  std::atomic<bool> dead{false};
+  std::atomic<bool> dead{false}, stopped{false};
   std::mutex m;
   std::condition_variable cv;
   std::map<std::string, int> inbound;
@@ -59,13 +59,17 @@ struct FakeNccl final : c10d::Backend {
   }
   ~FakeNccl() override { stop(); }
   void stop() {
-    bool was = dead.exchange(true);
-    if (was) return;
+    abort();
+    if (stopped.exchange(true)) return;
     NoGil g;
     if (acc.joinable()) acc.join();
     close(lfd);
   }
-  void abort() override { stop(); }
+  void abort() override {  // as ncclCommAbort: transfers under way end, and so do those that wait for members
+    std::lock_guard<std::mutex> l(m);
+    dead = true;
+    cv.notify_all();
+  }
   void shutdown() override { stop(); }
   const std::string getBackendName() const override { return "fakenccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return opts; }
@@ -88,6 +92,7 @@ struct FakeNccl final : c10d::Backend {
     NoGil g;
     auto c = std::make_shared<Comm>();
     c->key = key;
+    c->dev = d;
     c->sid = new_comm_stream(d);
     stream(d, c->sid).eager = true;
     for (int r : members)
@@ -106,8 +111,9 @@ struct FakeNccl final : c10d::Backend {
       if (r != getRank()) {
         std::unique_lock<std::mutex> l(m);
         auto k = key + "/" + std::to_string(r);
-        TORCH_CHECK(cv.wait_for(l, timeout, [&] { return inbound.count(k); }), "fakenccl: rank ", getRank(), " waited ",
-                    timeout.count(), " ms for rank ", r, " to join communicator ", key);
+        TORCH_CHECK(cv.wait_for(l, timeout, [&] { return dead || inbound.count(k); }), "fakenccl: rank ", getRank(),
+                    " waited ", timeout.count(), " ms for rank ", r, " to join communicator ", key);
+        TORCH_CHECK(!dead, "fakenccl: communicator ", key, " aborted");
         c->rx[r].fd = inbound[k];
       }
     comms[key] = c;

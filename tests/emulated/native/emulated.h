@@ -87,6 +87,7 @@ struct Config {
   double copy_bytes_per_us = 0, link_bytes_per_us = 0, link_latency_us = 0;
   std::atomic<int64_t> charged_ns{0};  // what kernels were told to take, by the cost model alone
   bool p2p_pair_comm = true;
+  bool lost_hangs = false;  // a peer that is gone is waited for, as NCCL may, until somebody aborts
   int64_t eager_bytes = 0;
   std::mutex m;
   std::map<std::string, double> cost;  // op name -> us
@@ -100,6 +101,7 @@ int64_t cur_stream(int dev);
 void set_stream(int dev, int64_t id);
 int64_t new_stream(int dev);       // for users: a pool of 32, handed out in turn, as torch.cuda
 int64_t new_comm_stream(int dev);  // for communicators: never shared
+void free_comm_stream(int dev, int64_t id);
 void count(std::map<std::string, int64_t>& table, const std::string& what);
 void host_sync(const char* why);  // count / warn / raise
 void set_error(int dev, std::exception_ptr e);

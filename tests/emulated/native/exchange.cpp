@@ -26,11 +26,20 @@ struct Chan {
 };
 struct Comm {
   std::string key;
+  int dev;
   int64_t sid;
   std::map<int, Chan> tx, rx;
+  ~Comm() {  // whoever holds it has no transfer under way
+    for (auto* side : {&tx, &rx})
+      for (auto& [peer, ch] : *side)
+        if (ch.fd >= 0) close(ch.fd);
+    free_comm_stream(dev, sid);
+  }
 };
 
+static bool gone(ssize_t r) { return r == 0 || (r < 0 && (errno == EPIPE || errno == ECONNRESET)); }
 static size_t moved(ssize_t r, const char* what) {
+  if (gone(r) && cfg().lost_hangs) return 0;
   TORCH_CHECK(r > 0 || (r < 0 && (errno == EAGAIN || errno == EINTR)), "fakenccl: peer gone (", what, ")");
   return r > 0 ? (size_t)r : 0;
 }
@@ -135,7 +144,9 @@ struct Exchange {
                   " on communicator ", comm.key, ": ", left, " transfers unmatched");
       if (nap) {
         timespec ts{nap / 1000000000, nap % 1000000000};
-        ppoll(watched.data(), watched.size(), &ts, nullptr);
+        int ready = ppoll(watched.data(), watched.size(), &ts, nullptr);
+        for (auto& each : watched)
+          if (ready > 0 && cfg().lost_hangs && (each.revents & (POLLHUP | POLLERR))) usleep(1000);
       }
     }
   }

@@ -30,6 +30,7 @@ static void set(const std::string& name, double v) {
       {"link_bytes_per_us", [&](double v) { c.link_bytes_per_us = v; }},
       {"link_latency_us", [&](double v) { c.link_latency_us = v; }},
       {"p2p_pair_comm", [&](double v) { c.p2p_pair_comm = v; }},
+      {"lost_hangs", [&](double v) { c.lost_hangs = v; }},
       {"eager_bytes", [&](double v) { c.eager_bytes = (int64_t)v; }},
   };
   auto i = known.find(name);

@@ -13,6 +13,7 @@ struct Device {
   std::atomic<int> next{0}, next_comm{0};
   std::mutex m, compute;
   std::exception_ptr err;
+  std::vector<int64_t> free_comms;
 };
 static Device& dev(int d) {
   used = true;
@@ -49,7 +50,20 @@ void set_stream(int d, int64_t id) {
   tl_stream[d] = id;
 }
 int64_t new_stream(int d) { return 1 + dev(d).next++ % kPool; }
+void free_comm_stream(int d, int64_t id) {
+  std::lock_guard<std::mutex> l(dev(d).m);
+  dev(d).free_comms.push_back(id);
+}
 int64_t new_comm_stream(int d) {
+  {
+    std::lock_guard<std::mutex> l(dev(d).m);
+    auto& left = dev(d).free_comms;
+    if (!left.empty()) {
+      auto id = left.back();
+      left.pop_back();
+      return id;
+    }
+  }
   int n = dev(d).next_comm++;
   TORCH_CHECK(n < kComms, "emu: more than ", kComms, " communicators on one device");
   return 1 + kPool + n;

@@ -25,6 +25,7 @@ import vpipe
 from vpipe.errors import UserError, printable
 from vpipe.network import GLOO, choose_interface
 from vpipe.process import Process
+from vpipe.runtime.ranks import device_groups
 from vpipe.runtime.ranks.failure import Board, Cause, PeerLost, reason
 from vpipe.runtime.ranks.meeting import COME_WITHIN, STORE_WITHIN, LaunchedRank, connected
 from vpipe.runtime.ranks.secret import prefix
@@ -214,6 +215,7 @@ def leave() -> None:
     """Forget the others: an elastic rank joins again, perhaps as another one. Its connections are shut already."""
     global _current
     _current = None
+    device_groups.forget()
     if dist.is_initialized():
         dist.destroy_process_group()
     # A meeting that was broken off has counted a group. The next would have another name here than on other ranks, who

@@ -3,7 +3,8 @@
 A rank whose neighbour is gone may wait inside gloo, the store or shared memory, for a rank that is itself told to stop.
 None of them can be interrupted (gloo's own ``abort`` in torch 2.13 leaves its waits waiting), but all of them wait for
 sockets. So the sockets that were opened while the ranks met are remembered, and ``shut`` ends the connections: every
-wait on them fails at once, and the group can be destroyed and made anew.
+wait on them fails at once, and the group can be destroyed and made anew. Devices wait for no socket: the communicators
+between them are ended too (``device_groups``).
 
 gloo's listening sockets stay as they are: its accept loop ends the whole process where they are shut.
 """
@@ -16,6 +17,8 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+from vpipe.runtime.ranks import device_groups
 
 Known = tuple[int, int]
 """(descriptor, inode): a descriptor alone is given to the next file."""
@@ -57,6 +60,7 @@ class Sockets:
                 listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if not listens or connection.family == socket.AF_UNIX:
                     connection.shutdown(socket.SHUT_RDWR)
+        device_groups.abort()
 
 
 def _open_now() -> set[Known]:

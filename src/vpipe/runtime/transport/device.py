@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 
 from vpipe.errors import UserError
 from vpipe.runtime.device import is_host
+from vpipe.runtime.ranks import device_groups
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.form import Form, form_of, room, seen, snapshot
 from vpipe.runtime.transport.routes import Route, route_of
@@ -68,7 +69,10 @@ class DeviceTransport:
         self._under_way: list[tuple[list[Any], list[Tensor]]] = []
 
     def _group(self, ranks: list[int]) -> Any:
-        return dist.new_group(ranks, timeout=self.host.patience, backend=self._backend)
+        group = dist.new_group(ranks, timeout=self.host.patience, backend=self._backend)
+        if self.rank in ranks:
+            device_groups.remember(group, self._device)
+        return group
 
     def prepare_routes(self, routes: Sequence[Route]) -> None:
         """Make communicators: every rank calls this with the same list of all ranks' routes. Each is used once now: the

@@ -20,9 +20,10 @@ from vpipe.runtime.modes import forget_casts
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.updates import uncompiled
 from vpipe.runtime.updates.losses import LossKey
+from vpipe.runtime.updates.norm_exchange import counted
 from vpipe.runtime.updates.norms import divide, judge, judge_there, multiply
-from vpipe.runtime.updates.skipping import Before, keeps_all_in_state
-from vpipe.runtime.updates.update import Updater, counted
+from vpipe.runtime.updates.skipping import Before, can_be_restored
+from vpipe.runtime.updates.update import Updater
 
 
 class Attempt:
@@ -53,8 +54,8 @@ class AgreeingAfterwards(Updater):
         for optimizer in self.optimizers.values():
             _check(optimizer)
 
-    def begin(self, losses: dict[LossKey, Number], num_units: int) -> None:
-        super().begin(losses, num_units)
+    def begin(self, losses: dict[LossKey, Number], num_units: int, num_updates: int) -> None:
+        super().begin(losses, num_units, num_updates)
         self._attempts.clear()
 
     def step(self, stage: Stage) -> None:
@@ -109,9 +110,9 @@ class AgreeingAfterwards(Updater):
 
 def _check(optimizer: Optimizer) -> None:
     """Refuse what cannot be taken back for certain."""
-    if not keeps_all_in_state(optimizer):
+    if not can_be_restored(optimizer):
         name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         raise UserError(
-            f"post_validation takes updates back, and the optimizer {name} may keep more than its state and "
-            "groups; use one of torch.optim, or leave out post_validation"
+            f"post_validation takes updates back, and the optimizer {name} keeps more than its state, its groups and "
+            "plain numbers; use one of torch.optim, or leave out post_validation"
         )

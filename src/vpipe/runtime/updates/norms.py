@@ -32,15 +32,14 @@ def norms(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def norms_there(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The same of gradients on a device, with those told apart whose norm alone is infinite; nobody waits."""
-    found = norms(parameters).to(device)
+    """The norms of those gradients that are there, on a device, told apart where the norm alone is infinite; nobody
+    waits."""
     held = [values_of(p.grad) for p in parameters if p.grad is not None]
-    largest = iter(torch._foreach_norm(held, torch.inf) if held else ())
-    overflows = [
-        torch.isfinite(next(largest)) if p.grad is not None else torch.zeros((), dtype=torch.bool, device=device)
-        for p in parameters
-    ]
-    return torch.where(found.isinf() & torch.stack(overflows), OVERFLOWED, found) if overflows else found
+    if not held:
+        return torch.empty(0, dtype=torch.float64, device=device)
+    found = torch.stack([norm.double() for norm in torch._foreach_norm(held)])
+    finite = torch.isfinite(torch.stack(torch._foreach_norm(held, torch.inf)))
+    return torch.where(found.isinf() & finite, OVERFLOWED, found)
 
 
 def values_of(gradient: Tensor) -> Tensor:
@@ -66,10 +65,8 @@ def judge(found: Tensor, dtype: torch.dtype) -> tuple[bool, Tensor]:
 
 
 def judge_there(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same of numbers on a device, where both answers stay. Parameters without a gradient add a zero each: to leave
-    them out, the host would have to know."""
+    """The same of numbers on a device, where both answers stay; all of them are norms."""
     finite = torch.isfinite(found).all()
-    found = torch.where(found == NO_GRADIENT, 0.0, found)
     return finite, torch.linalg.vector_norm(torch.where(found == OVERFLOWED, torch.inf, found).to(dtype))
 
 

@@ -2,61 +2,67 @@
 
 Three ways, from the best:
 
-    fused       the optimizer's own kernel is told (``found_inf``), as torch's GradScaler tells it
-    kept        weights and state are copied before the step, and the device chooses between old and new after it; what
-                the host counts (Adam's ``step``) is taken back when the step's numbers are read
-    asked       the host waits for the answer: for optimizers that we do not know, and where several updates of a step
-                would count on the host (an asynchronous schedule and Adam that is not fused)
+    told         the optimizer's own kernel is told (``found_inf``), as torch's GradScaler tells it
+    taken back   the update is made, whatever comes of it; what it changes was copied before, and is put back when the
+                 host reads the numbers of the step and they say so. In an asynchronous schedule other updates follow
+                 before that, so the whole step is taken back there (``repeats``)
+    asked        the host waits for the answer: for an optimizer that keeps more than can be copied
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
-from vpipe.runtime.device import is_host
+from vpipe.runtime.updates.uncompiled import uncompiled
 
 TakeBack = Callable[[], None]
-_OPEN = ("torch.optim.", "vpipe.")
-"""Packages whose optimizers keep all they know in ``state`` and ``param_groups``."""
 
 
-def step_if(finite: Tensor, optimizer: Optimizer, step: Callable[[], None], *, once: bool) -> TakeBack | None:
-    """Step if ``finite``. ``once``: no other update follows before the host reads the answer; the result then takes
-    back what the host has counted, if the answer is no."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        held: Any = optimizer
-        held.found_inf, held.grad_scale = 1.0 - finite.float(), None
-        try:
-            step()
-        finally:
-            del held.found_inf, held.grad_scale
-        return None
-    if not keeps_all_in_state(optimizer) or (not once and _counts_on_host(optimizer)):
-        if bool(finite):
-            step()
-        return None
-    before = Before(optimizer)
-    step()
-    return before.unless(finite, once)
+@cache
+def _common() -> frozenset[str]:
+    """What every optimizer has; a learning-rate scheduler of torch puts ``step`` there too."""
+    with uncompiled(Optimizer):
+        return frozenset([*vars(Optimizer([torch.zeros(1)], {})), "step"])
 
 
-def keeps_all_in_state(optimizer: Optimizer) -> bool:
-    """Whether ``Before`` knows all that the optimizer may change beside weights."""
-    return type(optimizer).__module__.startswith(_OPEN)
+def can_be_told(optimizer: Optimizer) -> bool:
+    """Whether its kernels skip the update by themselves."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def _counts_on_host(optimizer: Optimizer) -> bool:
-    return any(not _is_there(value) for state in optimizer.state.values() for value in state.values())
+def step_told(finite: Tensor, optimizer: Optimizer, step: Callable[[], None]) -> None:
+    """Step if ``finite``, as the device decides."""
+    held: Any = optimizer
+    held.found_inf, held.grad_scale = 1.0 - finite.float(), None
+    try:
+        step()
+    finally:
+        del held.found_inf, held.grad_scale
 
 
-def _is_there(value: Any) -> bool:
-    return isinstance(value, Tensor) and not is_host(value.device)
+def can_be_restored(optimizer: Optimizer) -> bool:
+    """Whether ``Before`` knows all that the optimizer may change: what it has beside state and groups is plain data."""
+    return all(_is_plain(value) for value in _more(optimizer).values())
+
+
+def _more(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if name not in _common()}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    return value is None or isinstance(value, int | float | complex | str | bytes | torch.dtype | torch.device)
 
 
 class Before:
@@ -64,57 +70,27 @@ class Before:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._weights = [
-            (p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self._weights = [(p, p.detach().clone()) for p in held if p.requires_grad or p.grad is not None]
+        self._state = {p: tree_map(_copied, state) for p, state in optimizer.state.items()}
+        self._groups = [
+            {k: tree_map(_copied, v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups
         ]
-        self._state = {
-            p: {name: value.clone() if isinstance(value, Tensor) else deepcopy(value) for name, value in state.items()}
-            for p, state in optimizer.state.items()
-        }
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-    def unless(self, finite: Tensor, once: bool) -> TakeBack | None:
-        """Let the device keep the old where it must; state that this step has made, and what the host counts, is taken
-        back by the host."""
-        with torch.no_grad():
-            for parameter, old in self._weights:
-                parameter.copy_(torch.where(finite, parameter, old))
-            for parameter, state in self._state.items():
-                for name, old in state.items():
-                    new = self._optimizer.state[parameter].get(name)
-                    if _is_there(old) and isinstance(new, Tensor):
-                        new.copy_(torch.where(finite, new, old))
-        if once:
-            return self._take_back
-        if self._has_made_some() and not bool(finite):  # in the first update only
-            self._take_back()
-        return None
+        self._more = deepcopy(_more(optimizer))
 
     def restore(self) -> None:
-        """Take all back, whatever the device says."""
+        """Put all of it back; called once, since the copies of the state become the state."""
         with torch.no_grad():
             for parameter, old in self._weights:
                 parameter.copy_(old)
-            for parameter, state in self._state.items():
-                for name, value in state.items():
-                    new = self._optimizer.state[parameter].get(name)
-                    if _is_there(value) and isinstance(new, Tensor):
-                        new.copy_(value)
-        self._take_back()
-
-    def _has_made_some(self) -> bool:
-        return any(state.keys() != self._state.get(p, {}).keys() for p, state in self._optimizer.state.items())
-
-    def _take_back(self) -> None:
-        for parameter, state in list(self._optimizer.state.items()):
-            old = self._state.get(parameter)
-            if old is None:
-                del self._optimizer.state[parameter]
-                continue
-            for name in list(state):
-                if name not in old:
-                    del state[name]
-                elif not _is_there(old[name]):
-                    state[name] = old[name]
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
         for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(values)
+        for name in _more(self._optimizer).keys() - self._more.keys():
+            delattr(self._optimizer, name)
+        vars(self._optimizer).update(self._more)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else deepcopy(leaf)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.updates import uncompiled
 from vpipe.runtime.updates.losses import LossBlocks, LossKey
+from vpipe.runtime.updates.norm_exchange import NormExchange, counted, promoted
 from vpipe.runtime.updates.norms import (
     divide,
     judge,
@@ -34,13 +34,13 @@ from vpipe.runtime.updates.norms import (
     norms_there,
     told_apart,
 )
-from vpipe.runtime.updates.skipping import TakeBack, step_if
+from vpipe.runtime.updates.repeats import SkipNeed, Start, need_of
+from vpipe.runtime.updates.skipping import Before, TakeBack, can_be_restored, can_be_told, step_told
 from vpipe.runtime.updates.tied_gradients import TiedGradients, dense
 from vpipe.schedule.placement import Placement
 
 BUCKET = 1 << 20
 """Numbers that replicas exchange at a time."""
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 @dataclass
@@ -110,14 +110,19 @@ class Updater:
         flow = next(iter(stages.values())).flow
         self._ties = TiedGradients(transport, placement, flow, self._tied) if self._tied else None
         self._blocks = LossBlocks(flow, placement)
+        self._exchange = NormExchange(transport, self._stages, self._tied, device)
         self._losses: dict[LossKey, Number] = {}
         self._num_units = 0
         self._verdict: tuple[bool | Tensor, Tensor | None] | None = None
         self._told: list[Tensor] | None = None
         """Every rank's losses, still on the device: read when the step is over."""
         self._take_back: list[TakeBack] = []
+        self._need: SkipNeed | None = None
+        self._start: Start | None = None
+        self._skipped_before: Number = 0.0
+        self.must_repeat = False
+        """Whether some rank has made an update that it should not have made: said by all when losses are gathered."""
         self.shared_losses: dict[LossKey, float] | None = None
-        self._counts: list[list[tuple[int, int, int]]] | None = None
         self.learning_rate: Callable[[int], float] | None = None
         """The learning rate of update n, the same on all stages; the optimizers' own if not given."""
         self.num_updates = dict.fromkeys(stages, 0)
@@ -146,11 +151,38 @@ class Updater:
         read(self._norm)
         return floats(self._norm).get(0)
 
-    def begin(self, losses: dict[LossKey, Number], num_units: int) -> None:
+    def begin(self, losses: dict[LossKey, Number], num_units: int, num_updates: int) -> None:
+        """A step of so many units and updates; one that must be repeated begins anew."""
         self._losses, self._num_units = losses, num_units
         self._verdict = self._told = None
         self._take_back.clear()
         self.shared_losses = None
+        self._start, again = None, self.must_repeat
+        self.must_repeat = False
+        self._skipped_before = self._skipped[0]
+        if num_updates and not again and self._needs is SkipNeed.REPEAT:
+            self._start = Start(self._stages, self.optimizers)
+        self._updates_before = dict(self.num_updates)
+
+    @property
+    def _needs(self) -> SkipNeed:
+        """What the ranks of an asynchronous schedule do about updates that must not be made."""
+        if self.options.synchronous or not self._skips or is_host(self._device):
+            return SkipNeed.NOTHING
+        if self._need is None:
+            everyone = range(self._transport.num_ranks)
+            mine = torch.tensor([need_of(self.optimizers)])
+            told = self._transport.all_gather(mine, everyone, [1 for _ in everyone])
+            self._need = SkipNeed(max(int(each) for each in told))
+        return self._need
+
+    def take_back(self) -> None:
+        """The step has not been; it is about to be repeated."""
+        assert self._start is not None, "all ranks keep what they had, or none"
+        self._start.restore()
+        self._start = None
+        self._skipped[0], self.num_updates = self._skipped_before, self._updates_before
+        forget_casts()
 
     def reduce(self, stage: Stage) -> None:
         """Sum over the stage's replicas; in asynchronous modes the mean of the round."""
@@ -192,7 +224,7 @@ class Updater:
             if self.loss_scale != 1.0:
                 divide(gradients, self.loss_scale)
             parameters = list(stage.weights.parameters.values())
-            dtype = _promoted([p.dtype for p in parameters])
+            dtype = promoted([p.dtype for p in parameters])
             finite, factor = self._verdict_of(*judge_here(parameters, dtype)) if self._judges else (True, None)
             self._skipped[0] = self._skipped[0] + (1.0 - finite if isinstance(finite, bool) else 1.0 - finite.double())
         stage.weights.before_update()
@@ -204,15 +236,23 @@ class Updater:
             self._set_learning_rate(stage.index, self.num_updates[stage.index])
             uncompiled.step(optimizer)
 
-        if isinstance(finite, Tensor):
-            take_back = step_if(finite, optimizer, update, once=self.options.synchronous)
-            self._take_back += [take_back] if take_back is not None else []
-        elif finite:
-            update()
+        self._step_if(finite, optimizer, update)
         uncompiled.clear(optimizer)
         self.num_updates[stage.index] += 1
         stage.weights.after_update()
         forget_casts()
+
+    def _step_if(self, finite: bool | Tensor, optimizer: Optimizer, update: Callable[[], None]) -> None:
+        """``update`` if the gradients are finite; see ``skipping`` for what a device is asked."""
+        if isinstance(finite, Tensor) and can_be_told(optimizer):
+            step_told(finite, optimizer, update)
+        elif isinstance(finite, Tensor) and self._start is not None:
+            update()
+        elif isinstance(finite, Tensor) and self.options.synchronous and can_be_restored(optimizer):
+            self._take_back.append(Before(optimizer).restore)
+            update()
+        elif bool(finite):
+            update()
 
     def _set_learning_rate(self, stage: int, update: int) -> None:
         if self.learning_rate is not None:
@@ -252,26 +292,11 @@ class Updater:
 
     def _exchanged(self, mine: list[Tensor], losses: Tensor | None) -> tuple[Tensor, torch.dtype]:
         """The norms of all ranks' gradients in the order of layers, and the dtype to add them in; losses go along."""
-        order = self._parameter_order()
-        rows = [self._num_losses(rank) if losses is not None else 0 for rank in range(len(order))]
-        sizes = [sum(count for _, count, _ in counts) + more for counts, more in zip(order, rows, strict=True)]
-        block = torch.cat(mine if losses is None else [*mine, losses])
-        found = self._transport.all_gather(block, range(self._transport.num_ranks), sizes)
-        by_layer: dict[int, Tensor] = {}
-        self._told = None if losses is None else []
-        for block, counts in zip(found, order, strict=True):
-            at = 0
-            for layer, count, _ in counts:
-                by_layer.setdefault(layer, block[at : at + count])  # replicas agree: the first will do
-                at += count
-            if self._told is not None:
-                self._told.append(block[at:])
-        dtype = _promoted([_FLOATS[code] for counts in order for _, _, code in counts])
-        empty = torch.empty(0, dtype=torch.float64, device=self._device)
-        return torch.cat([by_layer[layer] for layer in sorted(by_layer)] or [empty]), dtype
+        found, self._told, dtype = self._exchange.gather(mine, losses, self._num_losses)
+        return found, dtype
 
     def _norms(self, parameters: list[Tensor]) -> Tensor:
-        """Of one stage, where this rank computes."""
+        """Of one stage, where this rank computes; on a device of the parameters alone that have gradients."""
         if not is_host(self._device):
             return norms_there(parameters, self._device)
         return told_apart(norms(parameters), parameters)
@@ -291,21 +316,6 @@ class Updater:
         if self.options.clip_norm is None:
             return finite, None
         return finite, torch.clamp(self.options.clip_norm / (total + 1e-6), max=1.0)
-
-    def _parameter_order(self) -> list[list[tuple[int, int, int]]]:
-        """Per rank, (layer, number of parameters, their dtype) in the order of its block; asked once."""
-        if self._counts is None:
-            mine: list[int] = []
-            for index in sorted(self._stages):
-                dtypes: dict[int, list[torch.dtype]] = {}
-                for name in _named(self._stages[index], self._tied):
-                    parameter = self._stages[index].weights.parameters[name]
-                    dtypes.setdefault(int(name.split(".", 1)[0]), []).append(parameter.dtype)
-                for layer, found_dtypes in dtypes.items():
-                    mine += [layer, len(found_dtypes), _FLOATS.index(_promoted(found_dtypes))]
-            found = self._transport.all_gather(torch.tensor(mine, dtype=torch.int64), range(self._transport.num_ranks))
-            self._counts = [[(int(a), int(b), int(c)) for a, b, c in block.view(-1, 3)] for block in found]
-        return self._counts
 
     def local_losses(self) -> Tensor:
         """What this rank's layers contribute to each unit's loss, where it computes."""
@@ -341,13 +351,13 @@ class Updater:
         (mine,) = read(numbers, self.local_losses())
         self._skipped[0] = numbers["skipped"]
         self._norm |= {0: numbers["norm"]} if self._norm else {}
+        wrong = self._start is not None and self._skipped[0] != self._skipped_before
+        block = torch.cat([mine, torch.tensor([wrong], dtype=mine.dtype)])
         everyone = range(self._transport.num_ranks)
-        return self._transport.all_gather(mine, everyone, [self._num_losses(rank) for rank in everyone])
-
-
-def _promoted(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The dtype in which torch would add up norms of these."""
-    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+        blocks = self._transport.all_gather(block, everyone, [self._num_losses(rank) + 1 for rank in everyone])
+        self.must_repeat = any(bool(block[-1]) for block in blocks)
+        self._start = self._start if self.must_repeat else None
+        return [block[:-1] for block in blocks]
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -361,13 +371,3 @@ def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
             room = BUCKET - parameter.numel()
         found[-1].append(parameter)
     return found
-
-
-def _named(stage: Stage, tied: Sequence[TiedWeight]) -> list[str]:
-    """The parameters that count towards the norm: a tied weight counts once, where it is first."""
-    later = {f"{layer}.{name}" for tie in tied for layer, name in tie.owners[1:]}
-    return [name for name in stage.weights.parameters if name not in later]
-
-
-def counted(stage: Stage, tied: Sequence[TiedWeight]) -> list[Tensor]:
-    return [stage.weights.parameters[name] for name in _named(stage, tied)]

@@ -29,8 +29,7 @@ from torch import Tensor
 from vpipe.rundir import writing
 from vpipe.rundir.lineage import Line
 from vpipe.rundir.manifest import MANIFEST, CheckpointManifest, FileFacts, Standing, free_name, on_line
-from vpipe.runtime.departures import Departures
-from vpipe.runtime.device import is_host
+from vpipe.runtime.departures import Staging, landed
 from vpipe.train.checkpoints import layer_file
 
 Layers = Mapping[int, Mapping[str, Tensor]]
@@ -78,7 +77,7 @@ class Saver:
     def __init__(self, place: CheckpointPlace, *, blocking: bool = False) -> None:
         self._place = place
         self._blocking = blocking
-        self._staging: dict[tuple[int, str], Tensor] = {}
+        self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._save: Save | None = None
 
@@ -88,33 +87,16 @@ class Saver:
         if self._blocking:
             self._run(save, layers)
             return
-        copied, arrivals = self._copy(layers)
+        copied, arrivals = self._staging.copy(layers)
         self._thread = threading.Thread(
             target=self._beside, args=(save, copied, arrivals), name="vpipe-save", daemon=True
         )
         self._thread.start()
 
-    def _copy(self, layers: Layers) -> tuple[Layers, list[torch.Event]]:
-        """The tensors as they are now, in memory that the next save uses again. From devices they come by streams of
-        their own into pinned memory; the training thread does not wait, the devices' next kernels do."""
-        copied: dict[int, dict[str, Tensor]] = {}
-        lanes = Departures()
-        for layer, tensors in layers.items():
-            for name, tensor in tensors.items():
-                kept = self._staging.get((layer, name))
-                if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                    pinned = not is_host(tensor.device)
-                    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-                    self._staging[layer, name] = kept
-                lanes.copy(kept, tensor)
-                copied.setdefault(layer, {})[name] = kept
-        return copied, lanes.arrivals()
-
     def _beside(self, save: Save, layers: Layers, arrivals: Sequence[torch.Event]) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POLITE)
-        for arrived in arrivals:
-            arrived.synchronize()
+        landed(arrivals)
         self._run(save, layers)
 
     def _run(self, save: Save, layers: Layers) -> None:

@@ -1,5 +1,5 @@
-"""What ``vpipe doctor --devices`` finds out beside equal schedules: what the devices are, and how much of a copy
-hides behind compute."""
+"""What ``vpipe doctor --devices`` finds out beside equal schedules: what the devices are, which reach which, and how
+much of a copy hides behind compute."""
 
 from __future__ import annotations
 
@@ -47,6 +47,35 @@ def facts(kind: str) -> dict[str, str]:
         "memory": f"{memory / 2**30:.1f} GiB" if memory else "n/a",
         "backend": backend,
     }
+
+
+class DeviceWays(NamedTuple):
+    """The ways between all devices of this machine."""
+
+    num_ways: int
+    broken: list[str]
+    """What one device wrote and another did not get, as "0 → 1"."""
+    slowest: float
+    fastest: float
+    """Bytes a second, of those that work."""
+
+
+def reach(kind: str) -> DeviceWays:
+    """A block goes from every device to every other one and is compared there."""
+    devices = [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+    ways = [(here, there) for here in devices for there in devices if here != there]
+    rates, broken = [], []
+    for here, there in ways:
+        sent = torch.arange(COPY // 8, device=here) * (here.index + 3)
+        sent.to(there)  # the first one may open the way
+        torch.accelerator.synchronize(here)
+        begin = perf_counter()
+        found = sent.to(there)
+        torch.accelerator.synchronize(there)
+        rates.append(COPY / (perf_counter() - begin))
+        if not torch.equal(found.cpu(), sent.cpu()):
+            broken.append(f"{here.index} → {there.index}")
+    return DeviceWays(len(ways), broken, min(rates, default=0.0), max(rates, default=0.0))
 
 
 def overlap(kind: str) -> Overlap:
