@@ -1,9 +1,10 @@
-"""Where a model is cut into stages when nobody says. One rule: the largest part is as small as it can be, and among
-such cuts the parts are as even as they can be.
+"""Where a model is cut into stages when nobody says, and a batch into microbatches.
 
     even_partition    all layers count alike, so a formula does        Pipeline(partition=None)
     balanced          their weights suggest how much they compute      partition: auto
+    split_sizes       rows of a batch, the first microbatches taking one more where they do not divide
 
+One rule for stages: the largest part is as small as it can be, and among such cuts the parts are as even as can be.
 The planner (``plan``) simulates steps and does better; it needs a measurement, these do not.
 """
 
@@ -48,3 +49,13 @@ def balanced(work: Sequence[float], num_stages: int) -> list[int]:
         return min(options)
 
     return list(best(0, num_stages)[2])
+
+
+def split_sizes(rows: int, num_units: int) -> list[int]:
+    """How many rows each of ``num_units`` microbatches gets."""
+    if rows < num_units:
+        raise UserError(
+            f"a batch of {rows} rows cannot be cut into {num_units} microbatches; "
+            f"give at least {num_units} rows or fewer microbatches"
+        )
+    return [rows // num_units + (microbatch < rows % num_units) for microbatch in range(num_units)]

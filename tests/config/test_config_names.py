@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from vpipe.cli.names import KNOWN
+from vpipe.cli.loading import KNOWN
 from vpipe.config import load
 from vpipe.errors import UserError
 

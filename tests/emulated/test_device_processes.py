@@ -20,8 +20,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("1f1b", {"replicas": 2}),
     ("zb-h1", {"tied": TIED}),
     ("gpipe", {"device_messages": False}),
+    ("interleaved", {"replicas": 2, "early_reduction": True}),
 ]
-OF_MODE = {"as-is": [0, 1, 5, 6, 7], "lazy": [0, 2, 3], "delays": [1, 4]}
+OF_MODE = {"as-is": [0, 1, 5, 6, 7], "lazy": [0, 2, 3, 8], "delays": [1, 4, 8]}
 """Mode → its cases: processes are dear."""
 STEPS = 3
 """The first goes through main memory, the others from device to device."""

@@ -7,6 +7,8 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SSHD = """
@@ -53,6 +55,32 @@ def missing_namespaces() -> str:
 def ip(*words: str) -> None:
     """Change the network; what it refuses fails the test."""
     subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@contextmanager
+def behind_a_bridge(server: Server, tag: str, network: str) -> Iterator[None]:
+    """The hosts of ``server`` with networks of their own, joined by a bridge at ``network``.1: host i is in the
+    namespace ``<tag>n<i>``, its cable is ``<tag>h<i>`` here and ``<tag>f<i>`` there. The server ends with them."""
+    bridge, addresses = f"{tag}br", list(server.hosts.values())
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("address", "add", f"{network}.1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for index, address in enumerate(addresses):
+            space, near, far = f"{tag}n{index}", f"{tag}h{index}", f"{tag}f{index}"
+            ip("netns", "add", space)
+            ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", space)
+            ip("link", "set", near, "master", bridge, "up")
+            ip("-n", space, "address", "add", f"{address}/24", "dev", far)
+            ip("-n", space, "link", "set", far, "up")
+            ip("-n", space, "link", "set", "lo", "up")
+            server.listen([address], ("ip", "netns", "exec", space))
+        yield
+    finally:
+        server.stop()
+        for index in range(len(addresses)):
+            subprocess.run(["ip", "netns", "delete", f"{tag}n{index}"], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "delete", bridge], capture_output=True, check=False)
 
 
 def _program(name: str) -> str | None:

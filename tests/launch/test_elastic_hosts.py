@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from ssh_server import Server, ip, missing, missing_namespaces
+from ssh_server import Server, behind_a_bridge, ip, missing, missing_namespaces
 from test_elastic import CONFIG, vpipe
 
 from vpipe.launch import chaos
@@ -139,26 +139,9 @@ def three_machines(tmp_path: Path) -> Iterator[tuple[Server, Callable[[int], Non
     tag = f"ve{os.getpid() % 100_000}"
     hosts = {f"far-{index}": f"10.199.78.{index + 2}" for index in range(3)}
     (tmp_path / "sshd").mkdir()
-    server, bridge = Server(tmp_path / "sshd", hosts), f"{tag}br"
-    try:
-        ip("link", "add", bridge, "type", "bridge")
-        ip("address", "add", "10.199.78.1/24", "dev", bridge)
-        ip("link", "set", bridge, "up")
-        for index, address in enumerate(hosts.values()):
-            space, near, far = f"{tag}n{index}", f"{tag}h{index}", f"{tag}f{index}"
-            ip("netns", "add", space)
-            ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", space)
-            ip("link", "set", near, "master", bridge, "up")
-            ip("-n", space, "address", "add", f"{address}/24", "dev", far)
-            ip("-n", space, "link", "set", far, "up")
-            ip("-n", space, "link", "set", "lo", "up")
-            server.listen([address], ("ip", "netns", "exec", space))
+    server = Server(tmp_path / "sshd", hosts)
+    with behind_a_bridge(server, tag, "10.199.78"):
         yield server, lambda index: ip("link", "set", f"{tag}h{index}", "down")
-    finally:
-        server.stop()
-        for index in range(3):
-            subprocess.run(["ip", "netns", "delete", f"{tag}n{index}"], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "delete", bridge], capture_output=True, check=False)
 
 
 @needs_sshd

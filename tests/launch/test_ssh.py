@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ssh_server import Server, ip, missing, missing_namespaces
+from ssh_server import Server, behind_a_bridge, missing, missing_namespaces
 
 from vpipe.config import PipelineConfig, load
 from vpipe.errors import UserError
@@ -229,31 +229,13 @@ def test_hosts_in_network_namespaces_find_the_interface_that_leads_to_each_other
     tag = f"vp{os.getpid() % 100_000}"
     hosts = {"far-a": "10.199.77.2", "far-b": "10.199.77.3"}
     server = Server(tmp_path, hosts)
-    bridge = f"{tag}br"
-    try:
-        ip("link", "add", bridge, "type", "bridge")
-        ip("address", "add", "10.199.77.1/24", "dev", bridge)
-        ip("link", "set", bridge, "up")
-        for index, address in enumerate(hosts.values()):
-            space, near, far = f"{tag}n{index}", f"{tag}h{index}", f"{tag}f{index}"
-            ip("netns", "add", space)
-            ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", space)
-            ip("link", "set", near, "master", bridge, "up")
-            ip("-n", space, "address", "add", f"{address}/24", "dev", far)
-            ip("-n", space, "link", "set", far, "up")
-            ip("-n", space, "link", "set", "lo", "up")
-            server.listen([address], ("ip", "netns", "exec", space))
+    with behind_a_bridge(server, tag, "10.199.77"):
         process = launch(server, tmp_path, TRAIN, "far-a:0", "far-b:0")
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
         assert f"far-a: [0] rank 0 0 0 0 10.199.77.2 {tag}f0" in output
         assert f"far-b: [1] rank 1 0 1 0 10.199.77.2 {tag}f1" in output
         assert len(set(re.findall(r"loss (\S+)", output))) == 1
-    finally:
-        server.stop()
-        for index in range(2):
-            subprocess.run(["ip", "netns", "delete", f"{tag}n{index}"], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "delete", bridge], capture_output=True, check=False)
 
 
 def test_the_command_is_words_and_the_far_side_gets_quoted_ones() -> None:

@@ -99,7 +99,7 @@ def test_a_run_on_its_way_out_is_waited_for_as_long_as_its_heart_beats(tmp_path:
     """The first checkpoint of a large model may take longer than any patience that was measured without one."""
     assert Beat.more_patience(tmp_path) == 0
     for phase, waits in (("training", False), ("saving", False), ("ending", True)):
-        heart = Heart(tmp_path, Beat("a" * 12))
+        heart = Heart(tmp_path, "a" * 12)
         heart.tell(lambda beat, phase=phase: setattr(beat, "phase", phase), at_once=True)  # type: ignore[misc]
         assert (Beat.more_patience(tmp_path) > 0) is waits, "a save beside training does not end a run that hangs"
     old = writing.read(tmp_path / STATE)
@@ -109,7 +109,7 @@ def test_a_run_on_its_way_out_is_waited_for_as_long_as_its_heart_beats(tmp_path:
 
 
 def test_the_heart_writes_what_it_is_told(tmp_path: Path) -> None:
-    heart = Heart(tmp_path, Beat("a" * 12)).start()
+    heart = Heart(tmp_path, "a" * 12).start()
     heart.tell(lambda beat: setattr(beat, "iteration", 9))
     heart.stop()
     found = Beat.read(tmp_path)

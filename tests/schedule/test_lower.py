@@ -12,7 +12,7 @@ from vpipe.schedule.placement import loop
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import COMMUNICATION
 from vpipe.schedule.text import from_csv, to_csv
-from vpipe.schedule.timeline import Transport
+from vpipe.schedule.timeline import LinkModel
 from vpipe.schedule.verify import verify
 
 ADDED = COMMUNICATION | {Kind.REDUCE, Kind.R, Kind.OUT, Kind.IN}
@@ -38,7 +38,7 @@ def test_every_pass_keeps_the_order_and_verifies(entry: Entry, post_ahead: int) 
     for each in (recomputed, swapped, lowered, lower(program, post_ahead=post_ahead)):
         assert each.with_rows([a for a in row if a.kind not in ADDED] for row in each.rows) == program
         assert not verify(each)
-        assert not verify(each, transport=Transport.BUFFERED)
+        assert not verify(each, transport=LinkModel.BUFFERED)
     assert is_lowered(lowered)
     assert not is_lowered(program)
 

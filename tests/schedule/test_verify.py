@@ -14,7 +14,7 @@ from vpipe.schedule.lower import lower
 from vpipe.schedule.placement import two_ways
 from vpipe.schedule.program import Program, Versions
 from vpipe.schedule.text import cells, from_csv, to_csv
-from vpipe.schedule.timeline import Transport, never_waits, run, usual
+from vpipe.schedule.timeline import LinkModel, never_waits, run, usual
 from vpipe.schedule.verify import verify
 
 
@@ -67,7 +67,7 @@ def test_deadlock_depends_on_the_transport() -> None:
     crossed = from_csv(
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
     )
-    assert verify(crossed, transport=Transport.BUFFERED) == []
+    assert verify(crossed, transport=LinkModel.BUFFERED) == []
     found = verify(crossed)
     assert [each.action for each in found] == ["0SEND_F1", "1SEND_B0"]
     assert found[0].reason == "deadlock under rendezvous: waits for ever for 1RECV_F1 to be posted"

@@ -223,7 +223,7 @@ def launched(bench: Bench, config: dict[str, Any]) -> Any:
     for place, name, what in (
         (local, "run", "local"),
         (ssh, "run", "ssh"),
-        (worker, "train", "worker"),
+        (worker, "run", "worker"),
         (cli.os, "execvpe", "container"),
     ):
         bench.patch.setattr(place, name, note(what))
@@ -237,7 +237,7 @@ def launched(bench: Bench, config: dict[str, Any]) -> Any:
 
 def threads(bench: Bench, config: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
-    worker.train(config, str(bench.place()))
+    worker.train(config, directory=str(bench.place()))
     return torch.get_num_threads()
 
 
@@ -254,7 +254,7 @@ def resumed(bench: Bench, config: dict[str, Any]) -> Any:
     file = bench.tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config).replace("BEFORE", str(before)))
     given: list[Any] = []
-    bench.patch.setattr(worker, "train", lambda **arguments: given.append(arguments["resume"]) or 0)
+    bench.patch.setattr(worker, "run", lambda config, **arguments: given.append(arguments["resume"]) or 0)
     cli.command.main([str(file), "--output-dir", str(bench.place())], standalone_mode=False)
     return given
 
@@ -382,6 +382,9 @@ CASES: dict[str, Case] = {
     "parallel.device": Case(learned, "cuda", SHORT, "refused: the device 'cuda' is not on this machine"),
     "parallel.timeout": Case(patience, 7.0, {}, "7.0"),
     "parallel.exact_reduction": Case(reductions, False, SHORT | {"parallel.data_parallel_size": 2}, "all_reduce"),
+    "parallel.early_reduction": Case(
+        program, True, SHORT | {"parallel.scheduler": "interleaved", "parallel.data_parallel_size": 2}, "SEND_W"
+    ),
     "parallel.priority": Case(turns, "fifo", SHORT, "fifo"),
     "parallel.use_orion_scheduler": Case(learned, True, SHORT, "refused: Orion is asked for, but its library"),
     "checkpoint.directory": Case(checkpoints, "TMP/kept", SHORT | {"checkpoint.interval": 2}, "kept"),

@@ -9,7 +9,7 @@ import click
 from vpipe import config as configs
 from vpipe.cli import completion
 from vpipe.cli.choice import COUNT, WholeNumbers
-from vpipe.cli.names import KNOWN
+from vpipe.cli.loading import KNOWN
 from vpipe.cli.options import plugin_option, set_option, with_plugins
 
 

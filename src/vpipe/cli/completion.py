@@ -54,6 +54,6 @@ def _keys(model: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _names(key: str) -> Iterable[str]:
-    from vpipe.cli.names import KNOWN
+    from vpipe.cli.loading import KNOWN
 
     return sorted(KNOWN[key]()) if key in KNOWN else ()

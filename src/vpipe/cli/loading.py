@@ -3,15 +3,25 @@ starts or a job waits in a queue."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vpipe import config as configs
-from vpipe.cli.names import KNOWN
 from vpipe.config import Loaded, PipelineConfig, Problem
+from vpipe.data import catalog as data
 from vpipe.errors import UserError
+from vpipe.registry import MODEL_REGISTRY, OPTIMIZER_REGISTRY
+from vpipe.schedule import catalog as schedules
+
+KNOWN: dict[str, Callable[[], Collection[str]]] = {
+    "parallel.scheduler": schedules.names,
+    "training.optimizer": OPTIMIZER_REGISTRY.list_registered,
+    "model.name": MODEL_REGISTRY.list_registered,
+    "dataset.name": data.names,
+}
+"""Key → the names that it may have, once the config's plugins are imported. No torch."""
 
 
 def load(path: Path | str, overrides: Sequence[str] = (), scheduler: str | None = None) -> Loaded:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vpipe import config as configs
 from vpipe.cli.bar import following
+from vpipe.rundir.layout import PLAN
 
 if TYPE_CHECKING:
     from vpipe.plan.planner import Plan
@@ -24,7 +25,7 @@ def compare(plan: Plan, config: configs.PipelineConfig, quiet: bool = True) -> d
     from vpipe.launch.early import PRELOAD
 
     with tempfile.TemporaryDirectory(prefix="vpipe-check-") as directory:
-        path = Path(directory) / "plan.json"
+        path = Path(directory) / PLAN
         plan.save(path)
         arguments = {"config": _obedient(config, plan, path), "directory": directory, "num_steps": STEPS}
         with following(Path(directory), "checking", quiet):

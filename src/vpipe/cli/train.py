@@ -111,7 +111,7 @@ def run(
     as_json: bool = False,
 ) -> int:
     """Train a checked config here and now."""
-    from vpipe.launch import environment, hosts
+    from vpipe.launch import environment
     from vpipe.rundir import claim
     from vpipe.train import limits
 
@@ -123,8 +123,7 @@ def run(
     config, resume = _as_started(config, output_dir, resume)
     elastic = _elastic(config) if "RANK" not in os.environ else None
     start = _resume_from(config, output_dir, resume)
-    arguments: dict[str, Any] = {"config": config.to_dict(), "resume": str(start) if start else None}
-    arguments["quiet"] = quiet
+    arguments: dict[str, Any] = {"resume": str(start) if start else None, "quiet": quiet}
     if rank is not None:
         from vpipe.train import worker
 
@@ -134,7 +133,7 @@ def run(
         with summary_alone(as_json) as runs:
             told = None if rank else runs.append
             again = resume is not None
-            return worker.train(**arguments, output_dir=where, overwrite=overwrite, continues=again, told=told)
+            return worker.run(config, **arguments, output_dir=where, overwrite=overwrite, continues=again, told=told)
     _enter_container(config)
     taken = claim.take(config, output_dir, resume=resume is not None, source=start, overwrite=overwrite)
     with taken, summary_alone(as_json) as runs:
@@ -146,8 +145,7 @@ def run(
             _refuse(config, taken)
         if _elsewhere(config):
             return _by_ssh(config, taken, start, quiet, arguments, elastic)
-        hosts.keep(taken.directory, config, claim.command(), source, _forks(config))
-        return _here(config, taken, arguments, elastic)
+        return _here(config, taken, arguments, elastic, source)
 
 
 def _refuse(config: configs.PipelineConfig, taken: Claim) -> None:
@@ -209,21 +207,27 @@ def _elastic(config: configs.PipelineConfig) -> Elastic | None:
 
 
 def _here(
-    config: configs.PipelineConfig, taken: Claim, arguments: dict[str, Any], elastic: Elastic | None = None
+    config: configs.PipelineConfig,
+    taken: Claim,
+    arguments: dict[str, Any],
+    elastic: Elastic | None,
+    source: Path | None,
 ) -> int:
     """All ranks on this machine: threads of this process, or processes."""
+    from vpipe.launch import hosts
     from vpipe.launch.environment import interface_variables, orion_preload
-    from vpipe.launch.hosts import device_variables
+    from vpipe.rundir import claim
 
-    devices = device_variables(config.launch.machines)
-    if not _forks(config):
+    forks = _forks(config)
+    hosts.keep(taken.directory, config, claim.command(), source, forks)
+    devices = hosts.device_variables(config.launch.machines)
+    if not forks:
         from vpipe.train import worker
 
         os.environ.update(devices)
-        return worker.train(**arguments)
+        return worker.run(config, **arguments)
     from vpipe.launch import local
     from vpipe.launch.early import PRELOAD
-    from vpipe.rundir import claim
 
     variables = interface_variables(config.launch.interface) | devices
     variables[claim.COMMAND] = json.dumps(claim.command())
@@ -234,7 +238,7 @@ def _here(
     return local.run(
         f"{worker_module}:train",
         config.num_ranks,
-        arguments=arguments,
+        arguments={"config": config.to_dict(), **arguments},
         log_dir=taken.directory / LOGS,
         environment=variables,
         threads=config.launch.threads,
@@ -294,7 +298,11 @@ def _by_ssh(
             launch,
             config.num_ranks,
             elastic,
-            {"target": f"{target}:train", "arguments": arguments, "preload": [*PRELOAD, target]},
+            {
+                "target": f"{target}:train",
+                "arguments": {"config": config.to_dict(), **arguments},
+                "preload": [*PRELOAD, target],
+            },
             _grace(config, taken.directory),
             lambda ending: _conclude(taken, ending),
             taken.directory / LOGS,
@@ -304,10 +312,10 @@ def _by_ssh(
 
 def _enter_container(config: configs.PipelineConfig) -> None:
     """Become the same command inside the container, unless this is it, or the ranks are elsewhere."""
+    if config.launch.container.kind == "none" or _elsewhere(config):
+        return
     from vpipe.launch.container import MARK, Container, command_inside
 
-    if _elsewhere(config) or config.launch.container.kind == "none":
-        return
     container = Container.from_config(config.launch.container)
     words = command_inside(container, sys.argv[1:], str(Path.cwd()), os.environ)
     if words is None:

@@ -27,11 +27,11 @@ def command(
       vpipe verify zb-h2 -p 4 -m 8 --max-activations 4
     """
     from vpipe.schedule.grid import around
-    from vpipe.schedule.timeline import Transport
+    from vpipe.schedule.timeline import LinkModel
     from vpipe.schedule.verify import verify
     from vpipe.schedule.violation import folded
 
-    found = verify(program, transport=Transport(transport), max_activations=max_activations)
+    found = verify(program, transport=LinkModel(transport), max_activations=max_activations)
     if as_json:
         answer = {"valid": not found, "transport": transport, "violations": [asdict(each) for each in found]}
         click.echo(json.dumps(answer))

@@ -75,6 +75,9 @@ class ParallelConfig(Section):
     """Seconds without a message after which a rank ends the run and says what it waited for."""
     exact_reduction: bool = True
     """Sum the gradients of replicas in a fixed order, so that results do not change by a bit; false may be faster."""
+    early_reduction: bool = False
+    """Let a stage's gradients travel to its replicas as soon as they are complete, beside the backwards of the rank's
+    other stages. Of use where a rank holds several stages; results do not change by a bit."""
     priority: Literal["none", "first-hp", "fifo", "critical-path"] = "none"
     """Which work goes first on a shared device: microbatch 0, lower microbatches, or what others wait for. Ranks share
     one with transport: inprocess, or under Orion."""

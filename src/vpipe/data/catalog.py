@@ -29,6 +29,11 @@ def dataset_names() -> list[str]:
     return sorted(_READERS)
 
 
+def names() -> list[str]:
+    """The same with aliases, and with what users have registered."""
+    return [*DATASET_REGISTRY.list_registered(), *ALIASES]
+
+
 def options(name: str) -> dict[str, Any]:
     """The options of a data set with their defaults: what ``dataset.extra`` may hold beside ``path``."""
     parameters = signature(_reader(name)).parameters.values()

@@ -29,7 +29,7 @@ import psutil
 from vpipe.errors import UserError
 from vpipe.rundir import writing
 from vpipe.rundir.crew import Roster, want_layout
-from vpipe.rundir.layout import CHECKPOINTS, METRICS, RUN
+from vpipe.rundir.layout import CHECKPOINTS, CREW, METRICS, RUN
 from vpipe.rundir.manifest import MANIFEST, checkpoints
 
 MARK = "VPIPE_CHAOS"
@@ -207,7 +207,7 @@ def _lives(roster: Roster) -> bool:
 def _sign(directory: Path) -> tuple[int, int]:
     """What changes while a run lives."""
     with suppress(OSError):
-        return (directory / METRICS).stat().st_size, (directory / "crew.json").stat().st_mtime_ns
+        return (directory / METRICS).stat().st_size, (directory / CREW).stat().st_mtime_ns
     return 0, 0
 
 

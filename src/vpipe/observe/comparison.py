@@ -19,6 +19,7 @@ from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.observe import page_html
+from vpipe.rundir.layout import REPORT
 
 Result = Mapping[str, Any]
 
@@ -169,7 +170,7 @@ def write(output: Path, results: Sequence[Result], about: Mapping[str, Any]) -> 
     found = groups(results)
     title = about.get("title", output.resolve().name)
     data = {"title": title, "about": dict(about), "groups": found, "caveats": caveats(results, found)}
-    table, page = output / "results.csv", output / "report.html"
+    table, page = output / "results.csv", output / REPORT
     try:
         for path, text in ((table, to_csv(results)), (page, page_html.comparison(data))):
             fresh = path.with_name(path.name + ".new")

@@ -19,6 +19,7 @@ from vpipe.observe.measured import Measured
 from vpipe.observe.rundir import RunDirectory
 from vpipe.observe.timelines import simulated, typical
 from vpipe.plan.costs import Profile
+from vpipe.rundir.layout import CONFIG
 from vpipe.schedule import catalog
 
 WORTH = 1.02
@@ -110,7 +111,7 @@ def _tried(run: RunDirectory, profile: Profile) -> Iterator[Remedy]:
         synchronous = not catalog.get(facts.schedule).asynchronous
     except UserError:
         return
-    config = run.path / "config.yaml"
+    config = run.path / CONFIG
     base = f"vpipe plan {config} -p {facts.num_ranks} -m {units}"
     names = [facts.schedule, *(name for name in CANDIDATES if synchronous and name != facts.schedule)]
     for name in names:

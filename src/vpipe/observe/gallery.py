@@ -11,6 +11,7 @@ from typing import Any
 from vpipe.errors import UserError
 from vpipe.observe.run_state import begun, story
 from vpipe.observe.rundir import open_run
+from vpipe.rundir.layout import CONFIG, METRICS, RUN
 
 MOST = 200
 """Runs that are listed: the newest."""
@@ -29,7 +30,7 @@ def runs(directory: Path) -> dict[str, Path]:
 
 
 def is_run(path: Path) -> bool:
-    return (path / "run.json").is_file() or begun(path)
+    return (path / RUN).is_file() or begun(path)
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
@@ -47,7 +48,7 @@ def _line(name: str, path: Path) -> dict[str, Any]:
     model = facts.get("model")
     found |= {key: facts.get(key) for key in ("schedule", "num_ranks", "num_stages", "num_microbatches", "started")}
     found["model"] = model.get("name") if isinstance(model, dict) else None
-    last = next((line for line in _latest(path / "metrics.jsonl") if line.get("kind") == "train"), {})
+    last = next((line for line in _latest(path / METRICS) if line.get("kind") == "train"), {})
     return found | {key: last.get(key) for key in ("iteration", "loss", "tokens_per_second")}
 
 
@@ -64,7 +65,7 @@ def _latest(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _started(path: Path) -> float:
-    for name in ("config.yaml", "run.json"):
+    for name in (CONFIG, RUN):
         with suppress(OSError):
             return (path / name).stat().st_mtime
     return 0.0

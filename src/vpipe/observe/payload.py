@@ -18,6 +18,7 @@ from vpipe.observe.run_state import story
 from vpipe.observe.rundir import MAX_BYTES, RunDirectory, RunFacts
 from vpipe.observe.timelines import timelines
 from vpipe.observe.trend import trend
+from vpipe.rundir.layout import RUN
 from vpipe.schedule import draw, svg
 
 MAX_POINTS = 1500
@@ -73,7 +74,7 @@ def payload(
 
 def unstarted(path: Path) -> dict[str, Any]:
     """The page of a run that has not said what it runs: its state, why, and its config."""
-    bare = RunDirectory(path, RunFacts({}, str(path / "run.json")))
+    bare = RunDirectory(path, RunFacts({}, str(path / RUN)))
     return {
         "format": 1,
         "title": path.resolve().name,

@@ -27,6 +27,7 @@ from pathlib import Path
 from time import thread_time, time
 from typing import Protocol
 
+from vpipe.rundir.layout import EVENTS
 from vpipe.schedule.action import Action
 from vpipe.schedule.semantics import LANE, Lane
 
@@ -89,7 +90,7 @@ class Recorder:
         self.offset_ns = offset_ns
         self.versions = versions or {}
         self.problem: str | None = None
-        events = Path(directory) / "events"
+        events = Path(directory) / EVENTS
         self._full = events / f"rank{rank}.jsonl"
         self._steps = events / f"rank{rank}.steps.jsonl"
         self._waiting: deque[_Step] = deque(maxlen=MAX_WAITING)

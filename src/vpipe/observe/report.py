@@ -12,6 +12,7 @@ from vpipe.observe.measured import Measured
 from vpipe.observe.payload import payload, recorded, unstarted
 from vpipe.observe.run_state import begun
 from vpipe.observe.rundir import NotStarted, open_run
+from vpipe.rundir.layout import REPORT, TRACE
 
 MAX_BYTES = 2 * 10**6
 
@@ -27,7 +28,7 @@ class Written(NamedTuple):
 def write_report(run_directory: str | Path, output: str | Path | None = None) -> Written:
     """Write ``report.html`` (or ``output``) and ``trace.json.gz`` beside it."""
     path = Path(run_directory)
-    target = Path(output) if output is not None else path / "report.html"
+    target = Path(output) if output is not None else path / REPORT
     steps, data = _data(path)
     page = page_html.report(data)
     fresh = target.with_name(target.name + ".new")
@@ -37,7 +38,7 @@ def write_report(run_directory: str | Path, output: str | Path | None = None) ->
         os.replace(fresh, target)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}") from None
-    beside = target.with_name("trace.json.gz") if steps else None
+    beside = target.with_name(TRACE) if steps else None
     if beside is not None:
         trace.write(beside, steps, {"run": str(path), "schedule": data["facts"].get("schedule", "?")})
     return Written(target, beside, list(data["notes"]))

@@ -1,14 +1,4 @@
-"""What a run directory holds: stated once, for the trainer that writes it and for everything that reads it.
-
-    config.yaml             the resolved config
-    run.json                what runs: schedule, program, placement, stages, versions of the software (``RunFacts``)
-    metrics.jsonl           one line per training iteration or evaluation, appended while training
-    events/rank<r>.jsonl    the last steps of a rank, action by action (``recorder``)
-    events/rank<r>.steps.jsonl   one short line per step
-    summary.json            written at the end; a run without it still runs, or was interrupted
-    state.json              the heartbeat (``vpipe.rundir``)
-    plan.json               optional: the plan the run follows
-    report.html, trace.json.gz, logs/rank<r>.log, checkpoints/
+"""A run directory, read by whoever shows it. What it holds, ``rundir.layout`` says, for the trainer and for readers.
 
 A run that is still being written is a normal case: a last line without an end is waited for, and a file that does not
 exist yet is empty. A line that is broken in the middle is left out and counted in ``notes``. Only a directory without
@@ -28,7 +18,7 @@ from typing import Any, NamedTuple
 
 from vpipe.errors import UserError, nearest
 from vpipe.observe.run_state import begun, ended, story
-from vpipe.rundir.layout import METRICS
+from vpipe.rundir.layout import CONFIG, EVENTS, METRICS, PLAN, RUN, SUMMARY
 from vpipe.schedule.action import Action, parse
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program, Versions
@@ -125,7 +115,7 @@ class RunDirectory:
     """What could not be read, in sentences."""
 
     def config_text(self) -> str:
-        return _text(self.path / "config.yaml") or ""
+        return _text(self.path / CONFIG) or ""
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of this run and those it continues; what others wrote beyond where it was resumed is dropped."""
@@ -141,10 +131,10 @@ class RunDirectory:
 
     def summary(self) -> dict[str, Any] | None:
         """summary.json; ``None`` while the run goes on."""
-        return self._object("summary.json")
+        return self._object(SUMMARY)
 
     def plan(self) -> dict[str, Any] | None:
-        return self._object("plan.json")
+        return self._object(PLAN)
 
     def common_steps(self, last: int | None = None, known: Container[int] = ()) -> list[list[Step]]:
         """The steps that every rank has recorded in full, oldest first: ``[step][rank]``; of these the last ones, where
@@ -180,11 +170,11 @@ class RunDirectory:
         return None
 
     def _events(self, rank: int) -> Path:
-        return self.path / "events" / f"rank{rank}.jsonl"
+        return self.path / EVENTS / f"rank{rank}.jsonl"
 
     def step_summaries(self, rank: int, most_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
         """A short line per step, as many of the latest as ``most_bytes`` of a file hold."""
-        events = self.path / "events"
+        events = self.path / EVENTS
         names = (f"rank{rank}.steps.old.jsonl", f"rank{rank}.steps.jsonl")
         return [line for name in names for line in self._lines(events / name, most_bytes)]
 
@@ -242,10 +232,10 @@ def open_run(path: str | Path) -> RunDirectory:
     path = Path(path)
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
-        beside = [str(each) for each in path.parent.glob("*") if (each / "run.json").is_file()]
+        beside = [str(each) for each in path.parent.glob("*") if (each / RUN).is_file()]
         hint = nearest(str(path), beside) or "; give the directory that 'vpipe train' wrote"
         raise UserError(f"{path} {what}{hint}")
-    facts = path / "run.json"
+    facts = path / RUN
     text = _text(facts)
     if text is None:
         raise NotStarted(f"{path} is not a run directory: it has no run.json; {_hint(path)}")
@@ -263,7 +253,7 @@ def _hint(path: Path) -> str:
     if begun(path):
         found = story(path)
         return f"its run is {found['kind']}: {found['sentence']}"
-    if (path / "config.yaml").is_file():
+    if (path / CONFIG).is_file():
         return "the run has not started yet, try again in a moment"
     inside = sorted(each.parent.name for each in path.glob("*/run.json") if not each.parent.is_symlink())
     if not inside:

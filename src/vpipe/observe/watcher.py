@@ -17,6 +17,7 @@ from vpipe.observe.payload import payload, unstarted
 from vpipe.observe.run_state import begun
 from vpipe.observe.rundir import NotStarted, RunDirectory, open_run
 from vpipe.rundir import state as states
+from vpipe.rundir.layout import EVENTS, METRICS, PLAN, RUN, SUMMARY
 
 LIVE_STEPS = 10
 """Steps of a running job that are sent with each change; the page remembers older ones."""
@@ -45,8 +46,8 @@ class Watcher:
 
     def stamp(self) -> Any:
         """Changes whenever one of the files does, or the run's processes are gone."""
-        names = ["run.json", "metrics.jsonl", "summary.json", "plan.json"]
-        files = [self._path / name for name in names] + sorted((self._path / "events").glob("rank*[0-9].jsonl"))
+        names = [RUN, METRICS, SUMMARY, PLAN]
+        files = [self._path / name for name in names] + sorted((self._path / EVENTS).glob("rank*[0-9].jsonl"))
         found = []
         for file in files:
             try:

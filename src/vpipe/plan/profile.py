@@ -106,7 +106,7 @@ def measure_layers(
     """The cost of every layer for one microbatch, and the bytes of the microbatch itself."""
     flow = resolve(layers, Layout.chain([1] * len(layers)))
     inputs, targets = measuring.there(inputs), measuring.there(targets)
-    values = {value: given for value, given in bind_inputs(flow, inputs).items() if _readers(flow, value)}
+    values = {value: given for value, given in bind_inputs(flow.inputs, inputs).items() if _readers(flow, value)}
     input_bytes = sum(num_bytes(given) for given in values.values())
     nothing = _time_of_nothing(measuring)
     known: dict[object, tuple[LayerCost, dict[str, Any]]] = {}

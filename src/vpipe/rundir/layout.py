@@ -7,7 +7,7 @@ lock                    held by the one process that may write (``lock``)
 state.json              the heartbeat: where the run is, and whose run it is (``state``)
 run.json                what runs: schedule, program, placement, stages, versions of the software
 metrics.jsonl           one line per training iteration or evaluation, and one where a run was resumed
-events/rank<r>.jsonl    the last steps of a rank, action by action
+events/rank<r>.jsonl    the last steps of a rank, action by action; rank<r>.steps.jsonl: one short line per step
 crew.json, wanted.json  of an elastic run: its processes, and how many its user wants (``crew``)
 summary.json            written at the end, however the run ends, with its ending (``endings``)
 checkpoints/iteration-<n>/, logs/rank<r>.log, report.html, trace.json.gz
@@ -30,10 +30,11 @@ WANTED = "wanted.json"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
+REPORT = "report.html"
+TRACE = "trace.json.gz"
 
 OF_A_RUN = (
     *(CONFIG, PLAN, LINEAGE, STATE, RUN, METRICS, EVENTS, CREW, WANTED, SUMMARY, CHECKPOINTS, LOGS),
-    *("report.html", "trace.json.gz", "tensorboard", "wandb", "command_history.log", "machinefile"),
-    "output.log.0",
+    *(REPORT, TRACE, "tensorboard", "wandb", "command_history.log", "machinefile", "output.log.0"),
 )
 """What ``--overwrite`` removes; files of other names are the user's own."""

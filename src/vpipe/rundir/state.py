@@ -1,4 +1,4 @@
-"""The heartbeat of a run, and what a reader concludes from it.
+"""What rank 0 writes of a run while it goes on, its heartbeat above all, and what a reader concludes from it.
 
 state.json is rewritten every second by one thread of rank 0's process; before there is one, the process that made the
 directory has written it. It says whose run it is, how far it is, what is saved, how long an update takes. So a reader
@@ -12,7 +12,7 @@ knows without asking anybody:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 from vpipe.process import Process
 from vpipe.rundir import endings, writing
 from vpipe.rundir.endings import Ending, EndingKind
-from vpipe.rundir.layout import STATE
+from vpipe.rundir.layout import METRICS, RUN, STATE
 
 EVERY = 1.0
 """Seconds between two beats."""
@@ -112,9 +112,10 @@ class Beat:
 class Heart:
     """Writes the beat while a run lasts. A disk that is full costs the beat, not the run."""
 
-    def __init__(self, directory: Path, beat: Beat) -> None:
+    def __init__(self, directory: Path, run: str) -> None:
+        known = Beat.read(directory)  # whoever made the directory stays known as its launcher
         self._directory = directory
-        self._beat = beat
+        self._beat = Beat(run, launcher=known.launcher if known is not None and known.run == run else None)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vpipe-heartbeat", daemon=True)
@@ -130,6 +131,12 @@ class Heart:
             change(self._beat)
         if at_once:
             self._write()
+
+    def say(self, values: Mapping[str, Any]) -> None:
+        """Let the next beats have these values."""
+        with self._lock:
+            for name, value in values.items():
+                setattr(self._beat, name, value)
 
     @property
     def beat(self) -> Beat:
@@ -150,6 +157,34 @@ class Heart:
             if self._thread.is_alive():
                 self._thread.join()
             self._write()
+
+
+class Journal:
+    """What one rank writes down for everyone: run.json, metrics.jsonl, summary.json. A full disk must not end a run:
+    what cannot be written is told once, through ``say``, and left out."""
+
+    def __init__(self, directory: Path, run: str, say: Callable[[str], None]) -> None:
+        self._directory = directory
+        self._run = run
+        self._say = say
+        self._complained = False
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        self._attempt(lambda: writing.replace(self._directory / RUN, {"run": self._run, **facts}))
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        self._attempt(lambda: writing.append(self._directory / METRICS, line))
+
+    def summary(self, summary: dict[str, Any], ending: Ending) -> None:
+        self._attempt(lambda: endings.conclude(self._directory, self._run, ending, summary))
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                self._say(f"warning: {error.filename or self._directory}: {error.strerror}; the run goes on without it")
 
 
 @dataclass(frozen=True)

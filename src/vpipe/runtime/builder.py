@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vpipe.balance import even_partition
 from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight, as_layers
 from vpipe.runtime import assembly
@@ -28,9 +29,9 @@ from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow, resolve
 from vpipe.runtime.memory.choices import stages_with, treated_layers
 from vpipe.runtime.memory.heap import keep_freed_memory, return_freed_memory
-from vpipe.runtime.options import Memory, Options
+from vpipe.runtime.options import Memory, PipelineOptions
 from vpipe.runtime.priorities.order import Policy, choose_executor
-from vpipe.runtime.programs import Programs, ScheduleSpec
+from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.stage import Loss, Stage, StageOptions
 from vpipe.runtime.threaded import ThreadedEngine
@@ -43,6 +44,7 @@ from vpipe.runtime.updates.ties import check_owners, refuse_sharing, tie_layers
 from vpipe.runtime.updates.update import LossScale, UpdateOptions, Updater, checked_scale
 from vpipe.schedule import catalog
 from vpipe.schedule.layout import Layout
+from vpipe.schedule.spec import ScheduleSpec
 
 DEFAULT_MICROBATCHES = 4
 Modules = Mapping[tuple[int, int], nn.Module]
@@ -64,7 +66,7 @@ class Parts:
 class Builder:
     """Makes programs and engines of this process's ranks for a layout."""
 
-    def __init__(self, parts: Parts, options: Options, spec: ScheduleSpec, wires: Wires) -> None:
+    def __init__(self, parts: Parts, options: PipelineOptions, spec: ScheduleSpec, wires: Wires) -> None:
         self.parts, self.options, self.spec, self.wires = parts, options, spec, wires
         alone = len(wires.devices) == 1 or assembly.thread_safe(parts.layers)
         self._lock = None if alone else threading.Lock()
@@ -94,8 +96,15 @@ class Builder:
 
     def layout(self, partition: Sequence[int] | None) -> Layout:
         """The first one: stages where the schedule puts them, layers as wanted or even."""
-        counts = self.spec.partition(len(self.parts.layers), partition)
-        return Layout.of(counts, self.spec.placement, self.wires.seats)
+        placement = self.spec.placement
+        if partition is None:
+            partition = even_partition(len(self.parts.layers), placement.num_stages)
+        elif len(partition) != placement.num_stages:
+            raise UserError(
+                f"the partition {list(partition)} has {len(partition)} stages, but {self.spec.describe()} has "
+                f"{placement.num_stages}"
+            )
+        return Layout.of(partition, placement, self.wires.seats)
 
     def programs(self, layout: Layout, spec: ScheduleSpec | None = None) -> Programs:
         """What the ranks of a layout run; ``spec`` is the schedule, where its options are others than at first."""
@@ -106,6 +115,7 @@ class Builder:
             resolve(self.parts.layers, layout),
             stages_with(recomputed, layout.bounds),
             stages_with(swapped, layout.bounds),
+            self.options.update.early_reduction,
         )
 
     def prepare(self, programs: Programs) -> None:
@@ -227,7 +237,7 @@ def prepared(
     layers: Sequence[Layer | nn.Module | Callable[[], nn.Module]],
     loss: Callable[[Any, Any], Tensor],
     tied: Sequence[TiedWeight],
-    options: Options,
+    options: PipelineOptions,
 ) -> Builder:
     """Join the other ranks, and gather what engines are made of."""
     chosen, ranks = options.schedule, options.ranks
@@ -245,7 +255,7 @@ def prepared(
         ranks.replicas,
         chosen.schedule_options or {},
     )
-    if spec.agrees_after and policy is not None:
+    if policy is not None and spec.agrees_after:
         raise UserError("post_validation needs executor='plain': worker threads would be among forwards made again")
     scale = checked_scale(options.update.loss_scale, spec.synchronous)
     plain, ties = tie_layers(tied, as_layers(layers), loss, spec)

@@ -87,6 +87,7 @@ class Engine:
             Kind.R: self._recompute,
             Kind.OUT: self._swap_out,
             Kind.IN: self._swap_in,
+            Kind.SEND_W: self._send_gradients,
             Kind.REDUCE: self._reduce,
             Kind.AGREE: self._agree,
             Kind.STEP: self._step,
@@ -114,11 +115,8 @@ class Engine:
 
         calls = [(action, bound(action)) for action in row]
         if isinstance(self.updater, AgreeingAfterwards):
-            calls = with_second_tries(calls, self.stages, self.updater, self._watch)
+            calls = with_second_tries(calls, self.stages, self.updater, partial(setattr, self, "current"))
         return Compiled(program, calls, tasks, versions, uses)
-
-    def _watch(self, action: Action) -> None:
-        self.current = action
 
     def run(self, compiled: Compiled, job: Job) -> Result:
         """Run the row. A failure names the action; the other ranks are told."""
@@ -368,9 +366,13 @@ class Engine:
         for hop in hops:
             self.transport.post(hop.envelope, hop.peer)
 
+    def _send_gradients(self, task: Task) -> None:
+        """Roughly: ``isend(dw, the stage's other replicas)``."""
+        self.updater.send_ahead(task.stage, self._job.step)
+
     def _reduce(self, task: Task) -> None:
         """Roughly: ``dw = sum(dw of the stage's replicas)``."""
-        self.updater.reduce(task.stage)
+        self.updater.reduce(task.stage, self._is_ready)
 
     def _agree(self, task: Task) -> None:
         """Roughly: ``verdict = all_gather(norms of all gradients)``."""

@@ -90,16 +90,19 @@ def resolve(layers: Sequence[Layer], layout: Layout) -> Flow:
     return Flow(tuple(layers), layout, tuple(reads), input_names(layers))
 
 
-def bind_inputs(flow: Flow, inputs: object) -> dict[Value, object]:
-    """The model's inputs as values: a single input takes whatever was given, several come from a dict by name."""
-    if not flow.inputs or flow.inputs == (FLOW,):
+def bind_inputs(names: Sequence[str], inputs: object) -> dict[Value, object]:
+    """The inputs of a model that reads ``names``, as values: a single input takes whatever was given, several come from
+    a dict by name."""
+    if not names or tuple(names) == (FLOW,):
         return {(FLOW, INPUT): inputs}
-    if len(flow.inputs) == 1 and not (isinstance(inputs, dict) and flow.inputs[0] in inputs):
-        return {(flow.inputs[0], INPUT): inputs}
+    if len(names) == 1 and not (isinstance(inputs, dict) and names[0] in inputs):
+        return {(names[0], INPUT): inputs}
     if not isinstance(inputs, dict):
-        names, kind = ", ".join(flow.inputs), type(inputs).__name__
-        raise UserError(f"the model reads {names}; give its inputs as a dict with these names, not as a {kind}")
-    missing = [name for name in flow.inputs if name not in inputs]
+        kind = type(inputs).__name__
+        raise UserError(
+            f"the model reads {', '.join(names)}; give its inputs as a dict of these names, not as a {kind}"
+        )
+    missing = [name for name in names if name not in inputs]
     if missing:
         raise UserError(f"the model reads {missing[0]!r}, but its inputs have only {', '.join(map(str, inputs))}")
-    return {(name, INPUT): inputs[name] for name in flow.inputs}
+    return {(name, INPUT): inputs[name] for name in names}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vpipe.balance import split_sizes
 from vpipe.errors import UserError
 from vpipe.runtime.transport.wire import copied_value, flatten, unflatten
 
@@ -50,15 +51,6 @@ def check_rows(inputs: Any, targets: Any) -> None:
             f"the inputs have {mine} rows, but the targets have {theirs}; "
             f"give one target row per input row, or cut the units yourself with Microbatches"
         )
-
-
-def split_sizes(rows: int, num_units: int) -> list[int]:
-    if rows < num_units:
-        raise UserError(
-            f"a batch of {rows} rows cannot be cut into {num_units} microbatches; "
-            f"give at least {num_units} rows or fewer microbatches"
-        )
-    return [rows // num_units + (microbatch < rows % num_units) for microbatch in range(num_units)]
 
 
 class CutBatch:

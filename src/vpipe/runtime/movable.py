@@ -57,12 +57,12 @@ class Movable(Holdings):
             with self.builder.treating(memory):
                 programs = self.builder.programs(layout, self.programs.spec)
                 programs.training()
-                self.engines, moved = moving.move(
+                engines, moved = moving.move(
                     self.builder, self.engines, programs, self.gather, lambda do: self._on_all(do), notice, ahead
                 )
         finally:
             self._forget_ahead()
-        self.programs = programs
+        self._hold(programs, engines)
         self._compiled.clear()
         return moved
 
@@ -70,6 +70,9 @@ class Movable(Holdings):
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
+
+    def _hold(self, programs: Programs, engines: list[Engine]) -> None:
+        raise NotImplementedError
 
     def gather(self, text: str) -> list[str]:
         raise NotImplementedError

@@ -61,12 +61,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class Update:
-    """From losses to the next weights."""
+    """From losses to the next weights.
+
+    With ``early_reduction`` a stage's gradients leave for its replicas as soon as they are complete, while the rank
+    computes the backwards of its other stages: of use where a rank holds several. Results are the same to the bit.
+    """
 
     optimizer: OptimizerFactory | None = None
     clip_norm: float | None = None
     skip_nonfinite: bool = True
     exact_reduction: bool = True
+    early_reduction: bool = False
     fused_weight_grad: bool = False
     loss_scale: LossScale | None = None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -107,6 +112,7 @@ class PlainKeywords(TypedDict, total=False):
     clip_norm: float | None
     skip_nonfinite: bool
     exact_reduction: bool
+    early_reduction: bool
     fused_weight_grad: bool
     loss_scale: LossScale | None
     autocast: Callable[[], AbstractContextManager[Any]]
@@ -122,7 +128,7 @@ Group = TypeVar("Group", Schedule, Memory, Update, Ranks)
 
 
 @dataclass(frozen=True)
-class Options:
+class PipelineOptions:
     """All that a pipeline is told beside its model."""
 
     schedule: Schedule = field(default_factory=Schedule)
@@ -140,7 +146,7 @@ class Options:
         ranks: Ranks | None,
         seed: int,
         plain: Mapping[str, Any],
-    ) -> Options:
+    ) -> PipelineOptions:
         """Grouped values and plain keywords as one."""
         own = schedule if isinstance(schedule, Schedule) else None
         known = [each.name for group in (Schedule, Memory, Update, Ranks) for each in fields(group)]

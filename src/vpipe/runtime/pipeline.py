@@ -25,7 +25,8 @@ from vpipe.runtime.job import Compiled, Job, Result
 from vpipe.runtime.microbatches import check_counts, check_rows, copies_of, mean_loss, torn, units_of, without_gradient
 from vpipe.runtime.modes import Modes
 from vpipe.runtime.movable import Movable
-from vpipe.runtime.options import Memory, Options, PlainKeywords, Ranks, Schedule, Update
+from vpipe.runtime.options import Memory, PipelineOptions, PlainKeywords, Ranks, Schedule, Update
+from vpipe.runtime.programs import Programs
 from vpipe.runtime.randomness import undisturbed
 from vpipe.runtime.trace import Trace
 from vpipe.runtime.train_mode import evaluating
@@ -48,6 +49,29 @@ class Pipeline(Movable):
     ``layout`` says who holds what; engines are built from it, and a wrong program is refused before anything is.
     """
 
+    layout: Layout
+    """Who holds what."""
+    flow: Flow
+    """Who reads what from whom."""
+    placement: Placement
+    """Which ranks hold which stage."""
+    partition: list[int]
+    """Layers per stage."""
+    devices: Sequence[torch.device]
+    """Of the ranks of this process."""
+    ranks: list[int]
+    """The ranks of this process."""
+    rank: int
+    """The first rank of this process: its only one under a launcher."""
+    is_leader: bool
+    """Whether this process does what only one should: it holds rank 0."""
+    in_process: bool
+    """Whether all ranks are in this process."""
+    is_first: bool
+    """Whether this process holds the first stage, and with it the inputs."""
+    is_last: bool
+    """Whether this process holds the last stage, and with it outputs and targets."""
+
     def __init__(
         self,
         layers: Sequence[Layer | nn.Module | Callable[[], nn.Module]],
@@ -61,14 +85,17 @@ class Pipeline(Movable):
         seed: int = 0,
         **plain: Unpack[PlainKeywords],
     ) -> None:
-        options = Options.of(schedule, memory, update, ranks, seed, plain)
+        options = PipelineOptions.of(schedule, memory, update, ranks, seed, plain)
         self.seed = seed
         self.builder = prepared(layers, loss_fn, tied, options)
         self.num_microbatches = self.builder.spec.num_microbatches
-        self.programs = self.builder.programs(self.builder.layout(options.schedule.partition))
-        self.programs.training()  # a wrong program is refused here, not by the first step
-        assembly.agree(self.programs, seed)
-        self.engines = self.builder.engines(self.programs)
+        programs = self.builder.programs(self.builder.layout(options.schedule.partition))
+        programs.training()  # a wrong program is refused here, not by the first step
+        assembly.agree(programs, seed)
+        self._hold(programs, self.builder.engines(programs))
+        self.rank, self.devices = self.ranks[0], self.builder.wires.devices
+        self.is_leader = self.rank == 0
+        self.in_process = len(self.ranks) == self.layout.num_ranks
         self._compiled: dict[tuple[int, Program], Compiled] = {}
         self.step = 0
         self.num_units = 0
@@ -78,50 +105,14 @@ class Pipeline(Movable):
         self._ahead = None
         self._on_all(lambda engine: assembly.share_initial_weights(engine, self.builder.parts.tied))
 
-    @property
-    def layout(self) -> Layout:
-        """Who holds what."""
-        return self.programs.flow.layout
-
-    @property
-    def flow(self) -> Flow:
-        """Who reads what from whom."""
-        return self.programs.flow
-
-    @property
-    def placement(self) -> Placement:
-        """Which ranks hold which stage."""
-        return self.layout.placement
-
-    @property
-    def partition(self) -> list[int]:
-        """Layers per stage."""
-        return list(self.layout.counts)
-
-    @property
-    def devices(self) -> Sequence[torch.device]:
-        """Of the ranks of this process."""
-        return self.builder.wires.devices
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks of this process."""
-        return [engine.rank for engine in self.engines]
-
-    @property
-    def rank(self) -> int:
-        """The first rank of this process: its only one under a launcher."""
-        return self.engines[0].rank
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this process does what only one should: it holds rank 0."""
-        return self.rank == 0
-
-    @property
-    def in_process(self) -> bool:
-        """Whether all ranks are in this process."""
-        return len(self.engines) == self.layout.num_ranks
+    def _hold(self, programs: Programs, engines: list[Engine]) -> None:
+        """What follows from who holds what: asked often, so it is plain values."""
+        self.programs, self.engines = programs, engines
+        self.flow, self.layout = programs.flow, programs.flow.layout
+        self.placement, self.partition = self.layout.placement, list(self.layout.counts)
+        self.ranks = [engine.rank for engine in engines]
+        held = {stage for engine in engines for stage in engine.stages}
+        self.is_first, self.is_last = 0 in held, self.layout.num_stages - 1 in held
 
     @property
     def has_workers(self) -> bool:
@@ -165,16 +156,6 @@ class Pipeline(Movable):
         finally:
             for engine in self.engines:
                 engine.annotates = False
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this process holds the last stage, and with it outputs and targets."""
-        return any(stage.is_last for engine in self.engines for stage in engine.stages.values())
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process holds the first stage, and with it the inputs."""
-        return any(index == 0 for engine in self.engines for index in engine.stages)
 
     def train_step(
         self,
@@ -272,7 +253,7 @@ class Pipeline(Movable):
             self.step,
             self.num_units,
             lambda microbatch: dict(
-                bind_inputs(self.flow, without_gradient(units(microbatch)) if training else units(microbatch))
+                bind_inputs(self.flow.inputs, without_gradient(units(microbatch)) if training else units(microbatch))
             ),
             goals,
             shares.__getitem__,

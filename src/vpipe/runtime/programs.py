@@ -7,111 +7,19 @@ placement. Each is made once, verified with the model's own skip connections, an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-from vpipe.balance import even_partition
 from vpipe.errors import UserError
 from vpipe.runtime.flow import Flow
-from vpipe.schedule import catalog
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
-from vpipe.schedule.entry import Chain, Entry
-from vpipe.schedule.lower import agree, is_lowered, lower
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
-from vpipe.schedule.replicas import replicate
-from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, agrees_after, update_groups
-from vpipe.schedule.verify import verify
-from vpipe.schedule.violation import folded
-
-
-@dataclass(frozen=True)
-class ScheduleSpec:
-    """What the user chose."""
-
-    schedule: str | Program
-    num_ranks: int
-    num_microbatches: int
-    stages_per_rank: int | None = None
-    replicas: int | Sequence[int] = 1
-    options: Mapping[str, Any] | None = None
-
-    @cached_property
-    def entry(self) -> Entry:
-        """The catalogue's entry, or that of the user's own program: whoever asks for a trait asks it."""
-        return catalog.find(self.schedule)
-
-    @cached_property
-    def program(self) -> Program:
-        """The author's program: only F, B, I, W and STEP (or whatever a program of the user's own says)."""
-        options = dict(self.options or {})
-        replicas = self._replicas()
-        ranks, copies = self.num_ranks, 1
-        if replicas is not None and "replicas" in self.entry.options:
-            options["replicas"] = replicas
-        elif replicas is not None:
-            if len(set(replicas)) > 1:
-                raise UserError(
-                    f"{self.entry.name} has the same number of replicas on every stage, not {list(replicas)}; "
-                    f"give one number, or use pipedream"
-                )
-            ranks, copies = len(replicas), replicas[0]
-        program = self.entry.build(ranks, self.num_microbatches, self.stages_per_rank, **options)
-        return replicate(program, copies) if copies > 1 else program
-
-    def _replicas(self) -> tuple[int, ...] | None:
-        """Replicas per rank of one pipeline; ``None`` where nothing is replicated."""
-        if self.replicas == 1:
-            return None
-        if not isinstance(self.replicas, int):
-            replicas = tuple(self.replicas)
-            if sum(replicas) != self.num_ranks:
-                raise UserError(
-                    f"replicas {list(replicas)} need {sum(replicas)} ranks, but there are {self.num_ranks}; "
-                    "make the sum equal"
-                )
-            return None if set(replicas) == {1} else replicas
-        if self.replicas < 1 or self.num_ranks % self.replicas:
-            raise UserError(
-                f"{self.num_ranks} ranks cannot hold {self.replicas} replicas of every stage; the number must divide"
-            )
-        return (self.replicas,) * (self.num_ranks // self.replicas)
-
-    @property
-    def placement(self) -> Placement:
-        return self.program.placement
-
-    @cached_property
-    def synchronous(self) -> bool:
-        """Whether every unit of a step reads the same weights and each stage updates once at the end."""
-        return not self.entry.asynchronous
-
-    @cached_property
-    def agrees_after(self) -> bool:
-        """Whether ranks update first and agree on it afterwards."""
-        return agrees_after(self.program)
-
-    @property
-    def chains(self) -> Chain:
-        """How several batches run without a drain between them."""
-        return self.entry.chains_with(self.options or {})
-
-    def partition(self, num_layers: int, wanted: Sequence[int] | None) -> list[int]:
-        """Layers per stage: as wanted, or even."""
-        num_stages = self.placement.num_stages
-        if wanted is None:
-            return even_partition(num_layers, num_stages)
-        if len(wanted) != num_stages:
-            raise UserError(
-                f"the partition {list(wanted)} has {len(wanted)} stages, but {self.describe()} has {num_stages}"
-            )
-        return list(wanted)
-
-    def describe(self) -> str:
-        return f"{self.entry.name} on {self.num_ranks} ranks"
-
+from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, update_groups
+from vpipe.schedule.spec import ScheduleSpec
+from vpipe.schedule.verify import executable
 
 Treated = tuple[frozenset[int], frozenset[int]]
 """The stages that recompute, and those that swap."""
@@ -126,11 +34,14 @@ class Programs:
         flow: Flow,
         recompute_stages: Collection[int] = (),
         swap_stages: Collection[int] = (),
+        early_reduction: bool = False,
     ) -> None:
         self.spec = spec
+        self.synchronous = spec.synchronous
         self.flow = flow
         self._recompute = frozenset(recompute_stages)
         self._swap = frozenset(swap_stages)
+        self._early_reduction = early_reduction
         self._made: dict[tuple[str, int], Program] = {}
 
     @cached_property
@@ -149,10 +60,6 @@ class Programs:
     @property
     def num_units(self) -> int:
         return self.author.num_microbatches
-
-    @property
-    def synchronous(self) -> bool:
-        return self.spec.synchronous
 
     @property
     def splits(self) -> frozenset[int]:
@@ -175,7 +82,7 @@ class Programs:
         return self.splits & found
 
     def training(self, update: bool = True, num_microbatches: int | None = None) -> Program:
-        """One step; without ``update`` the same without REDUCE, AGREE and STEP."""
+        """One step; without ``update`` the same without SEND_W, REDUCE, AGREE and STEP."""
         key = ("update" if update else "accumulate", num_microbatches or self.spec.num_microbatches)
         if key not in self._made:
             own = key[1] == self.spec.num_microbatches
@@ -209,35 +116,19 @@ class Programs:
 
     def with_options(self, options: Mapping[str, Any]) -> Programs:
         """The same programs with other options of the schedule."""
-        return Programs(replace(self.spec, options=options), self.flow, self._recompute, self._swap)
+        spec = replace(self.spec, options=options)
+        return Programs(spec, self.flow, self._recompute, self._swap, self._early_reduction)
 
     def _finish(self, program: Program, recompute: Collection[int] = (), swap: Collection[int] = ()) -> Program:
         program = replace(program, skips=self.flow.skips())
-        if is_lowered(program):
-            self._check_lowered(program, {Kind.R: recompute, Kind.OUT: swap})
-        else:
-            program = lower(program, recompute_stages=recompute, swap_stages=swap)
-        if self.synchronous:
-            program = agree(program)
-        if violations := _verified(program):
-            kinds = "; ".join(map(str, folded(violations)[:3]))
-            raise UserError(
-                f"{self.spec.describe()} is not a valid program: {kinds} "
-                f"({len(violations)} in all; 'vpipe verify' lists them)"
-            )
-        return program
-
-    def _check_lowered(self, program: Program, wanted: Mapping[Kind, Collection[int]]) -> None:
-        """A program that says all itself must also say what is recomputed and swapped."""
-        has = {(action.kind, action.stage) for _, action in program.actions()}
-        for kind, stages in wanted.items():
-            for stage in sorted(stages):
-                if (kind, stage) not in has:
-                    option = "recompute" if kind is Kind.R else "swap"
-                    raise UserError(
-                        f"{option} names layers of stage {stage}, but the lowered program has no {kind} there; "
-                        "give the program without communication, which is then lowered here, or add those actions"
-                    )
+        return executable(
+            program,
+            self.spec.describe(),
+            recompute_stages=recompute,
+            swap_stages=swap,
+            agrees=self.synchronous,
+            early_reduction=self._early_reduction,
+        )
 
     def num_batches(self, program: Program) -> int:
         """How many batches of a synchronous schedule follow each other in the program; all units of another are one."""
@@ -276,8 +167,3 @@ def relabelled(program: Program, placement: Placement) -> Program:
 
 def _listed(placement: Placement) -> str:
     return str([list(ranks) for ranks in placement.ranks_of])
-
-
-@lru_cache(maxsize=64)
-def _verified(program: Program) -> tuple[Any, ...]:
-    return tuple(verify(program))

@@ -205,7 +205,7 @@ class Replay:
     def _forward(self, flight: Flight, stage: int, weights: Mapping[str, Tensor]) -> None:
         """One stage of a unit's way; its graph goes on where the stage before has ended."""
         if not stage:
-            flight.values = dict(bind_inputs(self.flow, flight.unit.inputs))
+            flight.values = dict(bind_inputs(self.flow.inputs, flight.unit.inputs))
         leaves = {name: leaf.detach().clone().requires_grad_(leaf.requires_grad) for name, leaf in weights.items()}
         flight.leaves |= leaves
         with self._autocast():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vpipe.schedule.program import Program, Versions
     from vpipe.schedule.simulate import Simulation
     from vpipe.schedule.text import from_csv, read_csv, to_csv
-    from vpipe.schedule.timeline import Transport
+    from vpipe.schedule.timeline import LinkModel
     from vpipe.schedule.violation import Violation
 
 _HOMES = {
@@ -37,21 +37,23 @@ _HOMES = {
     "program": ("Program", "Versions"),
     "simulate": ("Simulation",),
     "text": ("from_csv", "read_csv", "to_csv"),
-    "timeline": ("Transport",),
+    "timeline": ("LinkModel",),
     "violation": ("Violation",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_OLDER = {"Transport": "LinkModel"}
+"""Names that had two meanings → what they are called now."""
 
 __all__ = [
     "Action",
     "Costs",
     "Entry",
     "Kind",
+    "LinkModel",
     "Placement",
     "Program",
     "Simulation",
     "StageCosts",
-    "Transport",
     "Versions",
     "Violation",
     "build",
@@ -69,6 +71,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    name = _OLDER.get(name, name)
     if name in _HOME_OF:
         return getattr(import_module(f"vpipe.schedule.{_HOME_OF[name]}"), name)
     raise AttributeError(f"module 'vpipe.schedule' has no attribute {name!r}")

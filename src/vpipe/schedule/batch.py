@@ -23,7 +23,7 @@ from vpipe.schedule.flat import CODE, KINDS, NONE, Flat, Ints, collector_paused
 from vpipe.schedule.lanes import Lanes, find_transfers
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import SEND_OF
-from vpipe.schedule.timeline import directions, loop
+from vpipe.schedule.timeline import directions, loop, priced_as
 from vpipe.schedule.wavefront import Array
 
 _CELLS = 6_000_000
@@ -109,7 +109,7 @@ class ProgramGraph:
 
     def _price_rows(self, flat: Flat, events: Ints, way: Ints, stage: Ints) -> Ints:
         """Per node its row in the price table: kinds by stages, then the two directions of messages by stages."""
-        actions = flat.kind[events] * self.num_stages + flat.stage[events]
+        actions = priced_as(flat)[events] * self.num_stages + flat.stage[events]
         messages = (len(KINDS) + way) * self.num_stages + stage
         if self.blocking:
             messages = np.full(len(way), (len(KINDS) + 2) * self.num_stages)  # a row of zeros: the SEND takes the time

@@ -68,6 +68,11 @@ def entries() -> list[Entry]:
     return [_entry(name) for name in own] + [_or_broken(name) for name in others]
 
 
+def names() -> list[str]:
+    """All names that a schedule may be given by: aliases too, a broken plug-in's as well."""
+    return [name for entry in entries() for name in (entry.name, *entry.aliases)]
+
+
 def _entry(name: str) -> Entry:
     """What the registry has, made an entry: a plain function is described by the first line of its docstring."""
     found = SCHEDULE_REGISTRY.get(name)

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from vpipe.schedule.catalog import entries
+from vpipe.schedule.catalog import entries, get
 from vpipe.schedule.choose import RankedSchedule, rank
+from vpipe.schedule.costs import Costs, uniform
 from vpipe.schedule.entry import BATCHES, POST_VALIDATION, Entry
+from vpipe.schedule.lower import agree, lower, send_ahead
+from vpipe.schedule.replicas import replicate
 from vpipe.schedule.simulate import Simulation, simulate
 from vpipe.schedule.svg import svg
 
@@ -22,6 +26,10 @@ RANKS, MICROBATCHES = 4, 8
 MANY = 16
 """Microbatches of the comparison of networks."""
 LATENCIES = (0.0, 0.25, 1.0)
+REDUCED = 3.0
+"""The time in which a rank's replicas add up all its gradients, where they are compared."""
+SEVERAL = (("1f1b", None), ("interleaved", 2), ("interleaved", 4), ("zb-v", None), ("dualpipe", None))
+"""Schedules and stages per rank of that comparison."""
 
 HEAD = """# Schedules
 
@@ -60,6 +68,18 @@ slower than without. Results are the same to the bit, clipped, skipped or not. I
 weights, swapped layers, worker threads, and optimizers that keep more than their state, groups and plain numbers.
 """
 
+AHEAD = """## Gradients of replicas that are sent ahead
+
+The replicas of a stage add up their gradients at `REDUCE`, which ranks come to after their last backward. With
+`parallel.early_reduction: true` (`Pipeline(early_reduction=True)`) a stage is a bucket of its own: as soon as its last
+gradient is there, it leaves (`SEND_W`), while the rank computes the backwards of its other stages; `REDUCE` adds what
+has come, in the order of replicas, and results are the same to the bit. It is of use where a rank holds several stages.
+
+Time of a batch on {p} ranks with {m} microbatches and 2 replicas of every stage, where adding up all that a rank holds
+takes as long as one of its forwards and one of its backwards of a microbatch:
+
+"""
+
 NETWORKS = """## Slow links turn the ranking over
 
 Time of {m} microbatches on {p} ranks, and the place in the ranking, for a latency of 0, a quarter and the whole of a
@@ -86,8 +106,8 @@ def pages() -> dict[str, str]:
 
 def page() -> str:
     """All schedules: one table, one section each, and what slow links do."""
-    parts = [HEAD.format(p=RANKS, m=MICROBATCHES), _overview(), *map(_section, entries()), _afterwards(), _networks()]
-    return "\n".join(parts)
+    parts = [HEAD.format(p=RANKS, m=MICROBATCHES), _overview(), *map(_section, entries())]
+    return "\n".join([*parts, _afterwards(), _ahead(), _networks()])
 
 
 def _overview() -> str:
@@ -136,6 +156,19 @@ def _afterwards() -> str:
     names = " and ".join(f"`{entry.name}`" for entry in chosen)
     told = {"names": names, "p": RANKS, "m": MICROBATCHES}
     return AFTERWARDS.format(**told) + _table(rows) + COSTS.format(**told)
+
+
+def _ahead() -> str:
+    """What a batch takes with REDUCE at its end, and with gradients sent ahead."""
+    rows: list[tuple[str, ...]] = [("schedule", "stages of a rank", "reduced at the end", "sent ahead")]
+    for name, stages_per_rank in SEVERAL:
+        program = get(name).build(RANKS, MICROBATCHES, stages_per_rank)
+        late = agree(lower(program if program.placement.has_replicas else replicate(program, 2)))
+        held = len(late.placement.stages_of[0])
+        costs = Costs(tuple(replace(each, reduce=REDUCED / held) for each in uniform(late.placement).stages))
+        times = [f"{simulate(each, costs).makespan:g}" for each in (late, send_ahead(late))]
+        rows.append((name, str(held), *times))
+    return AHEAD.format(p=RANKS, m=MICROBATCHES) + _table(rows)
 
 
 def _networks() -> str:

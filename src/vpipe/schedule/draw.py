@@ -21,6 +21,7 @@ NAMES = {
     Kind.I: "input gradient",
     Kind.W: "weight gradient",
     Kind.R: "recompute",
+    Kind.SEND_W: "gradients sent",
     Kind.REDUCE: "reduce",
     Kind.AGREE: "agree",
     Kind.STEP: "update",

@@ -1,6 +1,7 @@
 """A lowered program as lanes and links: what the event loop of ``timeline`` runs.
 
-A lane is a list of actions that run one after the other: the compute actions of a rank, or its swaps. Every action may
+A lane is a list of actions that run one after the other: the compute actions of a rank, its swaps, or the gradients
+that it sends to the replicas of its stages. Every action may
 also wait for messages, which links carry in the order of their receives, and for actions of other lanes.
 """
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from vpipe.schedule.action import Kind
 from vpipe.schedule.flat import KINDS, NONE, Bools, Flat, Ints, padded
-from vpipe.schedule.semantics import LANE, MEETINGS, NEEDS, SEND_OF, Lane, rounds
+from vpipe.schedule.semantics import LANE, MEETINGS, NEEDS, SEND_OF, Lane, rounds, sent_ahead
 
 Event = int
 """The number of an action in ``Flat``; the number after the last is the start of time."""
@@ -91,6 +92,7 @@ class Lanes:
                 self.extra[send].events.append(event)
         self._swaps(flat, in_lane[Lane.SWAP], before)
         self._meetings(flat, before)
+        self._gradients(flat, in_lane[Lane.GRADIENTS], before)
 
     def _messages(self, flat: Flat, transfers: Transfers) -> Ints:
         """An action that reads from other stages waits for the messages of its receive."""
@@ -126,11 +128,20 @@ class Lanes:
         """Members of a meeting go on together, when the last has come."""
         if not flat.kinds & MEETINGS:
             return
-        for places in rounds(flat.program).values():
+        ahead = sent_ahead(flat.program)
+        for meeting, places in rounds(flat.program).items():
             events = [int(flat.row_start[rank]) + index for rank, index in places.items()]
-            came = [int(before[event]) for event in events]
+            sent = [int(flat.row_start[rank]) + index for rank, index in ahead.get(meeting, {}).items()]
+            needs = sent or [int(before[event]) for event in events]
             for event in events:
-                self.extra[event].events += came
+                self.extra[event].events += needs
+
+    def _gradients(self, flat: Flat, sends: Bools, before: Ints) -> None:
+        """What is sent ahead leaves after the compute action that it stands behind."""
+        for event in np.flatnonzero(sends).tolist():
+            self.extra[event].events.append(int(before[event]))
+        if sends.any():
+            self.lanes += [_numbers(flat, sends, rank) for rank in range(flat.program.num_ranks)]
 
 
 def previous(flat: Flat, blocking: Bools) -> Ints:

@@ -13,9 +13,8 @@ difference of two layouts, which is data (``difference``) and is carried out by 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -53,8 +52,27 @@ class Layout:
     counts: tuple[int, ...]
     holders: tuple[tuple[Holder, ...], ...]
     seats: tuple[Seat, ...]
+    placement: Placement = field(init=False, compare=False, repr=False)
+    """Stage → ranks, as programs know it."""
+    bounds: tuple[tuple[int, int], ...] = field(init=False, compare=False, repr=False)
+    """Per stage, its layers as a half-open interval."""
+    stages: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """The stage of each layer."""
+    num_layers: int = field(init=False, compare=False, repr=False)
+    num_stages: int = field(init=False, compare=False, repr=False)
+    num_ranks: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        derived = {
+            "placement": Placement(tuple(tuple(holder.rank for holder in stage) for stage in self.holders)),
+            "bounds": tuple(pairwise((0, *accumulate(self.counts)))),
+            "stages": tuple(stage for stage, count in enumerate(self.counts) for _ in range(count)),
+            "num_layers": sum(self.counts),
+            "num_stages": len(self.counts),
+            "num_ranks": len(self.seats),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
         if any(count < 1 for count in self.counts):
             raise UserError(
                 f"the partition {list(self.counts)} has an empty stage; every stage needs at least one layer"
@@ -64,10 +82,8 @@ class Layout:
                 f"the partition {list(self.counts)} has {len(self.counts)} stages, but ranks are given for "
                 f"{len(self.holders)}; give both for every stage"
             )
-        if self.placement.num_ranks != len(self.seats):
-            raise UserError(
-                f"a layout of {self.placement.num_ranks} ranks has {len(self.seats)} seats; give one a rank"
-            )
+        if self.placement.num_ranks != self.num_ranks:
+            raise UserError(f"a layout of {self.placement.num_ranks} ranks has {self.num_ranks} seats; give one a rank")
 
     @classmethod
     def of(cls, counts: Sequence[int], placement: Placement, seats: Sequence[Seat] = ()) -> Layout:
@@ -79,33 +95,6 @@ class Layout:
     def chain(cls, counts: Sequence[int]) -> Layout:
         """Stage ``s`` on rank ``s``."""
         return cls.of(counts, loop(len(counts)))
-
-    @cached_property
-    def placement(self) -> Placement:
-        """Stage → ranks, as programs know it."""
-        return Placement(tuple(tuple(holder.rank for holder in stage) for stage in self.holders))
-
-    @cached_property
-    def bounds(self) -> tuple[tuple[int, int], ...]:
-        """Per stage, its layers as a half-open interval."""
-        return tuple(pairwise((0, *accumulate(self.counts))))
-
-    @cached_property
-    def stages(self) -> tuple[int, ...]:
-        """The stage of each layer."""
-        return tuple(stage for stage, count in enumerate(self.counts) for _ in range(count))
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.stages)
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.counts)
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.seats)
 
     def ranks_of(self, layer: int) -> tuple[int, ...]:
         """The ranks that hold a layer, replica 0 first; what comes after the last layer (the loss) is with it."""
@@ -131,10 +120,6 @@ class Layout:
         return replace(
             self, holders=tuple(tuple(replace(h, rank=ranks[h.rank]) for h in stage) for stage in self.holders)
         )
-
-    def seated(self, seats: Sequence[Seat]) -> Layout:
-        """The same with the ranks' machines and devices."""
-        return replace(self, seats=tuple(seats))
 
     def __str__(self) -> str:
         rows = [("stage", "layers", "ranks", "where")]

@@ -13,7 +13,7 @@ r``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import lcm
@@ -24,15 +24,13 @@ class Placement:
     """``ranks_of[stage]`` lists the ranks that hold the stage, replica 0 first."""
 
     ranks_of: tuple[tuple[int, ...], ...]
+    num_stages: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "num_stages", len(self.ranks_of))
         held = {rank for ranks in self.ranks_of for rank in ranks}
         if not self.ranks_of or held != set(range(len(held))):
             raise ValueError(f"the ranks of a placement must be 0..P-1 without a gap, not {sorted(held)}")
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.ranks_of)
 
     @cached_property
     def num_ranks(self) -> int:

@@ -8,7 +8,8 @@ with itself.
     B(s,k)       needs  F(s,k) and the backwards of the stages that read it; by law B = I, then W
     R, OUT, IN   stand between F and its backward and are needed by it where the program has them
     SEND, RECV   carry a result to another rank; on one rank stages hand results over directly
-    REDUCE       needs  every replica of the stage to come to it: round n of one is round n of all
+    REDUCE       needs  every replica of the stage to come to it: round n of one is round n of all; where all of them
+                        have sent their gradients ahead (SEND_W), only these
     AGREE        needs  every rank to come to it; gradients are complete before it, updates come after it (or before
                         it, and are taken back where they must be: ``agrees_after``)
 """
@@ -25,11 +26,13 @@ from vpipe.schedule.program import Program, Row, Versions
 
 
 class Lane(Enum):
-    """What an action occupies while it runs. A rank has one compute lane; transfers and swaps pass beside it."""
+    """What an action occupies while it runs. A rank has one compute lane; transfers, swaps and gradients for the
+    replicas of a stage pass beside it."""
 
     COMPUTE = "compute"
     LINK = "link"
     SWAP = "swap"
+    GRADIENTS = "gradients"
 
 
 LANE = dict.fromkeys(Kind, Lane.COMPUTE) | {
@@ -39,6 +42,7 @@ LANE = dict.fromkeys(Kind, Lane.COMPUTE) | {
     Kind.RECV_B: Lane.LINK,
     Kind.OUT: Lane.SWAP,
     Kind.IN: Lane.SWAP,
+    Kind.SEND_W: Lane.GRADIENTS,
 }
 
 COMMUNICATION = frozenset(kind for kind, lane in LANE.items() if lane is Lane.LINK)
@@ -93,20 +97,21 @@ NEEDS: dict[Kind, tuple[Need, ...]] = {
     Kind.SEND_B: (Need(INPUT_GRADIENT),),
     Kind.RECV_F: (),
     Kind.RECV_B: (),
+    Kind.SEND_W: (),
     Kind.REDUCE: (Need((Kind.REDUCE,), Where.MEMBERS),),
     Kind.AGREE: (Need((Kind.AGREE,), Where.MEMBERS),),
     Kind.STEP: (),
 }
-"""``REDUCE``, ``AGREE`` and ``STEP`` act on whatever gradients the rank has gathered: their place in the row is their
-meaning, and ``updates`` has the rules of it."""
+"""``SEND_W``, ``REDUCE``, ``AGREE`` and ``STEP`` act on whatever gradients the rank has gathered: their place in the
+row is their meaning, and ``updates`` has the rules of it."""
 
 MEETINGS = frozenset(kind for kind, needs in NEEDS.items() if any(need.where is Where.MEMBERS for need in needs))
 """Kinds at which ranks wait for one another."""
 
 
 def members(program: Program, action: Action) -> tuple[int, ...]:
-    """The ranks that meet at an action: a stage's replicas at REDUCE, everybody at AGREE."""
-    return program.placement.ranks_of[action.stage] if action.kind is Kind.REDUCE else tuple(range(program.num_ranks))
+    """The ranks that meet at an action: a stage's replicas at REDUCE (and its SEND_W), everybody at AGREE."""
+    return tuple(range(program.num_ranks)) if action.kind is Kind.AGREE else program.placement.ranks_of[action.stage]
 
 
 def agrees_after(program: Program) -> bool:
@@ -139,6 +144,21 @@ def rounds(program: Program) -> dict[Round, dict[int, int]]:
                 place = (kind, stage if kind is Kind.REDUCE else -1)
                 found[Round(*place, been[place])][rank] = index
                 been[place] += 1
+    return found
+
+
+def sent_ahead(program: Program) -> dict[Round, dict[int, int]]:
+    """Every REDUCE whose members send their gradients ahead → these, and the places of their SEND_W in their rows.
+
+    A stage of a rank is a *bucket*: what is sent ahead travels while the rank computes the backwards of its other
+    stages. Which is why a REDUCE with a SEND_W waits for the SEND_W of its members, and not for them to come to it."""
+    found: dict[Round, dict[int, int]] = defaultdict(dict)
+    for rank, row in enumerate(program.rows if Kind.SEND_W in program.flat.kinds else ()):
+        been: dict[int, int] = defaultdict(int)
+        for index, (stage, kind, _) in enumerate(row):
+            if kind is Kind.SEND_W:
+                found[Round(Kind.REDUCE, stage, been[stage])][rank] = index
+            been[stage] += kind is Kind.REDUCE
     return found
 
 

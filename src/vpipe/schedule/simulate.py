@@ -22,7 +22,7 @@ from vpipe.schedule.lanes import Event
 from vpipe.schedule.lower import is_lowered, lower
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, held_versions, live_versions, staleness, version_table
-from vpipe.schedule.timeline import Timeline, Transport, run, usual
+from vpipe.schedule.timeline import LinkModel, Timeline, run, usual
 
 Array = npt.NDArray[np.float64]
 
@@ -195,14 +195,14 @@ def simulate(
     program: Program,
     costs: Costs | None = None,
     *,
-    transport: Transport = Transport.RENDEZVOUS,
+    transport: LinkModel = LinkModel.RENDEZVOUS,
     blocking: bool = False,
 ) -> Simulation:
     """Time a program; a program that says nothing of communication is lowered first.
 
     ``blocking`` is the transport of ``naive``: a rank goes on only when its message has arrived.
     """
-    plain = costs is None and transport is Transport.RENDEZVOUS and not blocking
+    plain = costs is None and transport is LinkModel.RENDEZVOUS and not blocking
     costs = costs or uniform(program.placement)
     if len(costs.stages) != program.num_stages:
         raise UserError(f"costs are given for {len(costs.stages)} stages, but the program has {program.num_stages}")

@@ -31,11 +31,11 @@ from vpipe.schedule.costs import Costs, StageCosts, uniform
 from vpipe.schedule.flat import CODE, KINDS, NONE, Flat, Ints, collector_paused
 from vpipe.schedule.lanes import Event, Lanes, Transfers, find_transfers, previous
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import LANE, MEETINGS, SEND_OF, Lane, Message
+from vpipe.schedule.semantics import LANE, MEETINGS, SEND_OF, Lane, Message, rounds, sent_ahead
 from vpipe.schedule.wavefront import Array, Times
 
 
-class Transport(StrEnum):
+class LinkModel(StrEnum):
     """How a link behaves."""
 
     RENDEZVOUS = "rendezvous"
@@ -49,7 +49,7 @@ class Timeline:
     flat: Flat
     transfers: Transfers
     lanes: list[list[Event]]
-    """The ranks' compute lanes first, then their swap lanes."""
+    """The ranks' compute lanes first, then their swap lanes, then those of gradients."""
     begins: Array
     """By event; the last is that of the start of time."""
     ends: Array
@@ -84,14 +84,14 @@ def run(
     program: Program,
     costs: Costs | None = None,
     *,
-    transport: Transport = Transport.RENDEZVOUS,
+    transport: LinkModel = LinkModel.RENDEZVOUS,
     blocking_sends: bool = False,
 ) -> Timeline:
     """The timeline of a lowered program. Without costs every compute action takes one unit of time."""
     with collector_paused():
         flat = program.flat
         transfers = find_transfers(flat)
-        lanes = Lanes(flat, transfers, transport is Transport.RENDEZVOUS, blocking_sends)
+        lanes = Lanes(flat, transfers, transport is LinkModel.RENDEZVOUS, blocking_sends)
         times = loop(lanes, *_durations(flat, transfers, costs, blocking_sends))
         return Timeline(flat, transfers, lanes.lanes, *times)
 
@@ -134,10 +134,22 @@ def _durations(
     if blocking_sends:
         price[[CODE[Kind.SEND_F], CODE[Kind.SEND_B]]] = hop + lag
         nothing = np.zeros(len(transfers))
-        return price[flat.kind, flat.stage], nothing, nothing
+        return price[priced_as(flat), flat.stage], nothing, nothing
     way = directions(flat, transfers)
     stage = flat.stage[transfers.send]
-    return price[flat.kind, flat.stage], hop[way, stage], lag[way, stage]
+    return price[priced_as(flat), flat.stage], hop[way, stage], lag[way, stage]
+
+
+def priced_as(flat: Flat) -> Ints:
+    """Per action the kind whose price it has: a REDUCE of what was sent ahead has only to come, as to an AGREE."""
+    places = [*sent_ahead(flat.program)]
+    if not places:
+        return flat.kind
+    kinds, met = flat.kind.copy(), rounds(flat.program)
+    for meeting in places:
+        for rank, index in met.get(meeting, {}).items():
+            kinds[flat.row_start[rank] + index] = CODE[Kind.AGREE]
+    return kinds
 
 
 def directions(flat: Flat, transfers: Transfers) -> Ints:
@@ -174,7 +186,7 @@ def _price(kind: Kind, cost: StageCosts) -> float:
             return cost.recompute
         case Kind.OUT | Kind.IN:
             return cost.swap
-        case Kind.REDUCE:
+        case Kind.REDUCE | Kind.SEND_W:
             return cost.reduce
         case Kind.STEP:
             return cost.step

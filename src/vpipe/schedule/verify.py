@@ -3,28 +3,31 @@
 ``verify`` returns every violation, not the first: what is missing, what comes twice, what stands on the wrong rank or
 in the wrong order, sends and receives that do not match, a deadlock under the chosen transport, memory beyond a bound,
 and updates that lose or mix gradients. What each action must keep is in ``laws``; what hangs, the event loop of
-``timeline`` tells; what becomes of weights, ``updates``; who meets whom, ``meetings``.
+``timeline`` tells; what becomes of weights, ``updates``; who meets whom, ``meetings``. ``executable`` gives the runtime
+what it runs: no program gets there unverified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
 
+from vpipe.errors import UserError
 from vpipe.schedule import laws, meetings, updates
-from vpipe.schedule.action import Action
+from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.flat import collector_paused
-from vpipe.schedule.lower import communicate, is_lowered, reduce
+from vpipe.schedule.lower import agree, communicate, is_lowered, lower, reduce, send_ahead
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import COMMUNICATION, MEETINGS, NEEDS, peers
 from vpipe.schedule.simulate import simulate
-from vpipe.schedule.timeline import Transport, never_waits, run, usual
-from vpipe.schedule.violation import Violation
+from vpipe.schedule.timeline import LinkModel, never_waits, run, usual
+from vpipe.schedule.violation import Violation, folded
 
 
 def verify(
     program: Program,
     *,
-    transport: Transport = Transport.RENDEZVOUS,
+    transport: LinkModel = LinkModel.RENDEZVOUS,
     max_activations: float | None = None,
 ) -> list[Violation]:
     """Every violation, in the order of ranks and actions; none: the program runs and computes the right thing.
@@ -36,7 +39,49 @@ def verify(
         return _verify(program, transport, max_activations)
 
 
-def _verify(program: Program, transport: Transport, max_activations: float | None) -> list[Violation]:
+def executable(
+    program: Program,
+    name: str,
+    *,
+    recompute_stages: Collection[int] = (),
+    swap_stages: Collection[int] = (),
+    agrees: bool = False,
+    early_reduction: bool = False,
+) -> Program:
+    """What ranks run of a program called ``name``: lowered unless it is, with the agreement of a synchronous one, and
+    verified; a ``UserError`` where it cannot be run."""
+    if is_lowered(program):
+        _check_lowered(program, {Kind.R: recompute_stages, Kind.OUT: swap_stages})
+    else:
+        program = lower(program, recompute_stages=recompute_stages, swap_stages=swap_stages)
+    if agrees:
+        program = agree(program)
+        program = send_ahead(program) if early_reduction else program
+    if violations := _known(program):
+        kinds = "; ".join(map(str, folded(violations)[:3]))
+        raise UserError(f"{name} is not a valid program: {kinds} ({len(violations)} in all; 'vpipe verify' lists them)")
+    return program
+
+
+@lru_cache(maxsize=64)
+def _known(program: Program) -> tuple[Violation, ...]:
+    return tuple(verify(program))
+
+
+def _check_lowered(program: Program, wanted: Mapping[Kind, Collection[int]]) -> None:
+    """A program that says all itself must also say what is recomputed and swapped."""
+    has = {(action.kind, action.stage) for _, action in program.actions()}
+    for kind, stages in wanted.items():
+        for stage in sorted(stages):
+            if (kind, stage) not in has:
+                option = "recompute" if kind is Kind.R else "swap"
+                raise UserError(
+                    f"{option} names layers of stage {stage}, but the lowered program has no {kind} there; "
+                    "give the program without communication, which is then lowered here, or add those actions"
+                )
+
+
+def _verify(program: Program, transport: LinkModel, max_activations: float | None) -> list[Violation]:
     flat, places = program.flat, laws.Places(program)
     strangers = [*laws.strangers(flat)]
     twice = [*laws.duplicates(flat)]
@@ -61,7 +106,7 @@ def _verify(program: Program, transport: Transport, max_activations: float | Non
     return sorted(set(found))
 
 
-def _deadlock(program: Program, given: Program, transport: Transport, places: laws.Places) -> Iterator[Violation]:
+def _deadlock(program: Program, given: Program, transport: LinkModel, places: laws.Places) -> Iterator[Violation]:
     """What every rank waits for when none can go on. Sends block, as the strictest transport's do."""
     if never_waits(usual(program)):
         return

@@ -13,8 +13,8 @@ from torch import nn
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer
-from vpipe.runtime.programs import ScheduleSpec
 from vpipe.schedule.action import Kind
+from vpipe.schedule.spec import ScheduleSpec
 
 
 def compiled(layers: Sequence[Layer], spec: ScheduleSpec) -> list[Layer]:

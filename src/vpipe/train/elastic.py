@@ -41,7 +41,7 @@ from vpipe.train import abroad, copies
 from vpipe.train.abroad import Abroad, Generation, StoreDoor
 from vpipe.train.copier import Copier
 from vpipe.train.copies import SHELVES, CopyShelf, Layers, Part
-from vpipe.train.session import load_data, num_stages, open_session
+from vpipe.train.session import load_data, open_session, schedule_of
 from vpipe.train.sizes import resized
 from vpipe.train.trainer import Trainer
 from vpipe.train.worker import make_console
@@ -168,7 +168,9 @@ class Rank:
         What a plan of the config says about single layers stays with that plan's partition."""
         config = resized(self._config, order.num_ranks)
         moved = found.partition if found else ()
-        if len(moved) != num_stages(config) or (isinstance(own := config.parallel.partition, str) and own != "auto"):
+        if len(moved) != schedule_of(config).placement.num_stages or (
+            isinstance(own := config.parallel.partition, str) and own != "auto"
+        ):
             return config
         return resized(self._config, order.num_ranks, moved)
 

@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
+from vpipe.balance import split_sizes
 from vpipe.data.dataset import Batch, DataSet
 from vpipe.data.order import BatchOrder
 from vpipe.errors import UserError
-from vpipe.runtime.microbatches import Microbatches, split_sizes
+from vpipe.runtime.microbatches import Microbatches
 
 Position = tuple[int, int]
 """(epoch, batch)."""
@@ -79,10 +80,10 @@ class Units:
         return [replace(self, batches=part, num_updates=1) for part in parts]
 
     def inputs(self) -> Microbatches:
-        return Microbatches(lambda microbatch: self.batches[microbatch].inputs, self.shares())
+        return Microbatches([batch.inputs for batch in self.batches].__getitem__, self.shares())
 
     def targets(self) -> Microbatches:
-        return Microbatches(lambda microbatch: self.batches[microbatch].targets, self.shares())
+        return Microbatches([batch.targets for batch in self.batches].__getitem__, self.shares())
 
 
 def accumulated(parts: Sequence[Units]) -> list[Units]:

@@ -14,17 +14,17 @@ from vpipe.schedule.entry import Chain
 
 def refuse(config: PipelineConfig) -> None:
     """Raise where the config asks for what the runtime does not have."""
-    parallel = config.parallel
+    parallel, options = config.parallel, given_options(config)
     if parallel.backend == "nccl":
         _need_accelerator(parallel.device)
     entry = catalog.get(parallel.scheduler)
-    entry.check_options(given_options(config))
+    entry.check_options(options)
     if entry.chains is Chain.UNITS and config.training.gradient_accumulation != 1:
         raise UserError(
             f"training.gradient_accumulation is {config.training.gradient_accumulation}, but scheduler {entry.name} "
             "counts units: give parallel.schedule_options: {update_interval: N} instead"
         )
-    shared = parallel.transport == "inprocess" or entry.runs_threads(parallel.scheduler)
+    shared = entry.runs_threads(parallel.scheduler) or parallel.transport == "inprocess"
     if parallel.priority != "none" and not (shared or parallel.use_orion_scheduler):
         raise UserError(
             f"parallel.priority {parallel.priority} orders work that shares a device, but here every rank is a process "

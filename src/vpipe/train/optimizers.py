@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from vpipe.config.sections import TrainingConfig
 from vpipe.errors import UserError
 from vpipe.registry import OPTIMIZER_REGISTRY
+from vpipe.runtime.device import device_type
 from vpipe.runtime.updates.uncompiled import uncompiled
 from vpipe.runtime.updates.update import LossScale
 
@@ -102,11 +103,11 @@ START_SCALE = 2.0**16
 
 
 def autocast(training: TrainingConfig, device: str = "cpu") -> Callable[[], AbstractContextManager[Any]]:
-    """The context in which layers run."""
+    """The context in which layers run on ``device``, as a config names it."""
     if training.precision == "fp32":
         return nullcontext
     dtype = torch.bfloat16 if training.precision == "bf16" else torch.float16
-    return partial(torch.autocast, device, dtype=dtype)
+    return partial(torch.autocast, device_type(device), dtype=dtype)
 
 
 def loss_scale(training: TrainingConfig) -> LossScale:

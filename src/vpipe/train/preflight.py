@@ -24,18 +24,18 @@ from vpipe.config import PipelineConfig
 from vpipe.config.problems import ConfigError, Key, Problem
 from vpipe.data.dataset import Batch, DataSet
 from vpipe.errors import UserError, printable
-from vpipe.layer import describe
+from vpipe.layer import describe, input_names
 from vpipe.models.model import Model, run
 from vpipe.registry import MODEL_REGISTRY
 from vpipe.runtime.device import chosen
 from vpipe.runtime.flow import bind_inputs, resolve
-from vpipe.runtime.programs import ScheduleSpec
 from vpipe.runtime.updates.update import checked_scale
 from vpipe.schedule.layout import Layout
+from vpipe.schedule.placement import Placement
 from vpipe.train.limits import refuse as refuse_unsupported
 from vpipe.train.optimizers import loss_scale
 from vpipe.train.partition import Skeleton, cut
-from vpipe.train.session import feed_of, load_data, load_model, num_stages, schedule_of
+from vpipe.train.session import feed_of, load_data, load_model, schedule_of
 
 T = TypeVar("T")
 STAND_IN = 1 << 20
@@ -122,35 +122,35 @@ def missing_files(config: PipelineConfig) -> list[tuple[Key, str]]:
 def _stages(found: Findings, config: PipelineConfig, model: Model | None, skeleton: Skeleton | None) -> None:
     """Whether the layers can be cut as the schedule wants them."""
 
-    def spec_of() -> ScheduleSpec:
-        spec = schedule_of(config)
-        checked_scale(loss_scale(config.training), spec.synchronous)
-        _ = spec.program
-        return spec
+    def placement_of() -> Placement:
+        scale, spec = loss_scale(config.training), schedule_of(config)
+        placement = spec.placement
+        checked_scale(scale, spec.synchronous)
+        return placement
 
-    spec = found.attempt(spec_of, "parallel", "training")
-    if spec is None or skeleton is None or model is None:
+    placement = found.attempt(placement_of, "parallel", "training")
+    if placement is None or skeleton is None or model is None:
         return
-    layers = model.layers
-    made = found.attempt(lambda: cut(config, skeleton, num_stages(config)), "parallel", "model", "training")
+    layers, num_stages = model.layers, placement.num_stages
+    made = found.attempt(lambda: cut(config, skeleton, num_stages), "parallel", "model", "training")
     if made is not None:
-        found.attempt(lambda: resolve(layers, Layout.of(made.partition, spec.placement)), "parallel", "model")
+        found.attempt(lambda: resolve(layers, Layout.of(made.partition, placement)), "parallel", "model")
 
 
 def _together(
     found: Findings, config: PipelineConfig, data: DataSet, model: Model, skeleton: Skeleton, ends: bool
 ) -> None:
     """What the first rows show on their way through the model; a smaller vocabulary has been told already."""
-    flow = found.attempt(lambda: resolve(model.layers, Layout.chain([len(model.layers)])), "model")
+    names = found.attempt(lambda: input_names(model.layers), "model")
     rows = found.attempt(lambda: data.batch(range(min(len(data), config.dataset.batch_size))), "dataset", "model")
-    if rows is None or flow is None:
+    if rows is None or names is None:
         return
     built_in = not MODEL_REGISTRY.is_own(config.model.name)
     try:
-        if built_in and isinstance(rows.inputs, Mapping) and not set(flow.inputs) <= set(rows.inputs):
+        if built_in and isinstance(rows.inputs, Mapping) and not set(names) <= set(rows.inputs):
             given = ", ".join(map(str, rows.inputs))
-            raise UserError(f"the model reads {', '.join(flow.inputs)}, the data are {given}")
-        named = bind_inputs(flow, rows.inputs)
+            raise UserError(f"the model reads {', '.join(names)}, the data are {given}")
+        named = bind_inputs(names, rows.inputs)
     except UserError as error:
         pair = f"the data set {config.dataset.name} does not fit the model {config.model.name}"
         found.note(f"{pair}: {error.sentence}", "model", "dataset")
@@ -222,11 +222,12 @@ def _loss(found: Findings, config: PipelineConfig, model: Model, rows: Batch, ou
 
     targets = _first(rows.targets, count)
     for_output = f", for an output of {_told(output)}" if output is not None else ""
+    answer = _mapped(output, said)
     try:
         with torch.no_grad():
             model.count(targets)
             if output is not None:
-                model.loss(_mapped(output, said), targets)
+                model.loss(answer, targets)
     except Exception as error:
         found.note(
             f"the loss of the model {config.model.name} cannot use the targets of the data set {config.dataset.name} "

@@ -21,14 +21,14 @@ from vpipe.models import catalog as model_catalog
 from vpipe.models.model import Model
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
 from vpipe.runtime import assembly
-from vpipe.runtime.device import device_type
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priorities.order import Backend
 from vpipe.runtime.priorities.turns import take_turns
-from vpipe.runtime.programs import Programs, ScheduleSpec, Treated
+from vpipe.runtime.programs import Programs, Treated
 from vpipe.schedule import catalog as schedule_catalog
 from vpipe.schedule.entry import BATCHES, Chain
 from vpipe.schedule.layout import Layout
+from vpipe.schedule.spec import ScheduleSpec
 from vpipe.train.compiling import compiled
 from vpipe.train.feed import Feed, Position, Units
 from vpipe.train.limits import refuse
@@ -125,7 +125,8 @@ def schedule_options(config: PipelineConfig) -> dict[str, Any]:
 
     The schedule's entry says which it has, and its author what they may be: nothing here knows an option's meaning.
     """
-    entry, chosen = schedule_catalog.get(config.parallel.scheduler), given_options(config)
+    chosen = given_options(config)
+    entry = schedule_catalog.get(config.parallel.scheduler)
     if BATCHES in chosen or "replicas" in chosen:
         own = BATCHES if BATCHES in chosen else "replicas"
         raise UserError(
@@ -145,13 +146,14 @@ def open_session(config: PipelineConfig, data: DataSet | None = None) -> Session
     _check_vocabulary(config, model, data)
     skeleton = Skeleton.of(config.model.name, model)
     parallel, training = config.parallel, config.training
-    chosen = cut(config, skeleton, num_stages(config))
+    spec = schedule_of(config)
+    chosen = cut(config, skeleton, spec.placement.num_stages)
     feed = feed_of(config, data)
     pipeline = Pipeline(
-        compiled(model.layers, schedule_of(config)) if config.model.compile else model.layers,
+        compiled(model.layers, spec) if config.model.compile else model.layers,
         model.loss,
         schedule=parallel.scheduler,
-        num_microbatches=units_of_a_step(config),
+        num_microbatches=spec.num_microbatches,
         optimizer=optimizer(training),
         num_ranks=config.num_ranks,
         partition=chosen.partition,
@@ -163,13 +165,14 @@ def open_session(config: PipelineConfig, data: DataSet | None = None) -> Session
         seed=training.seed,
         clip_norm=training.gradient_clipping or None,
         exact_reduction=parallel.exact_reduction,
+        early_reduction=parallel.early_reduction,
         loss_scale=loss_scale(training),
-        autocast=autocast(training, device_type(parallel.device)),
+        autocast=autocast(training, parallel.device),
         device=parallel.device,
         device_messages=parallel.backend != "gloo",
         transport=parallel.transport if assembly.under_launcher() else "auto",
         timeout=parallel.timeout,
-        schedule_options=schedule_options(config),
+        schedule_options=spec.options,
     )
     device = None
     if parallel.priority != "none" or parallel.use_orion_scheduler:
@@ -220,15 +223,3 @@ def feed_of(config: PipelineConfig, data: DataSet) -> Feed:
         seed=config.training.seed,
         num_workers=config.dataset.num_workers,
     )
-
-
-def num_stages(config: PipelineConfig) -> int:
-    """Ask the schedule itself, on a small program."""
-    parallel = config.parallel
-    options = schedule_options(config)
-    if parallel.replicas is not None and "replicas" in schedule_catalog.get(parallel.scheduler).options:
-        options["replicas"] = parallel.replicas
-    ranks = config.num_ranks if "replicas" in options else parallel.model_parallel_size
-    return schedule_catalog.build(
-        parallel.scheduler, ranks, config.training.num_microbatches, parallel.stages_per_rank, **options
-    ).num_stages

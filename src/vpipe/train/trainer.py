@@ -22,12 +22,11 @@ from torch import Tensor
 from vpipe.errors import UserError
 from vpipe.observe.console import Console
 from vpipe.rundir import lineage
-from vpipe.rundir.endings import Ending, EndingKind
+from vpipe.rundir.endings import Ending
 from vpipe.rundir.manifest import Standing
-from vpipe.rundir.state import ENDING, Beat
+from vpipe.rundir.state import ENDING
 from vpipe.runtime.moving import Moved
 from vpipe.runtime.options import Memory
-from vpipe.runtime.vendors import device_name
 from vpipe.schedule.entry import Chain
 from vpipe.schedule.layout import Layout
 from vpipe.schedule.own import short_name
@@ -38,7 +37,7 @@ from vpipe.train.evaluation import Evaluation
 from vpipe.train.feed import Position, Units, accumulated
 from vpipe.train.learning_rate import learning_rate
 from vpipe.train.measure.footprint import memory_cap
-from vpipe.train.reporting.metrics import Metrics
+from vpipe.train.reporting.metrics import Metrics, device_name
 from vpipe.train.reporting.profiling import profiled
 from vpipe.train.reporting.run_log import RunLog, run_facts
 from vpipe.train.session import Session
@@ -71,17 +70,11 @@ class Trainer:
         self.checkpoints = CheckpointManager(session, directory, self.run_id, self.log.say, self.log.beat)
         self.evaluation = Evaluation(session) if training.evaluation_interval >= 0 else None
         self.stop_requests = ending.StopRequests(pipeline)
-        self.metrics = Metrics(
-            config.num_ranks,
-            session.model.num_parameters if self.log.is_leader else 0,
-            session.model.flops_per_token if self.log.is_leader else 0.0,
-            training.precision,
-            config.observe.warmup_iterations,
-            device_name(pipeline.parameters().values()),
-        )
+        self.metrics = Metrics(config.num_ranks, training.precision, config.observe.warmup_iterations)
         self.adapter = self._adapter()
         self._last_loss: float | None = None
-        self.ended: Ending = ending.finished(0)
+        self.ended: Ending
+        """How the run ended, once it has."""
         self._closed = False
         self._owes_checkpoint = False
         self._asked: Signals | None = None
@@ -126,7 +119,8 @@ class Trainer:
         training = self.session.config.training
         try:
             self.checkpoints.enter()
-            self.log.start(self._facts())
+            facts = self._facts()
+            self.log.start(facts)
             self.log.resumed(self.iteration)
             if training.warmup > self.num_updates:
                 self.log.say(
@@ -148,12 +142,8 @@ class Trainer:
                     if training.exit_after_profile and self._profiles(self.iteration - 1):
                         break
             self.checkpoints.settle()
-            if self._asked is not None:
-                self.ended = ending.asked(self._asked, self.iteration)
-            else:
-                self.ended = ending.finished(self.iteration)
-            summary = self._summary()
-            self.log.finish(summary, self.ended)
+            summary = self._summary(facts["model"])
+            self.ended = self.log.finish(summary, self._asked, self.iteration)
             return summary
         finally:
             self.close()
@@ -237,9 +227,8 @@ class Trainer:
         count = len(positions)
         begin = perf_counter()
         units = self._read(positions) if session.reads_data else None
-        name = f"profiler_{short_name(session.config.parallel.scheduler)}"
         watched = self._profiles(self.iteration)
-        around = profiled(pipeline, self.directory / name) if watched else self.log.counted()
+        around = self._profiled() if watched else self.log.counted()
         with around:
             loss = pipeline.train_step(
                 units.inputs() if units else None,
@@ -256,16 +245,13 @@ class Trainer:
         tokens, samples = (units.num_tokens, units.num_samples) if units else (0, 0)
         for _ in range(count):
             self.metrics.add(seconds / count, tokens / count, samples / count, counts=not watched)
-        self.log.iteration(self._line(positions[-1][0], loss, tokens, seconds, count))
         if self._ends_update(self.iteration):
             self._updates.append(perf_counter() - self._since_update)
+        beat = {"phase": "training", "iteration": self.iteration, "iterations": self.num_iterations}
+        beat["update_seconds"] = max(self._updates, default=0.0)
+        self.log.iteration(self._line(positions[-1][0], loss, tokens, seconds, count), beat)
         self.checkpoints.poll()
-        self.log.beat(self._beats)
         self._adapt(seconds / count)
-
-    def _beats(self, beat: Beat) -> None:
-        beat.phase, beat.iteration, beat.iterations = "training", self.iteration, self.num_iterations
-        beat.update_seconds = max(self._updates, default=0.0)
 
     def _read(self, positions: list[Position]) -> Units:
         """The units of these iterations. Where gradients are accumulated, all iterations of the update are read first:
@@ -307,6 +293,10 @@ class Trainer:
                 break
             positions.append(following)
         return positions
+
+    def _profiled(self) -> AbstractContextManager[Any]:
+        name = f"profiler_{short_name(self.session.config.parallel.scheduler)}"
+        return profiled(self.session.pipeline, self.directory / name)
 
     def _profiles(self, iteration: int) -> bool:
         return iteration == self.session.config.training.profile_iteration
@@ -376,10 +366,11 @@ class Trainer:
             self.checkpoints.save(self.iteration, self.position)
         return True
 
-    def _summary(self) -> dict[str, Any]:
-        return self.metrics.summary() | {
+    def _summary(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        device = device_name(self.session.pipeline.devices[0])
+        return self.metrics.summary(model["parameters"], model["flops_per_token"], device) | {
             "final_loss": self._last_loss,
             "iterations_done": self.iteration,
-            "stopped": self.ended.kind is not EndingKind.FINISHED,
+            "stopped": self._asked is not None,
             "scheduler": self.session.config.parallel.scheduler,
         }

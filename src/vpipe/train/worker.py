@@ -21,13 +21,19 @@ from vpipe.rundir.endings import Ending
 from vpipe.runtime import assembly
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.ranks import membership
+from vpipe.runtime.ranks.membership import Membership
 from vpipe.train import ending
 from vpipe.train.session import open_session
 from vpipe.train.trainer import Trainer
 
 
-def train(
-    config: dict[str, Any],
+def train(config: dict[str, Any], **arguments: Any) -> int:
+    """The same for a launcher, which has the config as plain values."""
+    return run(PipelineConfig.from_dict(config), **arguments)
+
+
+def run(
+    config: PipelineConfig,
     directory: str | None = None,
     run: str | None = None,
     resume: str | None = None,
@@ -43,25 +49,24 @@ def train(
     one that a run has used: the user said ``--resume``, even if there was no checkpoint yet.
     ``told`` is called with the directory that was taken here.
     """
-    checked = PipelineConfig.from_dict(config)
-    plugins.load(checked.plugins)
-    if checked.launch.threads:
-        torch.set_num_threads(checked.launch.threads)
-    rank = 0
+    plugins.load(config.plugins)
+    if config.launch.threads:
+        torch.set_num_threads(config.launch.threads)
+    rank, member = 0, None
     if assembly.under_launcher():
-        assembly.join(checked.parallel.timeout)
-        rank = dist.get_rank()
+        assembly.join(config.parallel.timeout)
+        rank, member = dist.get_rank(), membership.current()
     taken = Claim(Path(directory), run) if directory and run else None
-    with _concluding(taken, rank) as conclusion:
-        session = open_session(checked)
+    with _concluding(taken, rank, member) as conclusion:
+        session = open_session(config)
         if taken is None:
             chosen, source = Path(output_dir) if output_dir else None, Path(resume) if resume else None
-            take = partial(claim.take, checked, chosen, resume=continues, source=source, overwrite=overwrite)
+            take = partial(claim.take, config, chosen, resume=continues, source=source, overwrite=overwrite)
             taken = _take(session.pipeline, chosen, rank, take)
             conclusion.claim = taken
             if told is not None:
                 told(taken)
-        console = make_console(checked, quiet) if rank == 0 else None
+        console = make_console(config, quiet) if rank == 0 else None
         trainer = Trainer(session, taken.directory, console, taken.run)
         if resume is not None:
             trainer.resume(Path(resume))
@@ -80,14 +85,13 @@ def make_console(config: PipelineConfig, quiet: bool) -> Console:
 class _concluding:
     """Around a run on rank 0: whatever ends it is written down, also where a watchdog ends the process."""
 
-    def __init__(self, taken: Claim | None, rank: int) -> None:
+    def __init__(self, taken: Claim | None, rank: int, member: Membership | None) -> None:
         self.claim = taken
         self._rank = rank
+        if member is not None and rank == 0:
+            member.watchdog.leaving = lambda cause: self._write(ending.of_cause(cause))
 
     def __enter__(self) -> _concluding:
-        member = membership.current()
-        if member is not None and self._rank == 0:
-            member.watchdog.leaving = lambda cause: self._write(ending.of_cause(cause))
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.errors import UserError, nearest
-from vpipe.models.huggingface.cutting import varied
+from vpipe.models.huggingface.cut import varied
 from vpipe.models.huggingface.tasks import ModelTask
 
 MAPPINGS = (

@@ -24,7 +24,7 @@ from vpipe.models.huggingface.architectures import (
     task_of,
     unknown_type,
 )
-from vpipe.models.huggingface.cutting import cut_frame, owned_paths
+from vpipe.models.huggingface.cut import cut_frame, owned_paths
 from vpipe.models.huggingface.part import Frame, Part
 from vpipe.models.huggingface.pieces import Piece
 from vpipe.models.huggingface.source import PieceBuilder

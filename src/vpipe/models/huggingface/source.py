@@ -16,7 +16,7 @@ from torch import nn
 
 from vpipe.errors import UserError
 from vpipe.models.huggingface.anatomy import Anatomy
-from vpipe.models.huggingface.cutting import owned_paths
+from vpipe.models.huggingface.cut import owned_paths
 from vpipe.models.huggingface.initial import RealLiterals, buffers_filled, give_storage, initialise
 from vpipe.models.huggingface.part import Frame, Part, hub_names
 from vpipe.models.huggingface.pieces import CallPlan, Piece

@@ -20,7 +20,6 @@ something else.
 from __future__ import annotations
 
 import json
-import os
 import queue
 import signal
 import socket
@@ -186,8 +185,3 @@ class Control:
         while not pause.wait(BEAT):
             number += 1
             self.tell(beat=number)
-
-
-def is_elastic() -> bool:
-    """Whether this process is a rank of an elastic run."""
-    return CONTROL in os.environ

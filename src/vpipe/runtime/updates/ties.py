@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from vpipe.errors import UserError, nearest
 from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.programs import ScheduleSpec
 from vpipe.runtime.transport.wire import Envelope
 from vpipe.runtime.updates.weights import check_sharing
 from vpipe.schedule.placement import Placement
+from vpipe.schedule.spec import ScheduleSpec
 
 Owner = tuple[int, str]
 

@@ -35,6 +35,7 @@ from vpipe.runtime.updates.norms import (
     told_apart,
 )
 from vpipe.runtime.updates.repeats import SkipNeed, Start, need_of
+from vpipe.runtime.updates.replicas import AMONG_REPLICAS, GradientsAhead, add_up, trained
 from vpipe.runtime.updates.skipping import Before, TakeBack, can_be_restored, can_be_told, step_told
 from vpipe.runtime.updates.tied_gradients import TiedGradients, dense
 from vpipe.schedule.placement import Placement
@@ -109,6 +110,7 @@ class Updater:
         self._tied = tuple(tied)
         flow = next(iter(stages.values())).flow
         self._ties = TiedGradients(transport, placement, flow, self._tied) if self._tied else None
+        self._ahead: GradientsAhead | None = None
         self._blocks = LossBlocks(flow, placement)
         self._exchange = NormExchange(transport, self._stages, self._tied, device)
         self._losses: dict[LossKey, Number] = {}
@@ -156,6 +158,7 @@ class Updater:
         self._losses, self._num_units = losses, num_units
         self._verdict = self._told = None
         self._take_back.clear()
+        self._ahead = None
         self.shared_losses = None
         self._start, again = None, self.must_repeat
         self.must_repeat = False
@@ -184,15 +187,26 @@ class Updater:
         self._skipped[0], self.num_updates = self._skipped_before, self._updates_before
         forget_casts()
 
-    def reduce(self, stage: Stage) -> None:
-        """Sum over the stage's replicas; in asynchronous modes the mean of the round."""
+    def send_ahead(self, stage: Stage, step: int) -> None:
+        """Let the stage's gradients, which are complete, travel to its other replicas."""
+        self._ahead = self._ahead or GradientsAhead(self._transport, self._placement)
+        self._ahead.send(stage, step)
+
+    def reduce(self, stage: Stage, ready: Callable[[], None]) -> None:
+        """Sum over the stage's replicas; in asynchronous modes the mean of the round. ``ready`` is called when what was
+        sent ahead has come."""
         ranks = self._placement.ranks_of[stage.index]
-        trained = [p for p in stage.weights.parameters.values() if p.requires_grad]
-        mine = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
-        anyone = torch.stack(self._transport.all_gather(mine, ranks, [len(trained)] * len(ranks))).any(0).tolist()
+        weights = trained(stage)
+        told = self._ahead.taken(stage) if self._ahead is not None else None
+        ready()
+        if told is not None:
+            add_up(told, mean=not self.options.synchronous)
+            return
+        mine = torch.tensor([p.grad is not None for p in weights], dtype=torch.uint8)
+        anyone = torch.stack(self._transport.all_gather(mine, ranks, [len(weights)] * len(ranks))).any(0).tolist()
         # A parameter that no replica has used gets no gradient, as in one process: an optimizer leaves it alone.
-        for bucket in _buckets([p for p, has in zip(trained, anyone, strict=True) if has]):
-            parts = [dense(p, "between the replicas of a stage").flatten() for p in bucket]
+        for bucket in _buckets([p for p, has in zip(weights, anyone, strict=True) if has]):
+            parts = [dense(p, AMONG_REPLICAS).flatten() for p in bucket]
             total = torch.cat(parts)
             self._sum(total, ranks)
             if not self.options.synchronous:

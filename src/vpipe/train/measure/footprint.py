@@ -31,7 +31,7 @@ from vpipe.train.session import Session
 def footprint(model: Model, skeleton: Skeleton, inputs: Any) -> Profile | None:
     """The bytes of all layers for a unit of these inputs, without times; ``None`` where shapes do not tell."""
     flow = resolve(model.layers, Layout.chain([1] * len(model.layers)))
-    values: dict[Value, Any] = dict(bind_inputs(flow, tree_map(_on_meta, inputs)))
+    values: dict[Value, Any] = dict(bind_inputs(flow.inputs, tree_map(_on_meta, inputs)))
     input_bytes = sum(map(num_bytes, values.values()))
     costs = []
     for index, (layer, module) in enumerate(zip(model.layers, skeleton.modules, strict=True)):

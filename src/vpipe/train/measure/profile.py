@@ -32,10 +32,10 @@ from vpipe.plan.transfer import (
 )
 from vpipe.runtime import assembly
 from vpipe.runtime.device import is_host, own_memory
-from vpipe.runtime.vendors import device_name
 from vpipe.train.feed import Feed, Units
 from vpipe.train.optimizers import autocast, optimizer
 from vpipe.train.partition import Skeleton
+from vpipe.train.reporting.metrics import device_name
 from vpipe.train.session import load_data, load_model
 
 PROGRESS, RESULT = "progress.json", "profile.json"
@@ -130,7 +130,7 @@ def identity_of(config: PipelineConfig) -> str:
 
 def _device(num_ranks: int, transport: object, device: torch.device) -> dict[str, str | float]:
     memory = own_memory(device)
-    own = {"device": device_name([torch.empty(0, device=device)])} if memory is not None else {}
+    own = {"device": device_name(torch.device(device))} if memory is not None else {}
     return {
         **own,
         **({"memory_bytes": memory} if memory is not None else {}),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from vpipe.runtime.device import compute_stream, current, own_memory
 from vpipe.runtime.transport.handover import HandoverStreams
-from vpipe.runtime.vendors import device_name
+from vpipe.train.reporting.metrics import device_name
 
 SIZE, PRODUCTS = 1024, 8
 """Of the matrices that keep a device busy while a copy is under way, and how many products."""
@@ -43,7 +43,7 @@ def facts(kind: str) -> dict[str, str]:
         backend = "none"
     return {
         "torch": torch.__version__,
-        "devices": f"{torch.accelerator.device_count()} × {device_name([torch.empty(0, device=first)])}",
+        "devices": f"{torch.accelerator.device_count()} × {device_name(torch.device(first))}",
         "memory": f"{memory / 2**30:.1f} GiB" if memory else "n/a",
         "backend": backend,
     }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
+from signal import Signals
 from time import time
 from typing import Any
 
@@ -23,9 +24,8 @@ from vpipe.observe.recorder import Recorder, run_ahead
 from vpipe.process import resident_bytes
 from vpipe.rundir.claim import command
 from vpipe.rundir.endings import Ending
-from vpipe.rundir.journal import Journal
 from vpipe.rundir.layout import METRICS
-from vpipe.rundir.state import Beat, Heart
+from vpipe.rundir.state import Beat, Heart, Journal
 from vpipe.runtime.device import take_peak
 from vpipe.runtime.job import Record
 from vpipe.runtime.memory.live import LiveBytes
@@ -34,6 +34,7 @@ from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, version_table
 from vpipe.schedule.text import to_csv
+from vpipe.train import ending as endings
 from vpipe.train.adapt import Decision
 from vpipe.train.reporting.clocks import Clocks
 from vpipe.train.session import Session
@@ -53,7 +54,7 @@ class RunLog:
         self.is_leader = session.pipeline.is_leader
         self._console = console
         self._journal = Journal(directory, run, self.say) if self.is_leader else None
-        self._heart = Heart(directory, _beat(directory, run)).start() if self.is_leader else None
+        self._heart = Heart(directory, run).start() if self.is_leader else None
         self._directory = directory
         self._run = run
         wanted = [make for name, make in LOGGERS.items() if self.is_leader and getattr(self._observe, name)]
@@ -98,9 +99,7 @@ class RunLog:
         line |= {"partition": list(decision.partition), "reason": f"{decision.reason}{done}", "gain": decision.gain}
         if moved is not None:
             line |= {"layout": facts["layout"], "seconds": moved.seconds, "layers": len(moved.difference.transfers)}
-            self._facts |= {
-                key: facts[key] for key in ("partition", "layout", "program", "stages", "skips", "placement")
-            }
+            self._facts |= {key: facts[key] for key in OF_A_LAYOUT}
             self._journal.facts(self._facts)
         self._journal.metrics(line)
 
@@ -137,8 +136,8 @@ class RunLog:
         self._live = LiveBytes()
         return self._live
 
-    def iteration(self, line: Mapping[str, Any]) -> None:
-        """A training iteration ended, on all ranks."""
+    def iteration(self, line: Mapping[str, Any], beat: Mapping[str, Any]) -> None:
+        """A training iteration ended, on all ranks; ``beat`` is what the heartbeat says from now on."""
         number = int(line["iteration"])
         self._record(number)
         every = self._observe.verbose_interval
@@ -146,6 +145,8 @@ class RunLog:
             self._details(number)
         line = {"kind": "train", **line, "time": time()}
         self._write(line)
+        if self._heart is not None:
+            self._heart.say(beat)
         if self._console is not None:
             self._console.iteration(line | {"memory": [resident_bytes()]})
 
@@ -195,13 +196,15 @@ class RunLog:
             ahead = f"  host ahead {runs_ahead:.1f} ms" if runs_ahead else ""
             self.say(f"iteration {iteration}  rank {rank}  {'  '.join(parts)}  waiting {waited:.1f} ms{ahead}")
 
-    def finish(self, summary: dict[str, Any], ending: Ending) -> None:
-        """The run came to an end of its own."""
+    def finish(self, summary: dict[str, Any], asked: Signals | None, iteration: int) -> Ending:
+        """The run came to an end of its own: to its last iteration, or because somebody ``asked`` for it."""
+        ending = endings.finished(iteration) if asked is None else endings.asked(asked, iteration)
         if self._heart is not None and self._journal is not None:
             ending = ending.at(None, self._heart.beat.saved, self._heart.beat.checkpoint)
             self._journal.summary(summary, ending)
         if self._console is not None:
             self._console.finish(summary | {"ending": ending.fields(), "remedy": ending.remedy(self._directory)})
+        return ending
 
     def close(self) -> None:
         for recorder in self._recorders:
@@ -215,12 +218,6 @@ class RunLog:
             self._heart.stop()
         if self._page is not None:
             self._page.stop()
-
-
-def _beat(directory: Path, run: str) -> Beat:
-    """The first beat of this process; whoever made the directory stays known as its launcher."""
-    known = Beat.read(directory)
-    return Beat(run, launcher=known.launcher if known is not None and known.run == run else None)
 
 
 def _spent(records: Sequence[Record]) -> list[float]:
@@ -237,6 +234,8 @@ def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
     """Schedule, program, partition and stages, as ``observe`` reads them."""
     pipeline, config, skeleton = session.pipeline, session.config, session.skeleton
     program = pipeline.programs.training(num_microbatches=num_microbatches)
+    written, layout = to_csv(program), pipeline.layout.as_document()
+    model = {"parameters": session.model.num_parameters, "flops_per_token": session.model.flops_per_token}
     return {
         "vpipe": __version__,
         "torch": torch.__version__,
@@ -248,11 +247,11 @@ def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
         "num_microbatches": program.num_microbatches,
         "microbatches_per_iteration": config.training.num_microbatches,
         "partition": pipeline.partition,
-        "program": to_csv(program),
+        "program": written,
         "versions": str(program.versions),
         "placement": [list(ranks) for ranks in program.placement.ranks_of],
         "skips": sorted(list(skip) for skip in program.skips),
-        "model": {"name": config.model.name, "parameters": session.model.num_parameters},
+        "model": {"name": config.model.name, **model},
         "stages": [
             {
                 "stage": stage,
@@ -260,10 +259,10 @@ def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
                 "parameters": sum(skeleton.parameters[begin:end]),
                 "weight_bytes": sum(skeleton.weight_bytes[begin:end]),
             }
-            for stage, (begin, end) in enumerate(pipeline.flow.bounds)
+            for stage, (begin, end) in enumerate(pipeline.layout.bounds)
         ],
         "hosts": [seat.host for seat in pipeline.layout.seats],
-        "layout": pipeline.layout.as_document(),
+        "layout": layout,
         "command": command(),
         "trace": config.observe.trace,
     }
