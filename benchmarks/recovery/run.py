@@ -5,7 +5,7 @@
 The same tiny run is hit by SIGKILL under ``vpipe train --elastic`` and, as the peer, under torchrun, which starts all
 ranks anew from a checkpoint of every iteration (``--max-restarts``, ``--resume latest``). Both times go from the kill
 to the moment when the first step after it is told in metrics.jsonl. What vpipe's time goes to the run itself tells.
-The cost of the copies is the time from one iteration to the next of a larger model, with and without ``--elastic``,
+Where torchft is installed (``pip install torchft``), it is asked the same (``torchft_peer.py``). The cost of the copies is the time from one iteration to the next of a larger model, with and without ``--elastic``,
 interleaved.
 """
 
@@ -29,6 +29,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
+import torchft_peer
 
 from vpipe.rundir.crew import Roster
 
@@ -141,6 +142,15 @@ def theirs(folder: Path, count: int) -> dict[str, Any]:
     return {"seconds": seconds, "came_back": f"{len(seconds)} of {count}"}
 
 
+def replicas(folder: Path, count: int) -> dict[str, Any]:
+    """torchft's times, or why there are none."""
+    try:
+        found = torchft_peer.measure(folder / "torchft", RANKS, count)
+    except (ImportError, TimeoutError) as error:
+        return {"problem": str(error)}
+    return {name: median(times) for name, times in found.items()}
+
+
 def copies(folder: Path, rounds: int, iterations: int) -> dict[str, list[float]]:
     """Seconds from one iteration to the next, with and without copies."""
     found: dict[str, list[float]] = {"without": [], "with": []}
@@ -162,11 +172,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         elastic, torchrun, steps = ours(folder, count), theirs(folder, count), copies(folder, rounds, iterations)
+        torchft = replicas(folder, count)
     without, with_ = median(steps["without"]), median(steps["with"])
     result = {
         "elastic": median(elastic["seconds"]),
         "parts": elastic["parts"],
         "torchrun": median(torchrun["seconds"]) if torchrun["seconds"] else None,
+        "torchft": torchft,
         "came_back": {"elastic": f"{len(elastic['seconds'])} of {count}", "torchrun": torchrun["came_back"]},
         "step": {"without": without, "with": with_, "cost": with_ / without - 1},
     }
@@ -177,10 +189,13 @@ def table(result: dict[str, Any]) -> str:
     parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in result["parts"].items())
     step = result["step"]
     torchrun = f"{result['torchrun']:.2f} s" if result["torchrun"] else "never"
+    torchft = result["torchft"]
+    replicas = torchft.get("problem") or f"others {torchft['survivors']:.2f} s, all {torchft['whole']:.2f} s"
     return "\n".join(
         (
             f"kill → first new step   vpipe --elastic {result['elastic']:.2f} s ({parts})",
             f"                        torchrun, checkpoint every iteration {torchrun}",
+            f"                        torchft, replicas instead of stages: {replicas}",
             f"came back               {result['came_back']}",
             f"copies                  step {1000 * step['without']:.1f} ms without, {1000 * step['with']:.1f} ms with: "
             f"{step['cost']:+.1%}",

@@ -11,11 +11,17 @@ import pytest
 import torch
 from train_runs import Run, tiny
 
+from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.observe.payload import payload, recorded
 from vpipe.observe.rundir import open_run
 from vpipe.plan.observed import Observed
+from vpipe.plan.profile import Measuring, measure_layers
 from vpipe.schedule.layout import Layout
+from vpipe.train.measure.footprint import footprint
+from vpipe.train.measure.profile import first_unit
+from vpipe.train.partition import Skeleton
+from vpipe.train.session import load_data, load_model
 
 SLEEPING: dict[str, Any] = {
     "model.name": "emulated",
@@ -62,6 +68,7 @@ def test_a_bad_partition_is_left(tmp_path: Path, threads: None) -> None:
     directory = open_run(tmp_path / "on")
     page = payload(directory, recorded(directory))
     assert page["layouts"][0]["action"] == "move"
+    assert page["layouts"][0]["ranks"] == [[0], [1]]
     assert page["facts"]["partition"] == pipeline.partition
 
 
@@ -77,6 +84,36 @@ def test_what_would_not_pay_is_not_done(tmp_path: Path, threads: None, monkeypat
     run = Run(sleeping(**{"parallel.adapt": "on", "training.epochs": 1}), tmp_path).train()
     assert run.trainer.session.pipeline.partition == [5, 1]
     assert "not worth it" in run.said
+
+
+def test_a_layout_that_needs_more_than_the_cap_is_left(tmp_path: Path, threads: None) -> None:
+    still = Run(sleeping(), tmp_path / "still").train()
+    capped = {"parallel.adapt": "on", "parallel.memory": 7000}
+    run = Run(sleeping(**capped), tmp_path / "capped").train()
+    pipeline = run.trainer.session.pipeline
+    told = [line for line in run.metrics if line["kind"] == "adapt"]
+    assert "rank 0 needs" in told[0]["reason"]
+    assert "of 6.84 KiB" in told[0]["reason"]
+    assert told[0]["action"] == "move"
+    memory = pipeline.builder.options.memory
+    assert pipeline.partition[0] < 5 or memory.recompute or memory.swap
+    assert [line["loss"] for line in run.lines] == [line["loss"] for line in still.lines]
+
+
+def test_bytes_by_shapes_are_about_those_that_a_profile_measures() -> None:
+    """On the meta device attention takes another kernel, which saves a little more."""
+    config = PipelineConfig.from_dict(tiny({}))
+    data = load_data(config)
+    model = load_model(config, data.vocab_size)
+    unit = first_unit(config, data).batches[0]
+    sizes = footprint(model, Skeleton.of(config.model.name, model), unit.inputs)
+    measuring = Measuring(model.loss, torch.optim.Adam, repeat=1)
+    layers, input_bytes = measure_layers(model.layers, unit.inputs, unit.targets, measuring)
+    assert sizes is not None
+    assert sizes.input_bytes == input_bytes
+    for mine, theirs in zip(sizes.layers[:-1], layers[:-1], strict=True):  # the last one measures its loss too
+        assert mine.saved_bytes == pytest.approx(theirs.saved_bytes, rel=0.1), mine.name
+        assert mine.boundary_bytes == theirs.boundary_bytes
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,14 @@ def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def layouts(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The latest decisions of ``parallel.adapt``: the layout over time, and why."""
     told = [line for line in lines if line.get("kind") == "adapt"]
-    return [{name: line.get(name) for name in ("iteration", "action", "partition", "reason")} for line in told[-100:]]
+    names = ("iteration", "action", "partition", "reason")
+    return [{name: line.get(name) for name in names} | {"ranks": _ranks(line)} for line in told[-100:]]
+
+
+def _ranks(line: Mapping[str, Any]) -> list[list[int]]:
+    """The ranks of each stage after a move; empty where nothing moved."""
+    holders = (line.get("layout") or {}).get("holders") or []
+    return [[holder["rank"] for holder in stage] for stage in holders]
 
 
 def recoveries(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

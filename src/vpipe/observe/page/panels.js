@@ -105,12 +105,18 @@ function stageTable(data) {
   return table(["stage", "rank", "layers", "number", "parameters", "weights"], rows, { wide: [2] });
 }
 
-/* The layout over time: what parallel.adapt decided, and why; the latest first. */
+/* The layout over time: what moved or was decided, and why; the latest first. A bar's parts are stages, as long as they have layers. */
 function layoutTable(data) {
   const lines = data.layouts || [];
   if (!lines.length) return [];
-  const rows = lines.map((line) => [line.iteration, line.action, (line.partition || []).join(" "), line.reason]).reverse();
-  return [h("h3", null, "Layout over time"), table(["iteration", "decision", "partition", "reason"], rows, { wide: [3] })];
+  const colours = ["accent", "data", "busy", "faint"];
+  const bar = (line) => h("div.bar", { role: "img", "aria-label": "layers of the stages" }, (line.partition || []).map((count, stage) => {
+    const ranks = (line.ranks || [])[stage] || [];
+    const share = (100 * count) / line.partition.reduce((sum, each) => sum + each, 0);
+    return h("i", { title: `stage ${stage}: ${count} layers` + (ranks.length ? " on rank " + ranks.join(", ") : ""), style: { width: share + "%", background: `var(--${colours[(ranks.length ? ranks[0] : stage) % colours.length]})` } });
+  }));
+  const rows = lines.map((line) => [line.iteration, line.action, (line.partition || []).join(" "), (line.ranks || []).map((ranks) => ranks.join(",")).join(" ") || DASH, bar(line), line.reason]).reverse();
+  return [h("h3", null, "Layout over time"), table(["iteration", "decision", "layers", "on ranks", "stages", "reason"], rows, { wide: [5] }), h("p.faint", null, "One colour is one rank; a part is a stage, as long as it has layers.")];
 }
 
 /* Ranks that an elastic run lost, and what the time to its first new step went to; the latest first. */
