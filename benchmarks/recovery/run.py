@@ -5,8 +5,8 @@
 The same tiny run is hit by SIGKILL under ``vpipe train --elastic`` and, as the peer, under torchrun, which starts all
 ranks anew from a checkpoint of every iteration (``--max-restarts``, ``--resume latest``). Both times go from the kill
 to the moment when the first step after it is told in metrics.jsonl. What vpipe's time goes to the run itself tells.
-Where torchft is installed (``pip install torchft``), it is asked the same (``torchft_peer.py``). The cost of the copies is the time from one iteration to the next of a larger model, with and without ``--elastic``,
-interleaved.
+Where torchft is installed (``pip install torchft``), it is asked the same (``torchft_peer.py``). The cost of the copies
+is the time from one iteration to the next of a larger model, with and without ``--elastic``, interleaved.
 """
 
 from __future__ import annotations
