@@ -96,6 +96,7 @@ def command(program: str) -> list[str]:
     return [program, *root, "--oversubscribe"] if program.endswith("openmpi") else [program]
 
 
+@pytest.mark.rotates(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
 def test_training_under_mpirun_equals_training_under_our_launcher(program: str, tmp_path: Path) -> None:
