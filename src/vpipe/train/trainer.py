@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from signal import Signals
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -31,16 +31,17 @@ from vpipe.schedule.entry import Chain
 from vpipe.schedule.layout import Layout
 from vpipe.schedule.own import short_name
 from vpipe.train import ending
-from vpipe.train.adapt import Adapter, Decision
 from vpipe.train.checkpoints.manager import CheckpointManager
 from vpipe.train.evaluation import Evaluation
 from vpipe.train.feed import Position, Units, accumulated
 from vpipe.train.learning_rate import learning_rate
-from vpipe.train.measure.footprint import memory_cap
 from vpipe.train.reporting.metrics import Metrics, device_name
 from vpipe.train.reporting.profiling import profiled
 from vpipe.train.reporting.run_log import RunLog, run_facts
 from vpipe.train.session import Session
+
+if TYPE_CHECKING:
+    from vpipe.train.adapt import Adapter, Decision
 
 MAX_CHAINED_UNITS = 256
 """Units that an asynchronous schedule runs between two drains at most."""
@@ -162,6 +163,9 @@ class Trainer:
         mode = session.config.parallel.adapt
         if mode == "off":
             return None
+        from vpipe.train.adapt import Adapter  # with the planner: a run that moves nothing does without
+        from vpipe.train.measure.footprint import memory_cap
+
         sizes = [3 * size for size in session.skeleton.weight_bytes]  # with what optimizers keep, about
         cap = memory_cap(session)
         work = session.skeleton.work
@@ -198,6 +202,8 @@ class Trainer:
             return
         if self.adapter is not None:
             self.adapter.forget_times()
+        from vpipe.train.adapt import Decision
+
         asked = f"asked for {told['partition']} on ranks {told['ranks']}"
         self._adapted(Decision(tuple(told["partition"]), True, asked), moved)
 

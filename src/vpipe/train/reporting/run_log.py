@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from signal import Signals
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,9 +35,11 @@ from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, version_table
 from vpipe.schedule.text import to_csv
 from vpipe.train import ending as endings
-from vpipe.train.adapt import Decision
 from vpipe.train.reporting.clocks import Clocks
 from vpipe.train.session import Session
+
+if TYPE_CHECKING:
+    from vpipe.train.adapt import Decision
 
 KINDS = tuple(Kind)
 COUNTED_STEP = 2
