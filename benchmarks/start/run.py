@@ -77,7 +77,7 @@ def main() -> None:
     for measure in measured.values():
         measure()  # files are in memory from here on
     runs: dict[str, list[float]] = {name: [] for name in measured}
-    for _ in range(1 if args.quick else 7):
+    for _ in range(1 if args.quick else 5):
         for name, measure in measured.items():
             runs[name].append(measure())
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
