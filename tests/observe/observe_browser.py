@@ -48,3 +48,27 @@ def shows(page: Any, selector: str, text: str) -> None:
 def pixels(page: Any, selector: str = "#timeline canvas") -> str:
     """What a canvas shows."""
     return str(page.evaluate("s => document.querySelector(s).toDataURL()", selector))
+
+
+def without_the_first(page: Any, words: str) -> tuple[float, float]:
+    """Choose the first action of rank 0 and take it out: the page says ``words``. Then put it back; where it is."""
+    left, top = page.evaluate(
+        """() => { const box = document.querySelector("#timeline canvas").getBoundingClientRect();
+          return [box.left + 70, box.top + 8]; }"""
+    )
+    page.mouse.click(left, top)
+    shows(page, "#chosen", "0F0 on rank 0")
+    page.click("#remove")
+    shows(page, "#words", words)
+    assert page.locator("#words .bad").count() > 0
+    page.click("#undo")
+    shows(page, "#words", "verifies")
+    return left, top
+
+
+def fits_every_width(page: Any) -> None:
+    """Nothing is beyond the right edge, on a phone or on a desk."""
+    for width in (390, 800, 1400):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(150)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width

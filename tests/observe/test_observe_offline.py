@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe_browser import Opened, browser, pixels, shows
+from observe_browser import Opened, browser, fits_every_width, pixels, shows, without_the_first
 
 from vpipe.cli.playground import command
 from vpipe.errors import UserError
@@ -128,16 +128,7 @@ def test_the_page_in_a_browser(browser: Any, page_file: Path) -> None:
     assert pixels(page) != before
     link = page.url
     assert "#schedule=zb-h1" in link
-    spot = page.evaluate(
-        """() => { const box = document.querySelector("#timeline canvas").getBoundingClientRect();
-          return [box.left + 70, box.top + 8]; }"""
-    )
-    page.mouse.click(*spot)
-    shows(page, "#chosen", "0F0 on rank 0")
-    page.click("#remove")
-    shows(page, "#words", "the forward of microbatch 0 at stage 0 (0F0) is missing")
-    page.click("#undo")
-    shows(page, "#words", "verifies")
+    without_the_first(page, "the forward of microbatch 0 at stage 0 (0F0) is missing")
     for name in ("csv", "svg"):
         with page.expect_download() as got:
             page.click(f"#{name}")
@@ -145,10 +136,7 @@ def test_the_page_in_a_browser(browser: Any, page_file: Path) -> None:
     other = Opened(browser)
     other.page.goto(link)
     shows(other.page, MAKESPAN, "27")
-    for width in (390, 800, 1400):
-        page.set_viewport_size({"width": width, "height": 900})
-        page.wait_for_timeout(150)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    fits_every_width(page)
     assert not opened.problems
     assert not other.problems
 

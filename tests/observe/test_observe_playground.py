@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from observe_browser import Opened, browser, pixels, shows
+from observe_browser import Opened, browser, fits_every_width, pixels, shows, without_the_first
 
 from vpipe.errors import UserError
 from vpipe.observe.dashboard import Dashboard
@@ -70,17 +70,7 @@ def test_the_page(browser: Any) -> None:
         shows(page, MAKESPAN, "30")
         page.select_option("select[name=schedule]", "1f1b")
         shows(page, MAKESPAN, "36")
-        spot = page.evaluate(
-            """() => { const t = Object.assign(document.querySelector("#timeline canvas")), box = t.getBoundingClientRect();
-              return [box.left + 70, box.top + 8]; }"""
-        )
-        page.mouse.click(*spot)
-        shows(page, "#chosen", "0F0 on rank 0")
-        page.click("#remove")
-        shows(page, "#words", "0F0")
-        assert page.locator("#words .bad").count() > 0
-        page.click("#undo")
-        shows(page, "#words", "verifies")
+        spot = without_the_first(page, "0F0")
         page.mouse.click(*spot)
         page.click("#later")
         with page.expect_download() as got:
@@ -94,8 +84,5 @@ def test_the_page(browser: Any) -> None:
         other = Opened(browser)
         other.page.goto(link)
         shows(other.page, MAKESPAN, page.inner_text(MAKESPAN))
-        for width in (390, 800, 1400):
-            page.set_viewport_size({"width": width, "height": 900})
-            page.wait_for_timeout(150)
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        fits_every_width(page)
         assert not opened.problems
