@@ -185,7 +185,7 @@ class Builder:
         options = UpdateOptions(programs.synchronous, update.clip_norm, update.skip_nonfinite, update.exact_reduction)
         alone = self._lock is None and transport.num_ranks == 1
         scale = parts.loss_scale if alone else copy.copy(parts.loss_scale)
-        kind = AgreeingAfterwards if programs.spec.agrees_after else Updater
+        kind = AgreeingAfterwards if programs.agrees_after else Updater
         updater = kind(transport, placement, stages, optimizers, parts.tied, options, scale, device)
         make = partial(ThreadedEngine, policy=parts.policy) if parts.policy is not None else Engine
         engine = make(stages, flow, transport, updater, self.options.seed, update.autocast, self._lock, device)

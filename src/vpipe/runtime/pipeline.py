@@ -266,8 +266,8 @@ class Pipeline(Movable):
     @property
     def _may_repeat(self) -> bool:
         """Whether a unit's forward may be made twice."""
-        spec = self.programs.spec
-        return spec.agrees_after or (not spec.synchronous and not is_host(self.devices[0]))
+        programs = self.programs
+        return programs.agrees_after or (not programs.synchronous and not is_host(self.devices[0]))
 
     def _run(self, program: Program, job: Job) -> list[Result]:
         return self._on_all(lambda engine: engine.run(self._compile(engine, program), job))

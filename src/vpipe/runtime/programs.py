@@ -17,7 +17,7 @@ from vpipe.runtime.flow import Flow
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, update_groups
+from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, agrees_after, update_groups
 from vpipe.schedule.spec import ScheduleSpec
 from vpipe.schedule.verify import executable
 
@@ -51,6 +51,11 @@ class Programs:
 
     def _placed(self, program: Program) -> Program:
         return relabelled(program, self.flow.layout.placement)
+
+    @cached_property
+    def agrees_after(self) -> bool:
+        """Whether ranks update first and agree on it afterwards."""
+        return agrees_after(self.author)
 
     @property
     def treated(self) -> Treated:

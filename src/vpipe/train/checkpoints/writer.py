@@ -77,7 +77,7 @@ class Saver:
     def __init__(self, place: CheckpointPlace, *, blocking: bool = False) -> None:
         self._place = place
         self._blocking = blocking
-        self._staging = Staging()
+        self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
         self._save: Save | None = None
 
@@ -87,6 +87,7 @@ class Saver:
         if self._blocking:
             self._run(save, layers)
             return
+        self._staging = self._staging or Staging()
         copied, arrivals = self._staging.copy(layers)
         self._thread = threading.Thread(
             target=self._beside, args=(save, copied, arrivals), name="vpipe-save", daemon=True
