@@ -63,8 +63,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rotates(keep): of its cases a run takes so many, drawn by VPIPE_TEST_SEED")
 
 
-def pytest_report_header() -> str:
-    return f"{SEED}={os.environ[SEED]} (draws the cases of tests that rotate; 'all' runs every one)"
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
+    """Who sees a test fail can draw the same cases again."""
+    if exitstatus:
+        terminalreporter.write_line(f"{SEED}={os.environ[SEED]} drew the cases of tests that rotate")
 
 
 def drawn(items: list[pytest.Item], keep: int, seed: str) -> list[pytest.Item]:
