@@ -119,12 +119,12 @@ def missing(profile: Profile, pipe: Pipe, machine: Machine, options: Options, li
 
 def _enough_ranks(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limits: Limits) -> int | None:
     """The smallest number of equal ranks that would do: doubled until it fits, then halved down."""
-    if len(set(machine.memory)) > 1 or len(set(machine.speed)) > 1 or machine.bandwidth or pipe.replicas:
+    if not machine.alike or pipe.replicas:
         return None
     most = profile.num_layers // pipe.stages_per_rank
 
     def fits(ranks: int) -> bool:
-        more = Machine.of(ranks, machine.memory[0], machine.speed[0])
+        more = Machine.of(ranks, machine.memory[0])  # speeds change no bytes
         try:
             return missing(profile, replace(pipe, num_ranks=ranks), more, options, limits).size <= 0
         except UserError:

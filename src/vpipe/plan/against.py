@@ -63,8 +63,9 @@ def check_names(names: Sequence[str]) -> None:
 
 def _single(profile: Profile, machine: Machine, num_units: int) -> Way:
     """The fastest of the ranks alone."""
-    rank = max(range(machine.num_ranks), key=lambda rank: (machine.speed[rank], machine.memory[rank]))
-    time = num_units * _work(profile) / machine.speed[rank] + _update(profile)
+    ranks = machine.on(profile, [[rank] for rank in range(machine.num_ranks)])
+    rank = min(range(machine.num_ranks), key=lambda rank: (_work(ranks[rank]), -machine.memory[rank]))
+    time = num_units * _work(ranks[rank]) + _update(ranks[rank])
     memory = _states(profile) + _saved(profile)
     return Way("single", time, memory, memory <= machine.memory[rank], "one device, nothing to send")
 
@@ -72,16 +73,16 @@ def _single(profile: Profile, machine: Machine, num_units: int) -> Way:
 def _ddp(profile: Profile, machine: Machine, num_units: int) -> Way:
     ranks = range(machine.num_ranks)
     share = math.ceil(num_units / machine.num_ranks)
-    slowest = min(machine.speed)
+    (slowest,) = machine.on(profile, [ranks])
     size = sum(layer.parameter_bytes for layer in profile.layers)
     reduce = machine.reduce_time(profile, ranks, size)
     late = reduce * min(1.0, BUCKET / size) if size else 0.0
-    backward = sum(layer.input_grad + layer.weight_grad for layer in profile.layers) / slowest
-    before = share * _work(profile) / slowest - backward
+    backward = sum(layer.input_grad + layer.weight_grad for layer in slowest.layers)
+    before = share * _work(slowest) - backward
     exposed = max(0.0, reduce - late - backward) + late
     if profile.replica_overhead_per_byte:
         exposed = reduce + profile.replica_overhead + profile.replica_overhead_per_byte * size
-    time = before + backward + exposed + _update(profile)
+    time = before + backward + exposed + _update(slowest)
     memory = _states(profile) + size + _saved(profile)
     note = f"gradients cross the links in {format_seconds(reduce)}; {format_seconds(exposed)} are added to the work"
     return Way("ddp", time, memory, memory <= min(machine.memory), note)
@@ -100,7 +101,7 @@ def _fsdp(profile: Profile, machine: Machine, num_units: int) -> Way:
         if not fits and rounds < share:
             continue
         one = round_time(profile, machine, units)
-        time = rounds * one + _update(profile) / n
+        time = rounds * one + _update(machine.on(profile, [range(n)])[0]) / n
         sent = 3 * rounds * sum(_gather(profile, machine, layer) for layer in profile.layers)
         best = Way("fsdp", time, memory, fits, f"{format_seconds(sent)} of weights and gradients cross the links")
         break
@@ -110,20 +111,20 @@ def _fsdp(profile: Profile, machine: Machine, num_units: int) -> Way:
 
 def round_time(profile: Profile, machine: Machine, units: int) -> float:
     """A forward and a backward over ``units`` units at once, weights gathered one layer ahead of the compute."""
-    scale = units / min(machine.speed)
+    (slowest,) = machine.on(profile, [range(machine.num_ranks)])
     gathers = [_gather(profile, machine, layer) for layer in profile.layers]
     if profile.shard_overhead:
         own = profile.shard_overhead * profile.num_layers
         own += profile.shard_overhead_per_byte * sum(layer.parameter_bytes for layer in profile.layers)
-        return scale * _work(profile) + 3 * sum(gathers) + own
+        return units * _work(slowest) + 3 * sum(gathers) + own
     back = range(len(gathers) - 1, -1, -1)
-    turns = [(i, profile.layers[i].forward, False) for i in reversed(back)]
-    turns += [(i, profile.layers[i].input_grad + profile.layers[i].weight_grad, True) for i in back]
+    turns = [(i, slowest.layers[i].forward, False) for i in reversed(back)]
+    turns += [(i, slowest.layers[i].input_grad + slowest.layers[i].weight_grad, True) for i in back]
     link = gathered = gathers[0]
     compute = 0.0
     for turn, (i, work, is_backward) in enumerate(turns):
         begun = max(compute, gathered)
-        compute = begun + scale * work
+        compute = begun + units * work
         if turn + 1 < len(turns):
             link = gathered = max(link, begun) + gathers[turns[turn + 1][0]]
         if is_backward:

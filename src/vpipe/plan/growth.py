@@ -4,11 +4,12 @@ A partition of 1,000 layers has half a million possible stages; solving a knapsa
 per byte turns the memory limit into a sum, and the choice of each layer into a shortest path with two states ("the
 layer before is recomputed", "it is not"), since a run of recomputed layers keeps only its input:
 
-    recomputed(b+1) = p·again + forward + min(recomputed(b), other(b) + p·input of a run)
-    other(b+1)      = p·kept                + min(recomputed(b), other(b))
+    recomputed(b+1) = p·again + forward          + min(recomputed(b), other(b) + p·input of a run)
+    other(b+1)      = min(p·kept, p·there + l·σ) + min(recomputed(b), other(b))
 
 For any price p ≥ 0 this least, less p times the bytes that there are, is a lower bound of the seconds that the stage
-recomputes for each unit. With bytes alone it is the least memory of the stage, which is exact. All starts pass
+recomputes for each unit, and l times those that it swaps. With bytes alone it is the least memory of the stage, which
+is exact. All starts pass
 together as one array, for each end in turn.
 """
 
@@ -35,19 +36,15 @@ class Growth:
     options: Options
     first: bool
     last: bool
-    prices: tuple[float, ...] = ()
-    """Seconds per byte."""
+    prices: tuple[tuple[float, float], ...] = ()
+    """Seconds per byte, and what a second of the swap lane, one way, is worth of one of recomputing: infinite where
+    nothing is swapped."""
     longest: float = np.inf
     """Seconds of a unit: stages that take longer are of no interest."""
 
     @property
     def swaps(self) -> bool:
         return self.options.swap and self.profile.swap_bandwidth is not None
-
-    @property
-    def kept_units(self) -> int:
-        """Units of a layer that is not recomputed, at least."""
-        return self.facts.resident if self.swaps else self.facts.units
 
     def ends(self, starts: range, stop: int, most: float = np.inf) -> Iterator[tuple[int, int, Floats, Floats]]:
         """(begin, end, short, again): for every end up to ``stop``, of the stages that start at ``begin`` or later the
@@ -58,11 +55,12 @@ class Growth:
         """
         facts, cut = self.facts, np.array(self.profile.cut_bytes, dtype=np.float64)
         before = np.zeros_like(cut) if self.first else 2.0 * cut
-        price = np.array([1.0, *self.prices])[:, None]
+        price = np.array([1.0, *(price for price, _ in self.prices)])[:, None]
         seconds = np.array([0.0] + [1.0] * len(self.prices))[:, None]
-        # The least bytes may be had by swapping; what is recomputed is counted where nothing is swapped (``floor``).
+        lane = np.array([0.0, *(lane for _, lane in self.prices)])[:, None]
         kept = price * facts.units
-        kept[0] = self.kept_units
+        if self.swaps:
+            kept = np.minimum(kept, price * facts.resident + lane / (self.profile.swap_bandwidth or np.inf))
         recomputes = self.options.recompute and facts.units > facts.recomputed
         # Entry a of each row belongs to the stage that starts at layer a and grows to the right.
         layers = self.profile.num_layers

@@ -35,7 +35,7 @@ Structure = tuple[frozenset[int], frozenset[int]]
 """Stages that recompute, stages that swap."""
 
 PLAIN: Structure = (frozenset(), frozenset())
-_SMALL, _LAID_OUT = 300, (60_000, 2_500)
+_SMALL, _LAID_OUT = 300, (60_000, 1_500)
 """Nodes of all structures that are laid out exactly, where one has few and where it has many."""
 
 

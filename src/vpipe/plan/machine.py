@@ -43,6 +43,11 @@ class Machine:
     def num_ranks(self) -> int:
         return len(self.memory)
 
+    @property
+    def alike(self) -> bool:
+        """Whether one rank is as good as another."""
+        return len(set(self.memory)) == len(set(self.speed)) == 1 and not self.bandwidth
+
     def in_order(self, order: Sequence[int]) -> Machine:
         """The same ranks, numbered anew: new rank i is the old rank ``order[i]``."""
 

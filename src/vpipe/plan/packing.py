@@ -23,6 +23,8 @@ Choices = tuple[Choice, ...]
 
 QUICK, THOROUGH = 300, 20_000
 """Partial choices that a knapsack extends, while many stages are looked at and when few are left."""
+_HIDDEN = (0.6, 1.0, 0.0)
+"""Parts of its bandwidth that the swap lane is believed to have: less than all leaves it time to hide in."""
 _PRICE_STEPS = 24
 _ALL_CHOICES = 6
 """Layers of a rank of which every choice is tried."""
@@ -81,7 +83,7 @@ class Packer:
             yield self._priced_at(stages, cells, keep)
             return
         found: list[Packing] = []
-        for swap in (True, False) if self.swaps else (False,):
+        for swap in _HIDDEN if self.swaps else (0.0,):
             if len(stages) == 1:
                 made = self._one(stages[0], cells[0], swap)
             else:
@@ -108,7 +110,7 @@ class Packer:
             cells = tuple((cuts[stage], cuts[stage + 1]) for stage in stages)
             key = (group, *cells)
             if key not in self._least:
-                sacks = [self._knapsack(s, cell, swap=True) for s, cell in zip(stages, cells, strict=True)]
+                sacks = [self._knapsack(s, cell, swap=1.0) for s, cell in zip(stages, cells, strict=True)]
                 self._least[key] = self.bytes_of(group, cells, self._smallest(group, cells, sacks))
             worst.append((self._least[key] - self.caps[group], group))
         return max(worst)
@@ -124,10 +126,10 @@ class Packer:
         stages = self.groups[group]
         if packing.exact or len(stages) > 1 or any(packing.swap):
             return packing
-        made = self._one(stages[0], cells[0], swap=False, label_limit=THOROUGH)
+        made = self._one(stages[0], cells[0], swap=0.0, label_limit=THOROUGH)
         return packing if made is None or made.again >= packing.again else made
 
-    def _one(self, stage: int, cell: Cell, swap: bool, label_limit: int = QUICK) -> Packing | None:
+    def _one(self, stage: int, cell: Cell, swap: float, label_limit: int = QUICK) -> Packing | None:
         """One stage with its rank for itself: the knapsack, with and without the swap lane."""
         knapsack = self._knapsack(stage, cell, swap)
         knapsack.hint = self._hints.get(stage, 0.0)
@@ -140,9 +142,9 @@ class Packer:
         exact = solved.exact and not (self.options.swap and self.profile.swap_bandwidth)
         return Packing(made.choices, made.again, made.swap, exact)
 
-    def _knapsack(self, stage: int, cell: Cell, swap: bool) -> Knapsack:
+    def _knapsack(self, stage: int, cell: Cell, swap: float) -> Knapsack:
         site, (start, stop) = self.sites[stage], cell
-        layers, facts = site.profile.layers[start:stop], site.facts
+        layers, facts, bandwidth = site.profile.layers[start:stop], site.facts, site.profile.swap_bandwidth
         keep = (Choice.KEEP,) * len(layers)
         terms = site.memory(start, stop, keep)
         return Knapsack(
@@ -154,11 +156,11 @@ class Packer:
             resident=facts.resident,
             capacity=facts.memory - terms.lasting - terms.workspace,
             base=unit_time(site.costs(start, stop, keep)),
-            swap_bandwidth=site.profile.swap_bandwidth if swap and self.options.swap else None,
+            swap_bandwidth=swap * bandwidth if swap and self.options.swap and bandwidth else None,
             recompute=self.options.recompute,
         )
 
-    def _several(self, group: int, stages: tuple[int, ...], cells: tuple[Cell, ...], swap: bool) -> Packing | None:
+    def _several(self, group: int, stages: tuple[int, ...], cells: tuple[Cell, ...], swap: float) -> Packing | None:
         """Stages that share a rank: the lowest price per byte at which they fit, then as much kept as fits."""
         sacks = [self._knapsack(s, cell, swap) for s, cell in zip(stages, cells, strict=True)]
         self.work += sum(sack.num_layers for sack in sacks) * _PRICE_STEPS

@@ -1,7 +1,7 @@
 """The search for the best layout, judged by the simulated step.
 
-Candidates come from elsewhere (``starts``): the partition that is best by the closed form, cuts balanced by time and by
-memory. From the best of them the search moves cuts, alone or several in a row, and changes what ranks recompute or
+It begins with cuts that are balanced by time and by memory (``starts``), and with those that the bound likes best
+(``floor``). From the best of them the search moves cuts, alone or several in a row, and changes what ranks recompute or
 swap, while that makes the step shorter. It knows beforehand which moves are in vain: the longest path of the layout at
 hand weighs, after a move, no more than the step after the move.
 
@@ -32,7 +32,7 @@ SLACK = 1e-9
 _NODES, _NODES_EACH, _MOST_NODES = 100_000, 400, 3_300_000
 """Effort 1: nodes of the graph that are passed, and how often the whole graph besides; in all no more than a few
 seconds take."""
-_KNAPSACK = 10
+_KNAPSACK = 6
 """Nodes that take as long as one step of a knapsack."""
 _CHUNK = 1_000_000
 _RESTARTS = (2, 8)

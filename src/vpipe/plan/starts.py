@@ -21,6 +21,7 @@ from vpipe.plan.shortfall import proportional, shortfall
 Cuts = tuple[int, ...]
 
 _MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)
+_FEWER = 2
 _FEW = 3_000
 """Partitions that are all tried before it is said that nothing fits."""
 
@@ -31,7 +32,7 @@ def starts(judge: Judge, packer: Packer, options: Options, limits: Limits) -> li
     if judge.pipe.stages_per_rank == 1:
         fitting = [cuts for cuts in mixed if packer.overflow(cuts)[0] <= 0]
         if fitting:
-            return fitting
+            return fitting[:_FEWER]  # the bound has better ones
         short = shortfall(judge.profile, packer.facts, options)  # also after the time: what fits is to be found
         return [short.cuts] if short.missing <= 0 else []
     found = [cuts for cuts in (_eased(packer, cuts, limits) for cuts in mixed) if packer.overflow(cuts)[0] <= 0]
