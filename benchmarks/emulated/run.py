@@ -1,10 +1,12 @@
 """Emulated devices: layers that sleep. How near is a measured step to the simulation, on more ranks than there are
-cores, through shared memory, over gloo, and under torch.distributed.pipelining?"""
+cores, through shared memory, over gloo, under torch.distributed.pipelining, and by a loop of a few lines?"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ import common
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream")
 SPEEDS = {"20/40": 0.020, "4/8": 0.004}
 """Milliseconds of one rank's forward and backward of a microbatch → seconds of F, of I and of W."""
-SIDES = {"shm": "auto", "gloo": "distributed", "torch": ""}
+SIDES = {"bare": "", "shm": "auto", "gloo": "distributed", "torch": ""}
+"""``bare`` is what the machine allows: a loop of a few lines over pipes (``bare.py``)."""
 PEERS = ("gpipe", "1f1b", "interleaved")
-"""Schedules that torch has too. (Its split backward would run the sleeping function's backward twice.)"""
+"""Schedules that torch has too. (Its split backward would run the sleeping function's backward twice.) The loop
+of a few lines knows F and B alone, too."""
 MICROBATCHES, NUMBERS = 16, 64 * 1024
 """A message has 256 KB."""
 
@@ -25,6 +29,7 @@ MICROBATCHES, NUMBERS = 16, 64 * 1024
 def rank(task: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
+    from bare import BarePipeline
     from peers import TorchPipeline
 
     from vpipe import Pipeline
@@ -34,7 +39,8 @@ def rank(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     schedule, num_ranks = task["schedule"], dist.get_world_size()
-    num_stages = catalog.build(schedule, num_ranks, MICROBATCHES).num_stages
+    program = catalog.build(schedule, num_ranks, MICROBATCHES)
+    num_stages = program.num_stages
     seconds = task["seconds"] * num_ranks / num_stages
 
     def loss(output: Any, target: Any) -> Any:
@@ -45,6 +51,8 @@ def rank(task: dict[str, Any]) -> None:
 
     def pipeline(side: str) -> Any:
         layers = [SleepLayer(seconds, seconds, seconds) for _ in range(num_stages)]
+        if side == "bare":
+            return BarePipeline(layers, loss, program, dist.get_rank(), sgd, Path(task["directory"]), NUMBERS)
         if side == "torch":
             return TorchPipeline(layers, loss, schedule, MICROBATCHES, [1] * num_stages, sgd)
         return Pipeline(
@@ -102,9 +110,13 @@ def measured(schedule: str, num_ranks: int, speed: str, sides: list[str], repeat
     program = catalog.build(schedule, num_ranks, MICROBATCHES)
     costs = uniform(program.placement, forward=seconds, input_grad=seconds, weight_grad=seconds)
     expected = simulate(program, costs).makespan
-    known = [side for side in sides if side != "torch" or schedule in PEERS]
-    task = {"schedule": schedule, "seconds": seconds, "sides": known, "repeats": repeats}
-    ranks = common.launch(__file__, num_ranks, task)
+    known = [side for side in sides if side in ("shm", "gloo") or schedule in PEERS]
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=memory) as directory:
+        task = {
+            "schedule": schedule, "seconds": seconds, "sides": known, "repeats": repeats, "directory": directory
+        }  # fmt: skip
+        ranks = common.launch(__file__, num_ranks, task)
     return {
         "simulated": expected,
         "sides": {

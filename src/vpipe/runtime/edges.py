@@ -7,16 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 
+from vpipe.runtime.flow import Value
 from vpipe.runtime.transport.wire import flatten, unflatten
 
 _alias: Any = torch.ops.aten._unsafe_view.default._op
 Gradients = list[Tensor | None]
+_NO_MORE = (None,)
+"""What a hook passes on where a gradient has come to its end."""
+Pending = dict[Value, list[tuple[int, Gradients]]]
+"""Value → (reading layer, gradients of the value's tensors that need one) of every reader so far."""
 
 
 def entrance(leaf: Tensor, gradients: Gradients, index: int) -> Tensor:
-    """The data of a leaf for a layer; its gradient goes to ``gradients[index]``, with the strides it has.
+    """The data of a leaf for a layer; its gradient goes to ``gradients[index]``, with the strides it has, and no
+    further: the leaf keeps none.
 
     For autograd the result is neither a leaf nor a view of one, so it may be changed in place. (For a size of 1 the
     operation may choose another stride, and kernels ask for strides: then a view must do.)
@@ -25,12 +32,21 @@ def entrance(leaf: Tensor, gradients: Gradients, index: int) -> Tensor:
     if inner.stride() != leaf.stride():
         inner = leaf.view_as(leaf)
 
-    def take(found: Sequence[Tensor | None]) -> None:
+    def take(found: Sequence[Tensor | None]) -> tuple[None]:
         gradients[index] = found[0]
+        return _NO_MORE
 
     assert inner.grad_fn is not None, "a view of a leaf that needs a gradient has a node"
     inner.grad_fn.register_prehook(take)
     return inner
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """``get_gradient_edge`` of a tensor that needs a gradient; most are results of torch's own operations."""
+    node: Any = tensor.grad_fn
+    if node is None or isinstance(node, FunctionCtx):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
 
 
 def versions_of(values: Any) -> list[int]:
@@ -61,6 +77,33 @@ def summed(readers: list[tuple[int, Gradients]], num_tensors: int) -> Gradients:
                 before = total[index]
                 total[index] = gradient if before is None else before + gradient
     return total
+
+
+def listed(values: Sequence[Value], pending: Pending) -> tuple[Any, ...]:
+    """The gradients of these values as a message: of each value the number of its readers, and of each reader its
+    layer, the number of its gradients, and they themselves. (What is flat is described, packed and read fastest.)"""
+    found: list[Any] = []
+    for value in values:
+        readers = pending.get(value, ())
+        found.append(len(readers))
+        for layer, gradients in readers:
+            found.append(layer)
+            found.append(len(gradients))
+            found.extend(gradients)
+    return tuple(found)
+
+
+def unlisted(values: Sequence[Value], message: Sequence[Any], pending: Pending) -> None:
+    """Put what a message of ``listed`` says into ``pending``."""
+    at = 0
+    for value in values:
+        num_readers = message[at]
+        at += 1
+        readers = pending.setdefault(value, [])
+        for _ in range(num_readers):
+            begin = at + 2
+            at = begin + message[begin - 1]
+            readers.append((message[begin - 2], list(message[begin:at])))
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

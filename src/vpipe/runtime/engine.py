@@ -20,13 +20,14 @@ from torch.profiler import record_function
 
 from vpipe.runtime.device import HOST, current, is_host, number
 from vpipe.runtime.device_times import DeviceTimes
+from vpipe.runtime.edges import Pending, listed, unlisted
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.job import Call, Compiled, Job, Record, Result
 from vpipe.runtime.memory.swap import Passage, Swapper
 from vpipe.runtime.memory.swap_device import DeviceSwapper
 from vpipe.runtime.prefetch import Prefetch
 from vpipe.runtime.randomness import evaluation_seed
-from vpipe.runtime.region import Pending, Run
+from vpipe.runtime.region import Run
 from vpipe.runtime.second_try import with_second_tries
 from vpipe.runtime.stage import Stage, Unit
 from vpipe.runtime.tasks import Hop, Task, Tasks, remote
@@ -306,16 +307,14 @@ class Engine:
         """Roughly: ``dx, dw = backward(dy)``, or ``dx`` alone."""
         pending: Pending = {}
         for hop in task.output_gradients:
-            for value, readers in zip(hop.values, self._arrive(hop), strict=True):
-                pending.setdefault(value, []).extend((layer, gradients) for layer, *gradients in readers)
-        self._await_swap(task)
+            unlisted(hop.values, self._arrive(hop), pending)
+        if self._moves:
+            self._await_swap(task)
         self._is_ready()
         with self._guard:
             task.stage.backward(task.microbatch, pending, defer_weights)
         for hop in task.input_gradients:
-            payload = tuple(
-                [tuple([(layer, *gradients) for layer, gradients in pending.get(value, ())]) for value in hop.values]
-            )
+            payload = listed(hop.values, pending)
             hop.payload = copied_value(payload) if hop.is_local else payload
 
     def _weight_gradient(self, task: Task) -> None:
@@ -325,7 +324,8 @@ class Engine:
 
     def _recompute(self, task: Task) -> None:
         """Roughly: ``y = stage(x)`` once more, keeping the graph."""
-        self._await_swap(task)
+        if self._moves:
+            self._await_swap(task)
         self._is_ready()
         with self._guard:
             task.stage.recompute(task.microbatch)
@@ -344,10 +344,9 @@ class Engine:
 
     def _await_swap(self, task: Task) -> None:
         """What has been swapped must be back."""
-        if self._moves:
-            move = self._moves.get(Action(task.stage.index, Kind.IN, task.microbatch))
-            if move is not None:
-                move.wait()
+        move = self._moves.get(Action(task.stage.index, Kind.IN, task.microbatch))
+        if move is not None:
+            move.wait()
 
     def _send(self, hops: Sequence[Hop]) -> None:
         """Roughly: ``isend(y)``."""

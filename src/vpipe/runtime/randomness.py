@@ -36,9 +36,12 @@ def evaluation_seed(seed: int) -> int:
 def seed_layer(seed: int, unit: int, layer: int) -> None:
     """Seed the generators that a layer on this device draws from."""
     number = key(seed, unit, layer)
-    torch.default_generator.manual_seed(number)
+    _seed(number)
     for device_type in _device_types:
         torch.get_device_module(device_type).manual_seed(number)  # of the thread's current device
+
+
+_seed = torch.default_generator.manual_seed
 
 
 _device_types: set[str] = set()

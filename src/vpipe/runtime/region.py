@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, collecting, describe
 from vpipe.runtime.device import scalar
-from vpipe.runtime.edges import Gradients, entrance, mapped, summed, tell_change, versions_of
+from vpipe.runtime.edges import Gradients, Pending, edge_of, entrance, mapped, summed, tell_change, versions_of
 from vpipe.runtime.flow import Value
 from vpipe.runtime.memory.saved_tensors import SavedTensors
 from vpipe.runtime.randomness import seed_layer
@@ -38,8 +38,6 @@ _IN_PLACE = (
     "changes its input in place, which others read again (another layer, or the recompute); set the attribute "
     "`inplace = True` on that module, so that it gets a copy, or let it compute a new tensor"
 )
-Pending = dict[Value, list[tuple[int, Gradients]]]
-"""Value → (reading layer, gradients of the value's tensors that need one) of every reader so far."""
 Backward = Callable[[list[GradientEdge], list[Tensor]], None]
 """Runs a graph from (edges, their gradients)."""
 
@@ -68,7 +66,7 @@ class RegionGraph:
         """Let go of what the region gave: from now on it is known by its edges. A neighbour waits for the data, and
         nobody for this, so it comes after the send."""
         for value, tensors in self.given:
-            self.roots.append((value, [get_gradient_edge(tensor) for tensor in tensors]))
+            self.roots.append((value, [edge_of(tensor) for tensor in tensors]))
         self.given.clear()
 
 
@@ -191,9 +189,7 @@ class Region:
         """Of losses, too, the graph keeps the edges, and the outcome the numbers."""
         parts = [scalar for _, scalar in outcome.added] + ([outcome.loss] if outcome.loss is not None else [])
         if outcome.graph is not None:
-            scalars = [
-                (get_gradient_edge(scalar), scalar.dtype, scalar.device) for scalar in parts if scalar.requires_grad
-            ]
+            scalars = [(edge_of(scalar), scalar.dtype, scalar.device) for scalar in parts if scalar.requires_grad]
             outcome.graph.scalars = scalars
         # Copies: some losses (mse_loss) lie in memory of their terms' size, and the number keeps all of it.
         outcome.added = [(layer, scalar.detach().clone()) for layer, scalar in outcome.added]
@@ -226,8 +222,15 @@ class Region:
             arguments = mapped(arguments, Tensor.clone)
             self._known.add(layer)
         places = self._watched[layer]
-        before = [versions_of(arguments[place]) for place in places]
-        result = module(*arguments)
+        if len(arguments) == 1 and type(arguments[0]) is Tensor and arguments[0].requires_grad:  # most layers
+            version = arguments[0]._version
+            result = module(arguments[0])
+            if arguments[0]._version == version:
+                return result
+            before = [[version]]
+        else:
+            before = [versions_of(arguments[place]) for place in places]
+            result = module(*arguments)
         for place, versions in zip(places, before, strict=True):
             if versions == versions_of(arguments[place]):
                 continue

@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 
 from vpipe.runtime.buffers import ChangingBuffers
 from vpipe.runtime.device import is_host
-from vpipe.runtime.edges import detached
+from vpipe.runtime.edges import Pending, detached
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.memory.saved_tensors import SavedTensors
 from vpipe.runtime.memory.swap import Slot
-from vpipe.runtime.region import Pending, Region, RegionGraph, Run, Treatment
+from vpipe.runtime.region import Region, RegionGraph, Run, Treatment
 from vpipe.runtime.split.deferred import WeightQueue
 from vpipe.runtime.split.promise import run_backward
 from vpipe.runtime.updates.weights import VersionedWeights, Weights
@@ -114,6 +114,9 @@ class Stage:
         self._changing = ChangingBuffers(self._called)
         self.regions = self._cut()
         self._swapped = [region for region in self.regions if region.treatment is Treatment.SWAPPED]
+        kept = len(self.regions) == 1 and self.regions[0].treatment is Treatment.KEPT
+        self._is_plain = kept and not self._buffers and self._changing.are_none
+        """Whether a forward is that of one region and nothing else; most are."""
 
     @property
     def buffer_slots(self) -> list[tuple[nn.Module, str]]:
@@ -146,6 +149,9 @@ class Stage:
     def forward(self, microbatch: int, unit: Unit, values: dict[Value, Any]) -> dict[Value, Any]:
         """Run a unit; the values that other stages read, still attached to nothing but their gradient edges."""
         self.weights.read(unit.version)
+        self.units[microbatch] = unit
+        if self._is_plain:
+            return self._run(self.regions[0], unit, values, build_graph=True)
         before = [_Seen(part, slot) for part, slot in self._buffers]
         unit.saved = self._pack(unit, values) if self._swapped else None
         if self._changing.are_none:
@@ -154,7 +160,6 @@ class Stage:
             with self._changing.kept():
                 given = self._forward(unit, values)
         unit.buffers.extend([(seen.part, seen.slot, seen.as_found()) for seen in before])
-        self.units[microbatch] = unit
         return given
 
     def _forward(self, unit: Unit, values: dict[Value, Any]) -> dict[Value, Any]:

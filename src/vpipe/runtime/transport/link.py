@@ -1,12 +1,15 @@
 """Two ranks of one machine: a ring for each direction, and a socket that says what is in them.
 
-A record on the socket is 24 bytes. Both directions share the socket:
+A record on the socket is 56 bytes. Both directions share the socket:
 
     RING     from here on messages lie in the segment whose descriptor comes along      (generation, size)
-    MESSAGE  a message is written                                       (generation, offset, position after)
+    FORM     a message is written, the first of its form: it describes itself   (as a MESSAGE)
+    MESSAGE  a message is written           (generation, offset, position after, envelope, number of its form)
     CREDIT   everything before a position is read                       (generation, position, messages read)
     ASK      tell me at once how far you have read: I wait for room
     AWAY     I wait elsewhere and read nothing for a while: do not wait for me, take a larger ring
+
+So of a message whose form has come before, the ring holds the tensors alone: nothing is described or parsed again.
 
 **Why the memory is in order** on every processor: the sender's writes come before its ``send``, the receiver's reads
 come after the ``recv`` of that very record, and the kernel hands a record over under a lock of the receiver's queue,
@@ -33,10 +36,11 @@ from contextlib import suppress
 from typing import Any
 
 from vpipe.runtime.transport.ring import Ring, Segment
-from vpipe.runtime.transport.wire import Envelope, Packed
+from vpipe.runtime.transport.wire import MOST_LAYOUTS, Envelope, MessageLayout, Packed
 
-_RECORD = struct.Struct("<IIQQ")
-_RING, _MESSAGE, _CREDIT, _ASK, _AWAY = range(1, 6)
+_RECORD = struct.Struct("<IIQQqiiiiI4x")
+_NO_MESSAGE = (0, 0, 0, 0, 0, 0)
+_RING, _FORM, _MESSAGE, _CREDIT, _ASK, _AWAY = range(1, 7)
 _BUFFER = 256 * _RECORD.size
 _ONE_DESCRIPTOR = socket.CMSG_SPACE(array("i").itemsize)
 UNDER_WAY = 128
@@ -71,8 +75,13 @@ class Link:
         self._num_credited = 0
         self._incoming: tuple[int, Segment] | None = None
         """(generation, ring) that messages now come in."""
-        self._unread: deque[tuple[int, Segment, int, int]] = deque()
-        """(generation, ring, offset, position after) of messages that have come and lie where they came."""
+        self._unread: deque[tuple[int, Segment, int, int, Envelope, MessageLayout]] = deque()
+        """(generation, ring, offset, position after, envelope, form) of messages that have come and lie where they
+        came."""
+        self._forms: dict[int, tuple[int, MessageLayout]] = {}
+        """id of a form → (its number, itself), of those that the peer knows."""
+        self._known: list[MessageLayout] = []
+        """The peer's forms, by number."""
         self._read_generation = 0
         self._position = 0
         self._credited_position = 0
@@ -102,10 +111,21 @@ class Link:
             offset = self._ring.place(num_bytes)
         assert offset is not None, "a new ring has room"
         assert self._segment is not None, "a ring has a segment"
-        self._segment.write(offset, packed)
+        form = self._forms.get(id(packed.layout))
+        self._segment.write(offset, packed, describe=form is None)
         self._num_sent += 1
-        self._say(_MESSAGE, offset, self._ring.head)
+        kind, number = (_MESSAGE, form[0]) if form is not None else (_FORM, self._number(packed.layout))
+        record = _RECORD.pack(kind, self._generation, offset, self._ring.head, *packed.envelope, number)
+        self.connection.send(record, socket.MSG_NOSIGNAL)
         return True
+
+    def _number(self, layout: MessageLayout) -> int:
+        """The number of a form that the peer is about to know; where there are too many, counting begins again."""
+        if len(self._forms) >= MOST_LAYOUTS:
+            self._forms.clear()
+        number = len(self._forms)
+        self._forms[id(layout)] = (number, layout)
+        return number
 
     def make_room(self, num_bytes: int) -> None:
         """After a message found no room: take a larger ring, or ask for credit where it is large enough."""
@@ -113,7 +133,7 @@ class Link:
         if self._num_sent - self._num_credited < UNDER_WAY and size <= min(self._most_bytes, WINDOW * num_bytes):
             self._renew(size)
         else:
-            self._say(_ASK)
+            self._ask()
 
     def leave(self) -> None:
         """Say that this rank is about to wait elsewhere."""
@@ -133,10 +153,12 @@ class Link:
             self.gone = True
             return False
         # The kernel takes and gives records whole: each is one small send, and the buffer holds a whole number of them.
-        for kind, generation, first, second in _RECORD.iter_unpack(data):
-            if kind == _MESSAGE:
+        for kind, generation, first, second, *envelope, form in _RECORD.iter_unpack(data):
+            if kind in (_MESSAGE, _FORM):
                 assert self._incoming is not None, "a ring comes before its messages"
-                self._unread.append((*self._incoming, first, second))
+                if kind == _FORM:
+                    self._known[form:] = [self._incoming[1].layout(first)]
+                self._unread.append((*self._incoming, first, second, Envelope(*envelope), self._known[form]))
             elif kind == _CREDIT:
                 self.away = False
                 self._num_credited = second
@@ -152,30 +174,29 @@ class Link:
                 raise RuntimeError(f"rank {self.peer} sent a record of kind {kind}: do all ranks run the same vpipe?")
         return True
 
-    def read(self, deliver: Deliver) -> bool:
-        """Take the next message out of its ring; False where none has come.
+    def read(self) -> tuple[Envelope, Any] | None:
+        """Take the next message out of its ring; None where none has come.
 
         The peer is told later, by ``pay``: whoever reads has waited for the message.
         """
         if not self._unread:
-            return False
-        generation, segment, offset, position = self._unread.popleft()
-        envelope, value = segment.read(offset)
+            return None
+        generation, segment, offset, position, envelope, layout = self._unread.popleft()
+        value = segment.read(offset, layout)
         if generation != self._read_generation:
             self._read_generation, self._credited_position, self._quarter = generation, 0, segment.size // 4
         self._position = position
         self._num_read += 1
-        deliver(self.peer, envelope, value)
-        return True
+        return envelope, value
 
     def unread(self) -> Iterator[Envelope]:
         """Which messages have come and have not been read."""
-        return (segment.envelope(offset) for _, segment, offset, _ in self._unread)
+        return (message[4] for message in self._unread)
 
     def clear(self, deliver: Deliver) -> None:
         """This rank is about to sleep: a peer that waits for room gets all there is."""
-        while self._asked and self.read(deliver):
-            pass
+        while self._asked and (message := self.read()) is not None:
+            deliver(self.peer, *message)
         self.pay()
 
     def pay(self) -> None:
@@ -207,7 +228,7 @@ class Link:
         self._segment, descriptor = Segment.create(size)
         self._ring = Ring(size)
         self._generation += 1
-        record = _RECORD.pack(_RING, self._generation, size, 0)
+        record = _RECORD.pack(_RING, self._generation, size, 0, *_NO_MESSAGE)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))]
         try:
             self.connection.sendmsg([record], rights, socket.MSG_NOSIGNAL)
@@ -228,10 +249,11 @@ class Link:
         finally:
             os.close(descriptors[0])
 
-    def _say(self, kind: int, first: int = 0, second: int = 0) -> None:
-        self.connection.send(_RECORD.pack(kind, self._generation, first, second), socket.MSG_NOSIGNAL)
+    def _ask(self) -> None:
+        record = _RECORD.pack(_ASK, self._generation, 0, 0, *_NO_MESSAGE)
+        self.connection.send(record, socket.MSG_NOSIGNAL)
 
     def _reply(self, kind: int, first: int = 0, second: int = 0, generation: int = 0) -> None:
         """A record for the peer's sake: one that has ended needs it no more, and what it sent is still to be read."""
         with suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send(_RECORD.pack(kind, generation, first, second), socket.MSG_NOSIGNAL)
+            self.connection.send(_RECORD.pack(kind, generation, first, second, *_NO_MESSAGE), socket.MSG_NOSIGNAL)

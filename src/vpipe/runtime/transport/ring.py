@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import contiguous_format, empty_like
 
-from vpipe.runtime.transport.wire import ALIGN, Envelope, Packed, read_head, unflatten
+from vpipe.runtime.transport.wire import ALIGN, MessageLayout, Packed, read_head, unflatten
 
 
 class Ring:
@@ -67,28 +68,26 @@ class Segment:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return Segment(descriptor, size), descriptor
 
-    def write(self, offset: int, packed: Packed) -> None:
-        """Put a message at ``offset``, straight from its tensors."""
-        if not packed.write_at(self._address + offset):
+    def write(self, offset: int, packed: Packed, describe: bool) -> None:
+        """Put a message at ``offset``, straight from its tensors; its description too where the reader needs it."""
+        if not packed.write_at(self._address + offset, describe):
             count = packed.layout.num_bytes
             packed.write_tensors(torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset), 0)
 
-    def envelope(self, offset: int) -> Envelope:
-        """Which message lies at ``offset``."""
-        return read_head(self._address + offset, self.size - offset)[0]
+    def layout(self, offset: int) -> MessageLayout:
+        """The form of the message at ``offset``, which describes itself."""
+        return read_head(self._address + offset, self.size - offset)[1]
 
-    def read(self, offset: int) -> tuple[Envelope, Any]:
+    def read(self, offset: int, layout: MessageLayout) -> Any:
         """A copy of the message at ``offset``; the place is free afterwards."""
         base = self._address + offset
-        envelope, layout = read_head(base, self.size - offset)
         if offset + layout.num_bytes > self.size:
-            raise RuntimeError(f"{envelope} is said to reach beyond its segment: do all ranks run the same vpipe?")
+            raise RuntimeError("a message is said to reach beyond its segment: do all ranks run the same vpipe?")
         copies = []
-        for fact, dense, begin, template in zip(
-            layout.facts, layout.dense, layout.offsets, layout.templates, strict=True
-        ):
-            tensor = torch.empty_like(template, memory_format=torch.contiguous_format)
-            memmove(tensor.data_ptr(), base + begin, tensor.nbytes)
-            tensor = tensor if dense else tensor.as_strided(fact.shape, fact.strides, fact.shift)
-            copies.append(tensor.requires_grad_(fact.needs_grad))
-        return envelope, unflatten(layout.structure, iter(copies).__next__)
+        for template, begin, num_bytes, fact, dense in layout.copying:
+            tensor = empty_like(template, memory_format=contiguous_format)
+            memmove(tensor.data_ptr(), base + begin, num_bytes)
+            if not dense:
+                tensor = tensor.as_strided(fact.shape, fact.strides, fact.shift)
+            copies.append(tensor.requires_grad_() if fact.needs_grad else tensor)
+        return unflatten(layout.structure, iter(copies).__next__)

@@ -95,9 +95,7 @@ class ShmTransport(DistributedTransport):
         place = self._expected.pop(envelope, None)
         if place is None:
             return super().take(envelope)
-        if place not in self._mail:
-            self._await(self.links[place[0]], place, envelope)
-        found, value = self._mail.pop(place)
+        found, value = self._mail.pop(place, None) or self._await(self.links[place[0]], place, envelope)
         if found != envelope:
             raise mismatch(envelope, found)
         return value
@@ -142,13 +140,17 @@ class ShmTransport(DistributedTransport):
             self.send(told, rank, found)
         return found
 
-    def _await(self, link: Link, place: Place, envelope: Envelope) -> None:
+    def _await(self, link: Link, place: Place, envelope: Envelope) -> tuple[Envelope, Any]:
         """Read the link up to the message of ``place``; sleep where it has not come."""
         until = 0.0
         while True:
-            while link.read(self._deliver):
-                if place in self._mail:
-                    return
+            while (message := link.read()) is not None:
+                arrived = self._place(link.peer, message[0])
+                if arrived == place:
+                    return message
+                self._mail[arrived] = message
+            if place in self._mail:  # it was copied out while this rank made room
+                return self._mail.pop(place)
             if link.receive():
                 continue
             until = until or monotonic() + self._patience
@@ -169,7 +171,8 @@ class ShmTransport(DistributedTransport):
             ready = self._link_of[descriptor]
             ready.receive()
             num_held = sum(place[0] == ready.peer for place in self._mail) if ready is not link else EAGER
-            while num_held < EAGER and ready.read(self._deliver):
+            while num_held < EAGER and (message := ready.read()) is not None:
+                self._deliver(ready.peer, *message)
                 num_held += 1
             if ready.gone:
                 self._events.unregister(descriptor)
@@ -183,10 +186,15 @@ class ShmTransport(DistributedTransport):
         return self._events.poll(max(0.0, patience))
 
     def _deliver(self, peer: int, envelope: Envelope, value: Any) -> None:
-        channel = (peer, envelope.source, envelope.target, envelope.backward)
+        self._mail[self._place(peer, envelope)] = (envelope, value)
+
+    def _place(self, peer: int, envelope: Envelope) -> Place:
+        """Which receive a message answers that has just come."""
+        _, source, target, _, backward = envelope
+        channel = (peer, source, target, backward)
         number = self._num_arrived[channel]
         self._num_arrived[channel] = number + 1
-        self._mail[(*channel, number)] = (envelope, value)
+        return (peer, source, target, backward, number)
 
     def _gone(self, link: Link, doing: str) -> PeerLost:
         return PeerLost(f"rank {self.rank} {doing}, but rank {link.peer} has closed the connection", link.peer)

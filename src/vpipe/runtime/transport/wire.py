@@ -45,6 +45,8 @@ _SCALARS: dict[type, str] = {type(None): "none", bool: "bool", int: "int", float
 Structure = tuple[Any, ...]
 """A value without its tensors: nested tuples that hash. ``("T",)`` stands for the next tensor."""
 _TENSOR: Structure = ("T",)
+_NONE: Structure = ("none", None)
+_PLAIN = frozenset(("none", "bool", "int", "str"))
 
 
 class Envelope(NamedTuple):
@@ -89,11 +91,10 @@ class MessageLayout(NamedTuple):
     offsets: tuple[int, ...]
     text: bytes
     num_bytes: int
-    templates: tuple[Tensor, ...]
-    """Per tensor one of its form and of no memory, as it lies in memory: ``empty_like`` of it takes less than half of
-    what ``empty`` takes."""
-    dense: tuple[bool, ...]
-    """Per tensor, whether it lies in memory as its dimensions are named, without gaps."""
+    copying: tuple[tuple[Tensor, int, int, TensorFacts, bool], ...]
+    """Per tensor a template of its form and of no memory, as it lies in memory (``empty_like`` of it takes less than
+    half of what ``empty`` takes), where its bytes begin, how many they are, its facts, and whether it lies as its
+    dimensions are named, without gaps."""
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Structure:
@@ -105,9 +106,14 @@ def flatten(value: Any, tensors: list[Tensor]) -> Structure:
     if kind is tuple:
         found: list[Any] = ["t"]
         for part in value:
-            if type(part) is Tensor:  # most parts are: without a call
+            kind = type(part)
+            if kind is Tensor:  # most parts are one of these: without a call
                 tensors.append(part)
                 found.append(_TENSOR)
+            elif kind is int:
+                found.append(("int", part))
+            elif part is None:
+                found.append(_NONE)
             else:
                 found.append(flatten(part, tensors))
         return tuple(found)
@@ -129,7 +135,8 @@ def flatten(value: Any, tensors: list[Tensor]) -> Structure:
 
 def check_tensor(tensor: Tensor) -> None:
     """Refuse a tensor whose bytes cannot be sent."""
-    _name(tensor.dtype)
+    if tensor.dtype not in _NAMES:
+        _name(tensor.dtype)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise UserError(
             f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot travel between stages; "
@@ -143,8 +150,13 @@ def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
     if kind == "T":
         return take()
     if kind == "t":
-        return tuple([take() if part[0] == "T" else unflatten(part, take) for part in structure[1:]])
-    if kind in ("none", "bool", "int", "str"):
+        return tuple(
+            [
+                take() if part[0] == "T" else part[1] if part[0] in _PLAIN else unflatten(part, take)
+                for part in structure[1:]
+            ]
+        )
+    if kind in _PLAIN:
         return structure[1]
     if kind == "float":
         return float.fromhex(structure[1])
@@ -158,14 +170,14 @@ def _layout(structure: Structure, facts: tuple[TensorFacts, ...]) -> MessageLayo
     tensors = [[_name(fact.dtype), *fact[1:]] for fact in facts]
     text = json.dumps([structure, tensors], separators=(",", ":")).encode()
     offset = _aligned(_PREFIX.size + len(text))
-    offsets, templates, dense = [], [], []
+    offsets, copying = [], []
     for fact in facts:
         offsets.append(offset)
+        dense = not fact.shift and fact.strides == default_strides(fact.shape)
+        template = torch.empty((), dtype=fact.dtype).expand(fact.shape if dense else (fact.span,))
+        copying.append((template, offset, fact.dtype.itemsize * template.numel(), fact, dense))
         offset = _aligned(offset + fact.dtype.itemsize * fact.span)
-        dense.append(not fact.shift and fact.strides == default_strides(fact.shape))
-        form = fact.shape if dense[-1] else (fact.span,)
-        templates.append(torch.empty((), dtype=fact.dtype).expand(form))
-    return MessageLayout(structure, facts, tuple(offsets), text, offset, tuple(templates), tuple(dense))
+    return MessageLayout(structure, facts, tuple(offsets), text, offset, tuple(copying))
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
@@ -215,15 +227,16 @@ class Packed(NamedTuple):
         elif not self.write_at(block.data_ptr()):
             self.write_tensors(block, 0)
 
-    def write_at(self, address: int) -> bool:
+    def write_at(self, address: int, describe: bool = True) -> bool:
         """The whole message, straight from its tensors; False where ``write_tensors`` must follow, because a tensor
-        cannot be copied byte by byte."""
-        head, layout = self.head(), self.layout
-        memmove(address, head, len(head))
-        for tensor, dense, begin in zip(self.tensors, layout.dense, layout.offsets, strict=True):
-            if not dense or not _is_plain(tensor):
-                return False
-            memmove(address + begin, tensor.data_ptr(), tensor.nbytes)
+        cannot be copied byte by byte. Without ``describe``, its tensors alone, where they would lie."""
+        if describe:
+            head = self.head()
+            memmove(address, head, len(head))
+        for tensor, (_, begin, num_bytes, _, dense) in zip(self.tensors, self.layout.copying, strict=True):
+            if not dense or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+                return False  # the bytes in memory are not the values
+            memmove(address + begin, tensor.data_ptr(), num_bytes)
         return True
 
     def head(self) -> bytes:
@@ -265,7 +278,7 @@ def _fits(fact: TensorFacts, tensor: Tensor) -> bool:
         and tensor.dtype is fact.dtype
         and tensor.requires_grad is fact.needs_grad
         and tensor.stride() == fact.strides
-        and shift(tensor) == fact.shift
+        and (not fact.shift if tensor.data_ptr() % LINE == 0 else shift(tensor) == fact.shift)
     )
 
 
@@ -315,8 +328,3 @@ def _slot(block: Tensor, fact: TensorFacts, offset: int) -> Tensor:
     before = block.storage_offset() // fact.dtype.itemsize
     begin = before + offset // fact.dtype.itemsize + fact.shift
     return block.view(fact.dtype).as_strided(fact.shape, fact.strides, begin)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the bytes in memory are the values: not on another device, not waiting to be conjugated or negated."""
-    return tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()

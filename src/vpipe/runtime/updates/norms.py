@@ -21,7 +21,10 @@ OVERFLOWED = -2.0
 def norms(parameters: Sequence[Tensor]) -> Tensor:
     """The norm of each parameter's gradient, or ``NO_GRADIENT``; where the gradients are."""
     held = [values_of(p.grad) for p in parameters if p.grad is not None]
-    found = iter(torch._foreach_norm(held) if held else ())
+    known = torch._foreach_norm(held) if held else []
+    if known and len(known) == len(parameters) and len({norm.dtype for norm in known}) == 1:
+        return torch.stack(list(known)).double()  # most are alike: converted at once
+    found = iter(known)
     sizes = [
         next(found).double()
         if p.grad is not None
