@@ -159,10 +159,10 @@ class Engine:
             )
             self.transport.begin_step(job.step)
             if self._times is None:
-                self._execute(compiled.calls, self._result.records)
+                self._execute(compiled.calls, self._result)
             else:
                 self._enqueue(self._times, compiled.calls, self._result.records)
-            self._settle(self._result.records)
+            self._settle(self._result)
             if job.training and compiled.program.placement.has_replicas:
                 share_buffers(self.stages, compiled.program.placement, self.transport, job.step)
             self.transport.end_step()
@@ -182,8 +182,12 @@ class Engine:
                     stage.weights.end()
         return self._result
 
-    def _execute(self, calls: Sequence[Call], records: list[Record]) -> None:
-        """The loop. What it writes down takes its form afterwards."""
+    def _execute(self, calls: Sequence[Call], result: Result) -> None:
+        """The row. What it writes down takes its form when somebody asks for it."""
+        result.calls, result.times = calls, self._timed(calls)
+
+    def _timed(self, calls: Sequence[Call]) -> list[tuple[int, int, int]]:
+        """The loop: of each call, when it began, had what it needs, and ended."""
         times: list[tuple[int, int, int]] = []
         end = perf_counter_ns()
         for action, call in _annotated(calls) if self.annotates else calls:
@@ -192,7 +196,7 @@ class Engine:
             call()
             end = perf_counter_ns()
             times.append((begin, self._ready, end))
-        records.extend([Record(action, *each) for (action, _), each in zip(calls, times, strict=True)])
+        return times
 
     def _enqueue(self, times: DeviceTimes, calls: Sequence[Call], records: list[Record]) -> None:
         """The loop on a device: what it writes down is dated when the device has come to the end."""
@@ -210,10 +214,11 @@ class Engine:
             records.append(Record(action, begun, begun, time, 0, time))
             begin = end
 
-    def date(self, records: Sequence[Record]) -> None:
+    def date(self, result: Result) -> None:
         """Give the records of the last job the device's times; called when the host has read its numbers."""
         if self._times is None:
             return
+        records = result.records
         for record, events in zip(records, self._events, strict=True):
             record.begin, record.ready, record.end = map(self._times.at, events)
         for record in records if self._lanes else ():
@@ -227,10 +232,10 @@ class Engine:
         if self._times is not None:
             self._ready_event = self._times.mark()
 
-    def _settle(self, records: Sequence[Record]) -> None:
+    def _settle(self, result: Result) -> None:
         """The swap lane is done: write down when it did what."""
         self._swapper.settle()
-        for record in records if self._moves else ():
+        for record in result.records if self._moves else ():
             if record.action in self._moves:
                 move = self._moves[record.action]
                 record.ready, record.end, record.bytes = move.begin, move.end, move.bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from vpipe.runtime.device import Number
@@ -59,7 +60,19 @@ class Result:
     """(layer, microbatch) → what the layer adds to the unit's loss; after the last layer the loss itself, and then the
     unit's share of the batch."""
     outputs: dict[int, Any] = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
+    calls: Sequence[Call] = ()
+    times: Sequence[tuple[int, int, int]] = ()
+    """Of each call, its begin, its having what it needs, and its end."""
+
+    @cached_property
+    def records(self) -> list[Record]:
+        """What happened when; most steps nobody asks, so that it takes its form when somebody does."""
+        return recorded(self.calls, self.times)
+
+
+def recorded(calls: Sequence[Call], times: Sequence[tuple[int, int, int]]) -> list[Record]:
+    """What was called, and when."""
+    return [Record(action, *each) for (action, _), each in zip(calls, times, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -96,11 +96,11 @@ class Pipeline(Movable):
         self.rank, self.devices = self.ranks[0], self.builder.wires.devices
         self.is_leader = self.rank == 0
         self.in_process = len(self.ranks) == self.layout.num_ranks
-        self._compiled: dict[tuple[int, Program], Compiled] = {}
+        self._compiled: dict[tuple[int, int], Compiled] = {}
         self.step = 0
         self.num_units = 0
         self.num_updates = 0
-        self._trace: Trace | None = None
+        self._ran: tuple[Program, dict[int, Result]] | None = None
         self._torn: str | None = None
         self._ahead = None
         self._on_all(lambda engine: assembly.share_initial_weights(engine, self.builder.parts.tied))
@@ -193,13 +193,11 @@ class Pipeline(Movable):
             self._torn = torn(self.step, before, self._updates_made())
             raise
         for engine, result in zip(self.engines, results, strict=True):
-            engine.date(result.records)
+            engine.date(result)
         self.step += 1
         self.num_units += program.num_microbatches
         self.num_updates += program.num_updates
-        self._trace = Trace(
-            program, {engine.rank: result.records for engine, result in zip(self.engines, results, strict=True)}
-        )
+        self._ran = (program, {engine.rank: result for engine, result in zip(self.engines, results, strict=True)})
         return mean_loss(losses, self.layout.num_layers) / self.programs.num_batches(program)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
@@ -273,7 +271,7 @@ class Pipeline(Movable):
         return self._on_all(lambda engine: engine.run(self._compile(engine, program), job))
 
     def _compile(self, engine: Engine, program: Program) -> Compiled:
-        key = (engine.rank, program)
+        key = (engine.rank, id(program))  # a program is long, and what it is compiled to keeps it
         if key not in self._compiled:
             self._compiled[key] = engine.compile(program)
         return self._compiled[key]
@@ -338,9 +336,10 @@ class Pipeline(Movable):
 
     def trace(self) -> Trace:
         """What the last training step did, action by action."""
-        if self._trace is None:
+        if self._ran is None:
             raise UserError("there is no trace yet; call train_step first")
-        return self._trace
+        program, results = self._ran
+        return Trace(program, {rank: result.records for rank, result in results.items()})
 
     def close(self) -> None:
         for engine in self.engines:

@@ -20,7 +20,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.job import Call, Record
+from vpipe.runtime.job import Call, Record, Result, recorded
 from vpipe.runtime.modes import Modes
 from vpipe.runtime.priorities.order import Policy, Turnstile, none
 from vpipe.runtime.priorities.turns import Turns
@@ -91,8 +91,9 @@ class ThreadedEngine(Engine):
     def _ready(self, time: int) -> None:
         self._thread.ready = time
 
-    def _execute(self, calls: Sequence[Call], records: list[Record]) -> None:
+    def _execute(self, calls: Sequence[Call], result: Result) -> None:
         """Units in threads; what belongs to a whole stage (REDUCE, STEP) when all before it is done."""
+        records = result.records
         waiting: list[Call] = []
         for call in calls:
             if call[0].kind not in OF_A_STAGE:
@@ -100,13 +101,14 @@ class ThreadedEngine(Engine):
                 continue
             self._run_units(waiting, records)
             waiting = []
-            super()._execute([call], records)
+            records.extend(recorded([call], self._timed([call])))
         self._run_units(waiting, records)
 
     def _run_units(self, calls: Sequence[Call], records: list[Record]) -> None:
         if not calls:
             return
-        super()._execute([call for call in calls if call[0].kind in SEND_OF], records)
+        posts = [call for call in calls if call[0].kind in SEND_OF]
+        records.extend(recorded(posts, self._timed(posts)))
         crew = _Crew(self, [call for call in calls if call[0].kind not in SEND_OF], records)
         first = len(records)
         failed = crew.run()
