@@ -29,10 +29,10 @@ from vpipe.layer import Layer
 from vpipe.plan.costs import LayerCost
 from vpipe.plan.transfer import Nothing, Told, now
 from vpipe.runtime.device import HOST, is_host, place
-from vpipe.runtime.edges import detached
+from vpipe.runtime.edges import Pending, detached
 from vpipe.runtime.flow import Flow, Value, bind_inputs, resolve
 from vpipe.runtime.memory.live import LiveBytes
-from vpipe.runtime.region import Pending, Run
+from vpipe.runtime.region import Run
 from vpipe.runtime.stage import Loss, Stage, StageOptions, Unit
 from vpipe.runtime.transport.wire import flatten
 from vpipe.runtime.updates import uncompiled

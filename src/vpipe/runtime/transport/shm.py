@@ -95,7 +95,8 @@ class ShmTransport(DistributedTransport):
         place = self._expected.pop(envelope, None)
         if place is None:
             return super().take(envelope)
-        found, value = self._mail.pop(place, None) or self._await(self.links[place[0]], place, envelope)
+        is_here = place in self._mail
+        found, value = self._mail.pop(place) if is_here else self._await(self.links[place[0]], place, envelope)
         if found != envelope:
             raise mismatch(envelope, found)
         return value
