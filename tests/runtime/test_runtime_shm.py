@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,11 @@ from runtime_models import build
 from runtime_support import Case, differing, pipeline, train_rank
 
 from vpipe.errors import UserError
-from vpipe.runtime.transport.ring import ALIGN, Ring
+from vpipe.runtime.transport import link
+from vpipe.runtime.transport.link import Link
+from vpipe.runtime.transport.ring import ALIGN, Ring, Segment
 from vpipe.runtime.transport.shm import EAGER
-from vpipe.runtime.transport.wire import Envelope
+from vpipe.runtime.transport.wire import Envelope, MessageLayout, pack
 
 Run = Callable[..., list[Any]]
 
@@ -52,6 +55,34 @@ def test_another_message_is_an_error_in_words(run: Run, sent: Envelope) -> None:
 def test_a_message_that_nobody_takes_is_an_error_in_words(worlds: Worlds) -> None:
     said = worlds.run(2, alone.untaken)[1]
     assert said.startswith(f"rank 0 sent {Envelope(0, 5, 6, 0, 0)}, but no action of rank 1 took it")
+
+
+def test_a_form_is_described_once_and_again_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, described = [1, 2, 3, 1, 3, 4, 2, 1, 5, 3, 4], []
+    read = Segment.layout
+
+    def described_at(segment: Segment, offset: int) -> MessageLayout:
+        described.append(segment)
+        return read(segment, offset)
+
+    monkeypatch.setattr(Segment, "layout", described_at)
+    for most, expected in ((1024, 5), (3, 9)):  # counting begins again at the first 4 and at 5
+        monkeypatch.setattr(link, "MOST_LAYOUTS", most)
+        described.clear()
+        ends = socket.socketpair()
+        here, there = (Link(peer, end, 1 << 20) for peer, end in enumerate(ends))
+        for k, length in enumerate(lengths):
+            value = torch.arange(float(length)) + k
+            assert here.send(pack(Envelope(0, 0, 1, k, 0), {"x": value}))
+            while there.receive():
+                pass
+            message = there.read()
+            assert message is not None
+            assert message[0] == Envelope(0, 0, 1, k, 0)
+            assert torch.equal(message[1]["x"], value)
+        assert len(described) == expected
+        here.close()
+        there.close()
 
 
 @given(st.lists(st.integers(1, 2048), max_size=60), st.data())
