@@ -15,7 +15,6 @@ from vpipe.runtime.moving import Moved
 from vpipe.runtime.options import Memory
 from vpipe.runtime.programs import Programs
 from vpipe.schedule.layout import Layout
-from vpipe.schedule.program import Program
 
 
 class Movable(Holdings):
@@ -23,7 +22,7 @@ class Movable(Holdings):
 
     builder: Builder
     programs: Programs
-    _compiled: dict[tuple[int, Program], Compiled]
+    _compiled: dict[tuple[int, int], Compiled]
     _ahead: Ahead | None
 
     def prepare_move(self, layout: Layout, *, notice: Notice = lambda step: None) -> bool:
