@@ -260,8 +260,7 @@ class Engine:
 
     def _forward(self, task: Task) -> None:
         """Roughly: ``y = stage(x)``."""
-        job, stage, microbatch = self._job, task.stage, task.microbatch
-        index = stage.index
+        job, stage, microbatch, index = self._job, task.stage, task.microbatch, task.stage.index
         values: dict[Value, Any] = job.inputs(microbatch) if index == 0 else {}
         share = job.share(microbatch) if index == 0 else self._even
         seed = self._seed if job.training else evaluation_seed(self._seed)
@@ -313,8 +312,7 @@ class Engine:
         pending: Pending = {}
         for hop in task.output_gradients:
             unlisted(hop.values, self._arrive(hop), pending)
-        if self._moves:
-            self._await_swap(task)
+        self._await_swap(task)
         self._is_ready()
         with self._guard:
             task.stage.backward(task.microbatch, pending, defer_weights)
@@ -329,8 +327,7 @@ class Engine:
 
     def _recompute(self, task: Task) -> None:
         """Roughly: ``y = stage(x)`` once more, keeping the graph."""
-        if self._moves:
-            self._await_swap(task)
+        self._await_swap(task)
         self._is_ready()
         with self._guard:
             task.stage.recompute(task.microbatch)
@@ -349,7 +346,7 @@ class Engine:
 
     def _await_swap(self, task: Task) -> None:
         """What has been swapped must be back."""
-        move = self._moves.get(Action(task.stage.index, Kind.IN, task.microbatch))
+        move = self._moves.get(Action(task.stage.index, Kind.IN, task.microbatch)) if self._moves else None
         if move is not None:
             move.wait()
 
