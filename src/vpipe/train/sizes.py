@@ -80,9 +80,16 @@ def started(config: PipelineConfig, num_ranks: int) -> PipelineConfig:
 
 def refuse_sizes(config: dict[str, Any]) -> None:
     """Before any rank starts: the run must be able to have its fewest and its most ranks, too."""
-    from vpipe.train import preflight  # torch, which a launcher need not load
+    from vpipe.runtime.device import device_type  # torch, which a launcher need not load
+    from vpipe.train import preflight
 
     checked = PipelineConfig.from_dict(config)
+    offered = device_type(checked.parallel.device)
+    if offered != "cpu":
+        raise UserError(
+            f"--elastic leads ranks that compute on the CPU, not on {offered}, which parallel.device "
+            f"{checked.parallel.device} takes here; set parallel.device: cpu, or remove launch.elastic (--elastic)"
+        )
     for num_ranks in dict.fromkeys((checked.num_ranks, *bounds(checked))):
         preflight.refuse(resized(checked, num_ranks).to_dict())
 
