@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
@@ -102,6 +103,24 @@ def test_a_full_disk_is_one_sentence(unbuffered: str) -> None:
         )
     assert done.stderr == "vpipe: standard output cannot be written: No space left on device\n"
     assert done.returncode == 74
+
+
+def test_ctrl_c_while_python_imports_the_command_ends_quietly(tmp_path: Path) -> None:
+    """It was a traceback in the first third of a second."""
+    (tmp_path / "click.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    running = subprocess.Popen(
+        [*VPIPE, "schedules"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == "importing\n"
+    running.send_signal(signal.SIGINT)
+    assert running.communicate(timeout=30) == ("", "")
+    assert running.returncode == 130
 
 
 def test_words_are_cut_only_where_nothing_else_is_left() -> None:

@@ -74,6 +74,7 @@ class Cluster:
     def __init__(self, root: Path, num_nodes: int) -> None:
         self.root, self.num_nodes = root, num_nodes
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self.environment: Mapping[str, str] = os.environ | {"SLURM_CONF": str(root / "slurm.conf")}
 
     def start(self) -> None:
@@ -99,7 +100,7 @@ class Cluster:
         self._until(lambda: (self.root / "munge.socket").exists(), "munged")
         self._run(["slurmctld", "-D"])
         for index in range(1, self.num_nodes + 1):
-            self._run(["slurmd", "-D", "-N", f"n{index}"])
+            self._nodes[index] = self._run(["slurmd", "-D", "-N", f"n{index}"])
         self._until(
             lambda: self.call("sinfo", "-hNp", "main", "-o", "%T").split() == ["idle"] * self.num_nodes, "nodes"
         )
@@ -128,12 +129,18 @@ class Cluster:
         self._until(lambda: self.state(job) in states, f"job {job} to be {' or '.join(states)}", seconds)
         return self.state(job)
 
-    def _run(self, command: list[str]) -> None:
+    def kill_node(self, index: int) -> None:
+        """The slurmd of a node, at once; what it has started lives on."""
+        self._nodes[index].kill()
+        self._nodes[index].wait()
+
+    def _run(self, command: list[str]) -> subprocess.Popen[bytes]:
         program = _found(command[0])
         assert program is not None
         log = (self.root / f"{command[0]}.stdout").open("ab")
         arguments = [program, *command[1:]]
         self._processes.append(subprocess.Popen(arguments, env=self.environment, stdout=log, stderr=log))
+        return self._processes[-1]
 
     def _until(self, true: object, what: str, seconds: float = 30) -> None:
         assert callable(true)

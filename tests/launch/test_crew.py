@@ -87,13 +87,24 @@ def test_those_that_had_finished_take_part_again() -> None:
     assert crew.gone(1)
 
 
+def test_ranks_of_a_machine_that_is_given_back_leave_with_the_next_epoch() -> None:
+    crew = running(4, least=2)
+    crew.unwelcome = {1, 3}
+    crew.interrupt("node is given back")
+    for slot in range(4):
+        crew.ready(slot)
+    assert crew.num_ranks == 2
+    assert {slot: order["rank"] for slot, order in crew.begin().items()} == {0: 0, 2: 1}
+    assert crew.superfluous == [1, 3]
+
+
 def test_a_run_that_has_lost_its_last_rank_ends() -> None:
     """It waited for ranks that had been lost before and were never replaced."""
     output = Output(io.BytesIO(), io.BytesIO(), 2, None, False)
     launch = ElasticLaunch(2, output, Grace(lambda: 1.0), Elastic(1, 2, replaces=False))
     given = [fd for slot in (0, 1) for fd in launch._streams(slot)]
     for slot in (0, 1):
-        launch._obey(slot, {"ready": True})
+        launch._said(slot, {"ready": True})
     launch._ended(0, -9)
     assert not launch._verdict.all_ended
     launch._ended(1, -9)

@@ -23,7 +23,7 @@ from vpipe.rundir import crew
 from vpipe.rundir.crew import Roster
 from vpipe.rundir.manifest import checkpoints
 from vpipe.runtime.ranks import membership
-from vpipe.train.sizes import refuse_sizes, resized
+from vpipe.train.sizes import placed, refuse_sizes, resized
 
 CONFIG: dict[str, Any] = {
     "model": {
@@ -154,10 +154,56 @@ def test_a_refusal_has_exit_code_2(config: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_cluster_job_is_refused_before_it_waits_in_a_queue(config: Path) -> None:
-    done = vpipe("submit", config, "--dry-run", "--set", "launch.elastic='2:3'")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--to", "ray"), "launch.elastic is 2:3, but ranks that Ray starts cannot come and go"),
+        (("--nodes", "1-2", "--ntasks-per-node", "1"), "2 nodes x 1 places are 2, but launch.elastic is 2:3"),
+        (("--nodes", "3-2"), "--nodes 3-2 is neither a number of nodes nor MIN-MAX"),
+        (("--nodes", "2", "--set", "parallel.partition=[2,2,2]", "--set", "launch.elastic=null"), "cannot be spread"),
+    ],
+)
+def test_a_job_that_cannot_be_elastic_is_refused_before_it_waits_in_a_queue(
+    config: Path, words: tuple[str, ...], said: str
+) -> None:
+    done = vpipe("submit", config, "--dry-run", "--set", "launch.elastic='2:3'", *words)
     assert done.returncode == 2
-    assert "launch.elastic is 2:3" in done.stderr
+    assert said in done.stderr
+
+
+def test_an_elastic_job_has_a_launcher_and_keeps_its_other_nodes(config: Path) -> None:
+    done = vpipe("submit", config, "--dry-run", "--set", "launch.elastic='2:3'", "--nodes", "2-3")
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --nodes=2-3\n#SBATCH --mincpus=1\n" in done.stdout
+    assert "#SBATCH --no-kill\n" in done.stdout
+    assert "\nsrun" not in done.stdout, "the launcher starts a step on each node"
+    assert "--set launch.through=srun --set launch.slurm.ntasks_per_node=1 --output-dir" in done.stdout
+    subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True, timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "elastic", "machines"),
+    [
+        ("abc", 1, "2:3", ["a:0", "b:0", "c:0"]),
+        ("ab", 2, "2:4", ["a:0", "a:1", "b:0", "b:1"]),
+        ("ab", 1, "2:3", ["a:0", "b:0"]),
+        ("a", 2, "2:4", ["a:0", "a:1"]),
+        ("abcd", 1, "2:4", ["a:0", "b:0", "c:0", "d:0"]),
+    ],
+)
+def test_ranks_take_the_places_that_a_job_has(nodes: str, per_node: int, elastic: str, machines: list[str]) -> None:
+    """Neighbours side by side; the places that are left are spares."""
+    launch = {"elastic": elastic, "slurm": {"ntasks_per_node": per_node}}
+    found = placed(PipelineConfig.model_validate(CONFIG | {"launch": launch}), nodes)
+    assert list(found.launch.machines) == machines
+    assert found.num_ranks == min(3, len(machines))
+    assert found.launch.elastic == f"2:{len(machines)}"
+
+
+def test_a_job_with_too_few_places_is_refused() -> None:
+    launch = {"elastic": "2:3", "slurm": {"ntasks_per_node": 1}}
+    with pytest.raises(UserError, match=r"1 nodes with 1 places each, but launch.elastic is 2:3: 1 ranks are too few"):
+        placed(PipelineConfig.model_validate(CONFIG | {"launch": launch}), "a")
 
 
 def test_a_meeting_that_was_broken_off_leaves_no_count_behind() -> None:
@@ -183,6 +229,8 @@ def test_what_is_wanted_from_outside_is_taken_once(tmp_path: Path) -> None:
     assert crew.take_wanted(tmp_path) is None
     crew.want(tmp_path, 3)
     assert crew.take_wanted(tmp_path) == crew.OutsideWish(3)
+    crew.want_back(tmp_path, ["n2"])
+    assert crew.take_wanted(tmp_path) == crew.OutsideWish(without=("n2",))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,9 @@ def config(tmp_path: Path) -> Path:
 class Far:
     """A run on machines."""
 
-    def __init__(self, server: Server, config: Path, folder: Path, elastic: str, *machines: str) -> None:
+    def __init__(
+        self, server: Server, config: Path, folder: Path, elastic: str, *machines: str, more: Sequence[str] = ()
+    ) -> None:
         self.folder, self._log = folder, folder.with_suffix(".log")
         listed = f"launch.machines=[{', '.join(machines)}]"
         words = [
@@ -66,6 +68,7 @@ class Far:
             "--output-dir",
             str(folder),
             *LONG,
+            *more,
         ]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vpipe", *words],
@@ -130,6 +133,25 @@ def test_a_lost_rank_and_a_lost_machine_change_no_bit(server: Server, config: Pa
     told = [line for line in run.metrics() if line["kind"] == "recovery"]
     assert [line["ranks"] for line in told] == [3, 2]
     assert told[1]["lost"] == ["rank 0 is lost with node-a"]
+    run.assert_equal(config, tmp_path / "plain")
+
+
+@needs_sshd
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_the_last_update_on_the_disk_and_no_process(
+    server: Server, config: Path, tmp_path: Path
+) -> None:
+    """Nobody is left who could lead: the ranks of all machines save together, and end with their nodes."""
+    on_exit = ("--set", "checkpoint.on_exit=true")
+    run = Far(server, config, tmp_path / "run", "2:3", "node-a:0", "node-b:0", "node-c:0", more=on_exit)
+    roster = run.until(lambda roster: roster.has_stepped)
+    ranks = [psutil.Process(pid) for pid in roster.pids.values()]
+    there = [*ranks, *(node_of(rank.pid) for rank in ranks)]
+    assert not checkpoints(run.folder / "checkpoints")
+    run.process.kill()
+    run.process.wait()
+    _, left = psutil.wait_procs(there, HANG)
+    assert not left
     run.assert_equal(config, tmp_path / "plain")
 
 

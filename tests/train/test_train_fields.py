@@ -402,6 +402,9 @@ CASES: dict[str, Case] = {
     "observe.wandb": Case(files, True, SHORT, "wandb/"),
     "observe.dashboard": Case(said, True, SHORT, "live page: http:"),
     "launch.machines": Case(launched, ["node1:0", "node2:0"], PROCESSES, "ssh"),
+    "launch.through": Case(
+        launched, "srun", ELASTIC | {"launch.elastic": "2:2"}, "refused: launch.through is srun, but this process is in"
+    ),
     "launch.container.kind": Case(launched, "apptainer", PROCESSES | DOCKER, "apptainer"),
     "launch.container.image": Case(launched, "another", PROCESSES | DOCKER, "another"),
     "launch.container.binds": Case(launched, ["/data"], PROCESSES | DOCKER, "/data"),

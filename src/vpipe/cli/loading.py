@@ -11,7 +11,6 @@ from typing import Any
 from vpipe import config as configs
 from vpipe.config import Loaded, PipelineConfig, Problem
 from vpipe.data import catalog as data
-from vpipe.errors import UserError
 from vpipe.registry import MODEL_REGISTRY, OPTIMIZER_REGISTRY
 from vpipe.schedule import catalog as schedules
 
@@ -31,15 +30,14 @@ def load(path: Path | str, overrides: Sequence[str] = (), scheduler: str | None 
 
 def load_for_elsewhere(path: Path | str, overrides: Sequence[str] = (), scheduler: str | None = None) -> Loaded:
     """The same for a job on other machines, model and data checked here and now as far as their files are here."""
-    from vpipe.train import preflight
+    from vpipe.train import preflight, sizes
 
     loaded = load(path, overrides, scheduler)
-    if loaded.config.launch.elastic is not None:
-        raise UserError(
-            f"launch.elastic is {loaded.config.launch.elastic}, but ranks that a cluster starts cannot come and go "
-            "yet; remove it: a job that is queued again goes on from its checkpoints"
-        )
-    refuse(loaded.config, here=False)
+    if loaded.config.launch.elastic is None:
+        refuse(loaded.config, here=False)
+    else:
+        for size in sizes.all_of(loaded.config):
+            refuse(size, here=False)
     unseen = [
         f"{configs.dotted(key)} {file} is not on this machine, so it was not checked with the rest"
         for key, file in preflight.missing_files(loaded.config)

@@ -21,9 +21,12 @@ from vpipe.errors import UserError
     show_default=True,
     help="Who runs it. Ray: an actor per rank; Kubernetes: a JobSet, printed with --dry-run.",
 )
-@click.option("--nodes", type=click.IntRange(1), help="Number of nodes.")
+@click.option("--nodes", metavar="N|MIN-MAX", help="Number of nodes; with launch.elastic a range: what SLURM can give.")
 @click.option(
     "--ntasks-per-node", type=click.IntRange(1), help="Ranks per node; all ranks, spread evenly, if not given."
+)
+@click.option(
+    "--elastic", metavar="MIN:MAX", help="Ranks, and nodes, may be lost, taken and given back: docs/elastic.md."
 )
 @click.option("--partition", "-p", help="Partition (queue).")
 @click.option("--account", "-A", help="Account that pays.")
@@ -53,6 +56,7 @@ from vpipe.errors import UserError
 def command(
     config: Path,
     to: str,
+    elastic: str | None,
     sweep: tuple[str, ...],
     overrides: tuple[str, ...],
     plugins: tuple[str, ...],
@@ -70,10 +74,13 @@ def command(
     \b
       vpipe submit configs/gpt_small.yaml --nodes 2 --ntasks-per-node 2 --gres gpu:2 --dry-run
       vpipe submit configs/gpt_small.yaml --nodes 2 --time 02:00:00 --follow
+      vpipe submit configs/gpt_1f1b_cpu.yaml --nodes 2-4 --elastic 2:4
       vpipe submit configs/gpt_small.yaml --sweep training.learning_rate=1e-3,1e-4 --sweep parallel.scheduler=1f1b,zb-h1
       vpipe submit configs/gpt_small.yaml --to ray --gpus-per-task 1
       vpipe submit configs/gpt_small.yaml --to kubernetes --image registry/vpipe:1 --dry-run
     """
+    if elastic is not None:
+        overrides = (*overrides, f'launch.elastic="{elastic}"')
     overrides = with_plugins(overrides, plugins)
     if to != "slurm":
         from vpipe.launch import engines
@@ -99,7 +106,8 @@ def command(
 
     number = queue.submit(text)
     runs = f", {len(job.points)} runs" if job.points else ""
-    click.echo(f"vpipe: job {number} ({job.num_ranks} ranks on {job.num_nodes} nodes{runs}) is in the queue")
+    ranks = f"up to {job.num_ranks}" if job.elastic else job.num_ranks
+    click.echo(f"vpipe: job {number} ({ranks} ranks on {job.num_nodes} nodes{runs}) is in the queue")
     return watch(number, cancel_on_interrupt) if follow else 0
 
 

@@ -120,7 +120,7 @@ def run(
     if not rank:
         for warning in warnings:
             click.echo(f"vpipe: warning: {warning}", err=True)
-    config, resume = _as_started(config, output_dir, resume)
+    config, resume = _as_started(_on_nodes(config), output_dir, resume)
     elastic = _elastic(config) if "RANK" not in os.environ else None
     start = _resume_from(config, output_dir, resume)
     arguments: dict[str, Any] = {"resume": str(start) if start else None, "quiet": quiet}
@@ -167,6 +167,20 @@ def _elsewhere(config: configs.PipelineConfig) -> bool:
 def _forks(config: configs.PipelineConfig) -> bool:
     """Whether the ranks are processes of this machine, which a zygote starts: it checks the config before."""
     return config.parallel.transport != "inprocess" and config.num_ranks > 1 and not _elsewhere(config)
+
+
+def _on_nodes(config: configs.PipelineConfig) -> configs.PipelineConfig:
+    """The config for the nodes of the SLURM job that this runs in, where it takes them for its machines."""
+    if config.launch.through != "srun" or "RANK" in os.environ:
+        return config
+    from vpipe.launch import slurm_nodes
+    from vpipe.train.sizes import placed
+
+    nodes = slurm_nodes.names(os.environ)
+    found = placed(config, nodes)
+    if found.num_ranks != config.num_ranks:
+        click.echo(f"vpipe: {len(nodes)} nodes: {found.num_ranks} ranks instead of {config.num_ranks}", err=True)
+    return found
 
 
 def _as_started(

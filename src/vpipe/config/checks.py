@@ -271,6 +271,13 @@ def _launch(config: PipelineConfig) -> Iterator[Problem]:
             "checkpoint.on_exit",
             "launch.elastic",
         )
+    if config.launch.through == "srun" and config.launch.elastic is None:
+        yield _broken(
+            "is srun, but launch.elastic is null; a run of fixed ranks is started by srun itself: srun python -m vpipe "
+            "train CONFIG",
+            "launch.through",
+            "launch.elastic",
+        )
     container = config.launch.container
     if container.kind != "none" and container.image is None:
         yield _broken(

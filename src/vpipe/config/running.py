@@ -80,7 +80,7 @@ class SlurmConfig(Section):
     nodes: Count = 1
     """Number of nodes."""
     ntasks_per_node: Annotated[int, Field(ge=1, le=1024)] | None = worded(None, "a whole number, at least 1, or null")
-    """Ranks per node; null spreads the ranks of the pipeline evenly."""
+    """Ranks per node, of an elastic run the most; null spreads them evenly."""
     partition: Word | None = worded(None, WORD)
     """Partition (queue)."""
     account: Word | None = worded(None, WORD)
@@ -109,6 +109,9 @@ class LaunchConfig(Section):
     )
     """One host:gpu per rank (of an elastic run: of the most), started by ssh, in the order of the ranks; empty runs all
     ranks on this machine."""
+    through: Literal["ssh", "srun"] = "ssh"
+    """How an elastic run reaches its machines: by ssh; or by a step of srun on each node of the SLURM job that it runs
+    in: these are its machines then, whatever `machines` lists. `vpipe submit` sets it."""
     container: ContainerConfig = ContainerConfig()
     """The container in which each rank runs."""
     slurm: SlurmConfig = SlurmConfig()

@@ -42,6 +42,8 @@ class Crew:
     lost: list[str] = field(default_factory=list)
     """Why there must be another epoch, in words."""
     in_vain: int = 0
+    unwelcome: set[int] = field(default_factory=set)
+    """Slots of machines that are given back: their processes leave with the next epoch."""
 
     def started(self, slot: int) -> None:
         self.states[slot] = MemberState.STARTING
@@ -86,12 +88,16 @@ class Crew:
     @property
     def superfluous(self) -> list[int]:
         """The slots that nobody wants any more."""
-        return sorted(self.states)[self.wanted :]
+        return [*self._candidates[self.wanted :], *sorted(self.unwelcome & self.states.keys())]
+
+    @property
+    def _candidates(self) -> list[int]:
+        return sorted(self.states.keys() - self.unwelcome)
 
     @property
     def num_ranks(self) -> int:
         """How many can train now."""
-        return min(self.wanted, len(self.states)) // self.by * self.by
+        return min(self.wanted, len(self._candidates)) // self.by * self.by
 
     @property
     def can_begin(self) -> bool:
@@ -101,7 +107,7 @@ class Crew:
         """Begin the next epoch: slot → order. Who is not needed waits as a spare."""
         self.epoch += 1
         self.in_vain += 1
-        slots = sorted(self.states)[: self.num_ranks]
+        slots = self._candidates[: self.num_ranks]
         self.ranks = {slot: rank for rank, slot in enumerate(slots)}
         for slot in slots:
             self.states[slot] = MemberState.RUNNING

@@ -11,29 +11,26 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
-import socket
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from vpipe.launch.crew import MOST_IN_VAIN, Crew
 from vpipe.launch.first_cause import IN_ORDER
-from vpipe.launch.loop import Grace, Launch
+from vpipe.launch.loop import Grace
+from vpipe.launch.members import SHELVES, STOPPED_FOR, Member, MemberLaunch, make_shelves
 from vpipe.launch.output import Output
 from vpipe.launch.process import is_stopped, signal_name
 from vpipe.rundir.crew import Roster, take_wanted
 
-STOPPED_FOR = 0.75
-"""Seconds without a sign after which a process that is stopped is taken for lost."""
 SILENT_FOR = 30.0
-"""The same for one that the kernel runs: on a busy machine a well process may be late."""
+"""The same as ``STOPPED_FOR`` for a process that the kernel runs: on a busy machine a well one may be late."""
 RESCUE_WITHIN = 60.0
 """Seconds that the zygote gets to write what the copies of a broken run hold."""
-SHELVES = "VPIPE_SHELVES"
 
 
 @dataclass(frozen=True)
@@ -50,28 +47,9 @@ class Elastic:
     """The function that saves what the copies hold when the run or its launcher is killed; empty saves nothing."""
 
 
-@dataclass
-class Member:
-    """The process of a slot."""
-
-    connection: socket.socket | None
-    """``None`` where it is another machine's."""
-    pid: int = 0
-    seen: float = field(default_factory=monotonic)
-    longest: float = 0.0
-    """Seconds between two of its signs, at most so far: patience adapts to it."""
-    unread: bytes = b""
-
-
-def make_shelves(count: int) -> list[list[int]]:
-    """Memory without a name for the copies of so many slots: two generations each."""
-    return [[os.memfd_create("vpipe-copy") for _ in range(2)] for _ in range(count)]
-
-
-class ElasticLaunch(Launch):
+class ElasticLaunch(MemberLaunch):
     """A run whose ranks come and go."""
 
-    num_streams = 4
     keeps_copies = True
     """Whether the memory of the copies is this process's."""
 
@@ -99,12 +77,10 @@ class ElasticLaunch(Launch):
         return {SHELVES: json.dumps(self._shelves)}
 
     def _streams(self, rank: int) -> list[int]:
-        ours, theirs = socket.socketpair()
-        self._members[rank] = member = Member(ours)
+        given = super()._streams(rank)
         self._crew.started(rank)
         self._count()
-        self._selector.register(ours, selectors.EVENT_READ, lambda _: self._read_member(rank, member))
-        return [*super()._streams(rank), theirs.detach()]
+        return given
 
     def _shown_as(self, rank: int) -> int:
         return self._crew.ranks.get(rank, rank)
@@ -129,25 +105,7 @@ class ElasticLaunch(Launch):
             with suppress(OSError):
                 Roster(crew.epoch, *limits, has_stepped, pids, dict(crew.ranks)).write(elastic.directory)
 
-    def _read_member(self, slot: int, member: Member) -> bool:
-        assert member.connection is not None
-        try:
-            data = member.connection.recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(member.connection)
-            return False
-        now = monotonic()
-        member.longest = max(member.longest, now - member.seen)
-        member.seen = now
-        *lines, member.unread = (member.unread + data).split(b"\n")
-        for line in lines:
-            self._obey(slot, json.loads(line))
-        return True
-
-    def _obey(self, slot: int, message: dict[str, Any]) -> None:
+    def _said(self, slot: int, message: dict[str, Any]) -> None:
         crew = self._crew
         if "stepped" in message:
             in_vain = crew.in_vain
@@ -176,11 +134,7 @@ class ElasticLaunch(Launch):
         """A process has ended: as it should, by a failure of its own, or lost."""
         shown, was_rank = self._shown_as(rank), rank in self._crew.ranks
         done = self._crew.gone(rank) or status in (0, *IN_ORDER)
-        member = self._members.pop(rank, None)
-        if member is not None and member.connection is not None:
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(member.connection)
-            member.connection.close()
+        self._drop(rank)
         if rank in self._released:
             self._released.discard(rank)
             self._fill()
@@ -219,7 +173,7 @@ class ElasticLaunch(Launch):
     @property
     def _num_living(self) -> int:
         """Processes that are there to stay."""
-        return len(self._members) - len(self._released)
+        return len(self._members.keys() - self._released - self._crew.unwelcome)
 
     def _fill(self) -> None:
         """As many processes as are wanted, in the first slots that are free."""
@@ -248,13 +202,6 @@ class ElasticLaunch(Launch):
         for slot in self._crew.interrupt(why):
             self._tell(slot, {"abort": epoch})
 
-    def _fork(self, slot: int) -> None:
-        """A new process for a slot; its streams are as those of the one before."""
-        fds = self._streams(slot)
-        self._tell_zygote({"fork": slot}, fds)
-        for fd in fds:
-            os.close(fd)
-
     def _begin_if_all_are_ready(self) -> None:
         crew = self._crew
         if not crew.can_begin or self._verdict.ended_by_us:
@@ -275,17 +222,12 @@ class ElasticLaunch(Launch):
         del slots
         return {}
 
-    def _tell(self, slot: int, order: dict[str, Any]) -> None:
-        """A process that is gone will be reaped."""
-        member = self._members.get(slot)
-        with suppress(OSError):
-            if member is not None and member.connection is not None:
-                member.connection.sendall(json.dumps(order).encode() + b"\n")
-
     def _judge(self, now: float) -> None:
         if self._elastic.directory is not None and (wanted := take_wanted(self._elastic.directory)) is not None:
             if wanted.num_ranks:
                 self._resize(wanted.num_ranks)
+            if wanted.without:
+                self._give_back(wanted.without)
             for slot in [slot for slot, rank in self._crew.ranks.items() if rank == 0 and wanted.wish]:
                 self._tell(slot, {"wish": wanted.wish})
         for slot, member in list(self._members.items()):
@@ -294,6 +236,10 @@ class ElasticLaunch(Launch):
             if stopped or silent > max(SILENT_FOR, 3 * member.longest):
                 self._end_silent(slot, f"{'is stopped' if stopped else 'gives no sign'} for {silent:.1f} s")
         super()._judge(now)
+
+    def _give_back(self, machines: Sequence[str]) -> None:
+        """Somebody outside wants to have machines back."""
+        self._output.say(f"vpipe: {', '.join(machines)} cannot be given back: all ranks are on this machine")
 
     def _seems_stopped(self, member: Member) -> bool:
         return bool(member.pid) and is_stopped(member.pid)

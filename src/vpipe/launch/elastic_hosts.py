@@ -1,4 +1,4 @@
-"""An elastic run on several machines: one ssh per machine, and a machine may be lost like a rank.
+"""An elastic run on several machines: one ssh (or srun) per machine, and a machine may be lost like a rank.
 
     launcher ═ssh═ node a ── slots 0, 2        a rank is lost:     its node forks another one in its place
              ═ssh═ node b ── slots 1, 3        a machine is lost:  a spare slot elsewhere, or fewer ranks go on
@@ -17,19 +17,20 @@ import selectors
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
 from vpipe.errors import UserError
-from vpipe.launch import hosts, ssh
-from vpipe.launch.elastic import Elastic, ElasticLaunch, Member
+from vpipe.launch import hosts, slurm_nodes, ssh
+from vpipe.launch.elastic import Elastic, ElasticLaunch
 from vpipe.launch.elastic_node import LEASE
 from vpipe.launch.environment import SECRET, carried, interface_variables
-from vpipe.launch.first_cause import Report
+from vpipe.launch.lines import JsonLines
 from vpipe.launch.loop import Grace
+from vpipe.launch.members import Member
 from vpipe.launch.output import Output
 from vpipe.launch.process import signal_name
 from vpipe.launch.remote import Hello
@@ -42,6 +43,11 @@ SURELY = 0.5
 """Seconds beyond the lease, until the others go on."""
 END_WITHIN = 5.0
 NODE = "vpipe.launch.elastic_node"
+STARTERS: dict[str, Callable[[hosts.Node, SshLaunch, str], list[str]]] = {
+    "ssh": ssh.command,
+    "srun": slurm_nodes.command,
+}
+"""How a node is started → the command of one."""
 
 
 @dataclass
@@ -58,7 +64,9 @@ class HostLink:
     leased: float = 0.0
     """When it was last given its lease."""
     lives: bool = True
-    unread: bytes = b""
+    leaving: bool = False
+    """It is given back, as soon as none of its ranks is needed any more."""
+    unread: JsonLines = field(default_factory=JsonLines)
     said: str = ""
     """Its last words that are no message: ssh's own."""
 
@@ -77,9 +85,8 @@ class HostLink:
             return []
         if not data:
             return None
-        *lines, self.unread = (self.unread + data).split(b"\n")
         found = []
-        for line in lines:
+        for line in self.unread.split(data):
             try:
                 message = json.loads(line)
             except ValueError:
@@ -110,13 +117,13 @@ class FarLaunch(ElasticLaunch):
         launch = self._launch
         launch.run_directory.mkdir(parents=True, exist_ok=True)
         for node in hosts.nodes(launch.machines):
-            words = ssh.command(node, launch, NODE)
+            words = STARTERS[launch.through](node, launch, NODE)
             try:
                 process = subprocess.Popen(
                     words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
                 )
             except FileNotFoundError:
-                raise UserError("ssh is not on this machine; install openssh-client to use launch.machines") from None
+                raise UserError(f"{launch.through} is not on this machine, and launch.machines needs it") from None
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
             self._links.append(HostLink(node, process))
@@ -140,9 +147,11 @@ class FarLaunch(ElasticLaunch):
             messages = link.lines() if ready else None
             if messages is None:
                 said = link.said or f"no answer within {ssh.HELLO_SECONDS:.0f} s"
+                through, host = self._launch.through, link.node.host
+                call = "ssh" if through == "ssh" else "srun -w"
                 raise UserError(
-                    f"{link.node.host} could not be started by ssh: {said}; 'ssh {link.node.host} true' must work "
-                    "without a password, and vpipe must be installed there at the same path"
+                    f"{host} could not be started by {through}: {said}; '{call} {host} true' must work without a "
+                    "password, and vpipe must be installed there at the same path"
                 )
             for message in messages[:1]:
                 link.hello = Hello(str(message["address"]), int(message["port"]), message["interface"])
@@ -190,15 +199,12 @@ class FarLaunch(ElasticLaunch):
         elif "event" in message:
             self._heard(message["event"])
         elif "said" in message and slot in self._members:
-            member = self._members[slot]
-            member.longest, member.seen = max(member.longest, monotonic() - member.seen), monotonic()
-            self._obey(slot, message["said"])
+            self._members[slot].give_sign()
+            self._said(slot, message["said"])
         elif "text" in message:
-            self._output.feed(slot, int(message["stream"]), message["text"].encode(), self._shown_as(slot))
+            self._printed(slot, int(message["stream"]), message["text"].encode())
         elif "report" in message:
-            report = Report.parse(message["report"])
-            self._verdict.report(report)
-            self._output.log(slot, report.traceback.encode(errors="replace"))
+            self._reported(slot, message["report"])
         elif "stopped" in message:
             self._end_silent(slot, f"is stopped for {message['stopped']:.1f} s")
         elif "broken" in message:
@@ -207,10 +213,10 @@ class FarLaunch(ElasticLaunch):
     def _read_report(self, rank: int) -> bool:
         return False  # a node has passed all of them on before it tells of an end
 
-    def _obey(self, slot: int, message: dict[str, Any]) -> None:
+    def _said(self, slot: int, message: dict[str, Any]) -> None:
         if "port" in message:
             self._ports[slot] = int(message["port"])
-        super()._obey(slot, message)
+        super()._said(slot, message)
 
     # --- what they are told -------------------------------------------------------------------------------------------
 
@@ -234,14 +240,17 @@ class FarLaunch(ElasticLaunch):
                 link.send(order)
 
     def _free_slots(self) -> list[int]:
-        return [slot for slot in super()._free_slots() if self._link(slot).lives]
+        return [slot for slot in super()._free_slots() if self._link(slot) in self._staying()]
+
+    def _staying(self) -> list[HostLink]:
+        return [link for link in self._links if link.lives and not link.leaving]
 
     def _seats(self, slots: list[int]) -> dict[int, dict[str, Any]]:
         """Where the ranks meet, and to which other machine each sends its copies."""
         first = self._link(slots[0])
         assert first.hello is not None
         meet = [first.hello.address, self._ports[slots[0]]]
-        living = [link for link in self._links if link.lives]
+        living = self._staying()
         found = {}
         for slot in slots:
             link = self._link(slot)
@@ -271,8 +280,11 @@ class FarLaunch(ElasticLaunch):
             code = link.process.poll()
             if not link.lives or self._verdict.all_ended:
                 continue
-            if code is not None:
-                self._lose(link, f"ssh ended by {signal_name(-code)}" if code < 0 else "the connection is lost")
+            if link.leaving and not any(slot in self._members for slot in link.node.ranks):
+                self._let_go(link, code)
+            elif code is not None:
+                how = f"{self._launch.through} ended by {signal_name(-code)}"
+                self._lose(link, how if code < 0 else "the connection is lost")
             elif now - link.seen > max(SILENT, 3 * link.longest):
                 self._lose(link, f"no sign for {now - link.seen:.1f} s")
         super()._judge(now)
@@ -288,6 +300,40 @@ class FarLaunch(ElasticLaunch):
         for slot in link.node.ranks:
             if slot in self._members:
                 self._ended(slot, -9)
+
+    # --- who is given back --------------------------------------------------------------------------------------------
+
+    def _give_back(self, machines: Sequence[str]) -> None:
+        """The ranks of these machines go to spare places, or the others go on without them."""
+        staying = [link for link in self._staying() if link.node.host not in machines]
+        going = [link for link in self._staying() if link not in staying]
+        places = sum(len(link.node.ranks) for link in staying) // self._crew.by * self._crew.by
+        if not going or places < self._crew.least or (self._launch.through == "srun" and self._links[0] in going):
+            self._output.say(
+                f"vpipe: {', '.join(machines)} cannot be given back: the run needs {self._crew.least} places"
+                + (f" and {self._links[0].node.host}, where its launcher is" if self._launch.through == "srun" else "")
+                + f", and would have {places} on {', '.join(link.node.host for link in staying) or 'no machine'}"
+            )
+            return
+        for link in going:
+            link.leaving = True
+            self._crew.unwelcome.update(link.node.ranks)
+        self._crew.wanted = min(self._crew.wanted, places)
+        self._fill()
+        if self._crew.unwelcome & self._members.keys():
+            self._interrupt(f"{', '.join(link.node.host for link in going)} is given back")
+        self._begin_if_all_are_ready()
+
+    def _let_go(self, link: HostLink, code: int | None) -> None:
+        """None of its ranks is left: its node ends, and then it is nobody's."""
+        link.send({"over": True})
+        if code is None:
+            return
+        link.lives = False
+        self._unregister(link)
+        self._output.say(f"vpipe: {link.node.host} is given back")
+        if self._launch.through == "srun":
+            slurm_nodes.shrink([each.node.host for each in self._links if each.lives])
 
     def _begin_if_all_are_ready(self) -> None:
         if monotonic() >= self._fence:

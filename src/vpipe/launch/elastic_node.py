@@ -1,7 +1,7 @@
 """The far end of an elastic run on several machines: starts this machine's ranks, and ends them when nobody leads them.
 
-    python -m vpipe.launch.elastic_node     stdin:  what to run, then orders       one line of JSON each
-                                            stdout: hello, then what happens
+    python -m vpipe.launch.elastic_node [ADDRESS]     stdin:  what to run, then orders       one line of JSON each
+                                                      stdout: hello, then what happens
 
                  ┌─ streams, reports, control sockets ─┐
     launcher ═ssh═ node ── zygote ── ranks             │   what ranks say is passed on, what they are told too
@@ -18,17 +18,16 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from vpipe.launch.elastic import SHELVES, STOPPED_FOR, make_shelves
+from vpipe.launch.lines import JsonLines
 from vpipe.launch.local import environment_of
-from vpipe.launch.loop import Grace, Launch
+from vpipe.launch.loop import Grace
+from vpipe.launch.members import SHELVES, STOPPED_FOR, Member, MemberLaunch, make_shelves
 from vpipe.launch.output import Output
 from vpipe.launch.process import is_stopped
 from vpipe.launch.remote import hello
@@ -42,29 +41,17 @@ LISTEN = "VPIPE_LISTEN_ON"
 """The address by which other machines reach this one; a rank opens the store there when its turn comes."""
 
 
-@dataclass
-class FarMember:
-    """A process of this machine."""
-
-    connection: socket.socket
-    pid: int = 0
-    seen: float = 0.0
-    unread: bytes = b""
-
-
-class NodeLaunch(Launch):
+class NodeLaunch(MemberLaunch):
     """The ranks of this machine."""
-
-    num_streams = 4
 
     def __init__(self, order: dict[str, Any], shelves: list[list[int]], address: str) -> None:
         super().__init__(0, Output(sys.stderr.buffer, sys.stderr.buffer, 0, None, True), Grace(lambda: 0.0))
         self._order, self._shelves, self._address = order, shelves, address
         self._shared = [fd for pair in shelves for fd in pair]
-        self._members: dict[int, FarMember] = {}
+        self._members: dict[int, Member] = {}
         self._lease = monotonic() + LEASE
         self._beat_at = 0.0
-        self._stdin = b""
+        self._orders = JsonLines()
         self._is_over = self._is_abandoned = False
         self._waiting: list[int] | None = []
         """Slots to be forked when the zygote can take descriptors; ``None`` from then on."""
@@ -103,9 +90,8 @@ class NodeLaunch(Launch):
             self._selector.unregister(0)
             self._abandoned()
             return False
-        *lines, self._stdin = (self._stdin + data).split(b"\n")
-        for line in lines:
-            self._obey(json.loads(line))
+        for message in self._orders.feed(data):
+            self._obey(message)
         return True
 
     def _abandoned(self) -> None:
@@ -122,9 +108,7 @@ class NodeLaunch(Launch):
         if "lease" in message:
             self._lease = max(self._lease, float(message["lease"]) + LEASE)
         elif "tell" in message:
-            with suppress(OSError, KeyError):
-                connection = self._members[int(message["tell"])].connection
-                connection.sendall(json.dumps(message["order"]).encode() + b"\n")
+            self._tell(int(message["tell"]), message["order"])
         elif "fork" in message and self._waiting is not None:
             self._waiting.append(int(message["fork"]))
         elif "fork" in message:
@@ -134,67 +118,16 @@ class NodeLaunch(Launch):
         else:
             self._tell_zygote(message)
 
-    def _fork(self, slot: int) -> None:
-        fds = self._streams(slot)
-        self._tell_zygote({"fork": slot}, fds)
-        for fd in fds:
-            os.close(fd)
+    def _said(self, slot: int, message: dict[str, Any]) -> None:
+        self._say({"slot": slot, "said": message})
+        if self._is_abandoned and "finished" in message:
+            self._tell(slot, {"leave": True})  # there is nobody else who could
 
-    def _streams(self, rank: int) -> list[int]:
-        ours, theirs = socket.socketpair()
-        self._members[rank] = member = FarMember(ours, seen=monotonic())
-        self._selector.register(ours, selectors.EVENT_READ, lambda _: self._read_member(rank, member))
-        return [*super()._streams(rank), theirs.detach()]
+    def _printed(self, rank: int, number: int, data: bytes) -> None:
+        self._say({"slot": rank, "stream": number, "text": data.decode(errors="replace")})
 
-    def _read_member(self, slot: int, member: FarMember) -> bool:
-        try:
-            data = member.connection.recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(member.connection)
-            return False
-        member.seen = monotonic()
-        *lines, member.unread = (member.unread + data).split(b"\n")
-        for line in lines:
-            self._say({"slot": slot, "said": json.loads(line)})
-        return True
-
-    def _reader_of(self, rank: int, number: int) -> Any:
-        def read(fd: Any) -> bool:
-            try:
-                data = os.read(fd, 65536)
-            except BlockingIOError:
-                return False
-            except OSError:
-                data = b""
-            if data:
-                self._say({"slot": rank, "stream": number, "text": data.decode(errors="replace")})
-            else:
-                self._selector.unregister(fd)
-                os.close(fd)
-            return bool(data)
-
-        return read
-
-    def _read_report(self, rank: int) -> bool:
-        reader, kept = self._reports[rank]
-        try:
-            data = os.read(reader, 65536)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if not data:
-            if reader in self._selector.get_map():
-                self._selector.unregister(reader)
-            return False
-        *lines, kept = (kept + data).split(b"\n")
-        self._reports[rank] = (reader, kept)
-        for line in lines:
-            self._say({"slot": rank, "report": json.loads(line)})
-        return True
+    def _reported(self, rank: int, message: dict[str, Any]) -> None:
+        self._say({"slot": rank, "report": message})
 
     def _heard(self, event: dict[str, Any]) -> None:
         if "started" in event:
@@ -208,10 +141,7 @@ class NodeLaunch(Launch):
             slot = int(event["ended"])
             while self._read_report(slot):
                 pass
-            member = self._members.pop(slot)
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(member.connection)
-            member.connection.close()
+            self._drop(slot)
             if not self._members and self._is_abandoned:
                 self._is_over = True  # abandoned, and all have saved and left
         elif "failed" in event or "refused" in event:
@@ -234,7 +164,7 @@ class NodeLaunch(Launch):
 
 def main() -> int:
     """Say hello, with the port at which copies are kept; read what to run, and run it."""
-    sys.stdout.write(hello(os.environ).line())
+    sys.stdout.write(hello(os.environ, *sys.argv[1:2]).line())
     sys.stdout.flush()
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         line = stdin.readline()  # byte by byte: the orders after it are not read ahead

@@ -38,6 +38,11 @@ def submit(
         understood = ", ".join(f"--{each.replace('_', '-')}" for each in sorted(KNOWN[to]))
         raise UserError(f"--{name.replace('_', '-')} says nothing to {to.capitalize()}, which understands {understood}")
     loaded = load(path, overrides, scheduler)
+    if loaded.config.launch.elastic is not None:
+        raise UserError(
+            f"launch.elastic is {loaded.config.launch.elastic}, but ranks that {to.capitalize()} starts cannot come "
+            "and go; remove it, or submit to SLURM"
+        )
     for warning in loaded.warnings:
         show(f"vpipe: warning: {warning}")
     if to == "kubernetes":

@@ -107,11 +107,17 @@ def master_address(environ: Mapping[str, str], ask: Ask) -> str:
         return "127.0.0.1"
     listed = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
     names = ask(["scontrol", "show", "hostnames", listed]).split()
-    first = valid.host(names[0], "the first host of SLURM_JOB_NODELIST") if names else ""
-    found = re.search(r"\bNodeAddr=(\S+)", ask(["scontrol", "--oneliner", "show", "node", first])) if first else None
+    if not names:
+        raise UserError(f"SLURM does not tell the nodes of {valid.shown(listed)}; set MASTER_ADDR")
+    return node_address(valid.host(names[0], "the first host of SLURM_JOB_NODELIST"), ask)
+
+
+def node_address(node: str, ask: Ask) -> str:
+    """The ``NodeAddr`` of a node: its name may not resolve."""
+    found = re.search(r"\bNodeAddr=(\S+)", ask(["scontrol", "--oneliner", "show", "node", node]))
     if found is None:
-        raise UserError(f"SLURM does not tell the address of the first node of {valid.shown(listed)}; set MASTER_ADDR")
-    return valid.address(found[1], f"NodeAddr of {first}")
+        raise UserError(f"SLURM does not tell the address of node {node}; set MASTER_ADDR")
+    return valid.address(found[1], f"NodeAddr of {node}")
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vpipe.launch.process import signal_name
-from vpipe.rundir.endings import CODES, MISTAKE, RESUME_ME, Ending, EndingKind
+from vpipe.rundir.endings import CODES, MISTAKE, RESUME_ME, UNSAVED, Ending, EndingKind
 
-IN_ORDER = (RESUME_ME, 128 + signal.SIGINT, 128 + signal.SIGHUP)
-"""Exit codes of a rank that was told to save and leave, and did."""
+IN_ORDER = (UNSAVED, RESUME_ME, 128 + signal.SIGINT, 128 + signal.SIGHUP)
+"""Exit codes of a rank that came to its end in order: it has said what there is to say."""
 
 
 MOST_DETAILS = 8_000

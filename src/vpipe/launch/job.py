@@ -41,8 +41,17 @@ def plan_job(
             )
     given = {name: value for name, value in options.items() if value is not None}
     slurm = loaded.config.launch.slurm.model_dump() | given
-    num_nodes, tasks_per_node = shape(loaded.config, slurm["nodes"], slurm["ntasks_per_node"])
     launch = loaded.config.launch
+    least_nodes, num_nodes = node_range(slurm["nodes"])
+    if launch.elastic is None:
+        if least_nodes != num_nodes:
+            raise UserError(
+                f"--nodes {slurm['nodes']} lets SLURM choose, but this run has {loaded.config.num_ranks} ranks; give "
+                "one number, or launch.elastic: MIN:MAX"
+            )
+        num_nodes, tasks_per_node = shape(loaded.config, num_nodes, slurm["ntasks_per_node"])
+    else:
+        tasks_per_node = elastic_shape(launch.elastic, least_nodes, num_nodes, slurm["ntasks_per_node"])
     container = Container.from_config(launch.container, gpus="gpu" in (slurm["gres"] or ""))
     words = [word for override in overrides for word in ("--set", override)]
     job = SlurmJob(
@@ -50,7 +59,7 @@ def plan_job(
         num_nodes=num_nodes,
         tasks_per_node=tasks_per_node,
         name=given.get("name", job_name(path)),
-        python=given.get("python", sys.executable if container.kind == "none" else PYTHON),
+        python=given.get("python", sys.executable if container.kind == "none" or launch.elastic else PYTHON),
         arguments=(*words, *(["--scheduler", scheduler] if scheduler else [])),
         run_directory=loaded.config.observe.directory,
         checkpoint_directory=loaded.config.checkpoint.directory,
@@ -66,6 +75,8 @@ def plan_job(
         interface=launch.interface,
         port=launch.master_port,
         points=points,
+        elastic=launch.elastic is not None,
+        least_nodes=least_nodes if least_nodes != num_nodes else None,
         array=given.get("array"),
     )
     if points and job.array is not None:
@@ -102,6 +113,28 @@ def shape(config: PipelineConfig, num_nodes: int, tasks_per_node: int | None) ->
             f"config has {ranks} (parallel.model_parallel_size x data_parallel_size); change one of them"
         )
     return num_nodes, tasks_per_node
+
+
+def node_range(nodes: int | str) -> tuple[int, int]:
+    """``3`` or ``2-4``: the fewest and the most nodes."""
+    least, dash, most = str(nodes).partition("-")
+    found = (int(least), int(most) if dash else int(least)) if re.fullmatch(r"[0-9]+(-[0-9]+)?", str(nodes)) else (0, 0)
+    if not 1 <= found[0] <= found[1]:
+        raise UserError(f"--nodes {nodes} is neither a number of nodes nor MIN-MAX, such as 2 or 2-4")
+    return found
+
+
+def elastic_shape(elastic: str, least_nodes: int, num_nodes: int, tasks_per_node: int | None) -> int:
+    """Places for ranks on each node, so that the most have one on all nodes, and the fewest on the fewest nodes."""
+    least, most = map(int, elastic.split(":"))
+    places = tasks_per_node or -(-most // num_nodes)
+    for count, ranks, name in ((num_nodes, most, "MAX"), (least_nodes, least, "MIN")):
+        if count * places < ranks:
+            raise UserError(
+                f"{count} nodes x {places} places are {count * places}, but launch.elastic is {elastic}; give more "
+                f"nodes (--nodes), more places (--ntasks-per-node), or lower {name}"
+            )
+    return places
 
 
 def job_name(path: str) -> str:

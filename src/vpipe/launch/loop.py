@@ -26,6 +26,7 @@ from vpipe.errors import UserError, on_one_line, printable
 from vpipe.launch import early
 from vpipe.launch.environment import SECRET
 from vpipe.launch.first_cause import IN_ORDER, Report, Verdict
+from vpipe.launch.lines import JsonLines
 from vpipe.launch.output import Output
 from vpipe.launch.process import MOST_DESCRIPTORS, is_stopped, kill_group
 from vpipe.rundir.endings import BY_SIGNAL, MISTAKE, Ending, EndingKind
@@ -58,8 +59,8 @@ class Launch:
         self._grace = grace
         self._verdict = Verdict(num_ranks)
         self._selector = selectors.DefaultSelector()
-        self._unread = b""
-        self._reports: dict[int, tuple[int, bytes]] = {}
+        self._events = JsonLines()
+        self._reports: dict[int, tuple[int, JsonLines]] = {}
         self._stop_signal = 0
         self._waited = 0.0
         self._out_of_patience = False
@@ -128,7 +129,7 @@ class Launch:
             self._selector.register(reader, selectors.EVENT_READ, self._reader_of(rank, number))
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
-        self._reports[rank] = (reader, b"")
+        self._reports[rank] = (reader, JsonLines())
         self._selector.register(reader, selectors.EVENT_READ, lambda _, rank=rank: self._read_report(rank))
         return [*given, writer]
 
@@ -136,7 +137,7 @@ class Launch:
         def read(fd: Any) -> bool:
             data = _read(fd)
             if data:
-                self._output.feed(rank, number, data, self._shown_as(rank))
+                self._printed(rank, number, data)
             elif data is not None:
                 self._selector.unregister(fd)
                 os.close(fd)
@@ -144,24 +145,30 @@ class Launch:
 
         return read
 
+    def _printed(self, rank: int, number: int, data: bytes) -> None:
+        """A rank has written to one of its streams."""
+        self._output.feed(rank, number, data, self._shown_as(rank))
+
     def _shown_as(self, rank: int) -> int:
         """The number under which lines of a rank appear."""
         return rank
 
     def _read_report(self, rank: int) -> bool:
-        reader, kept = self._reports[rank]
+        reader, lines = self._reports[rank]
         data = _read(reader)
         if not data:
             if data is not None and reader in self._selector.get_map():
                 self._selector.unregister(reader)
             return False
-        *lines, kept = (kept + data).split(b"\n")
-        self._reports[rank] = (reader, kept)
-        for line in lines:
-            report = Report.parse(json.loads(line))
-            self._verdict.report(report)
-            self._output.log(rank, report.traceback.encode(errors="replace"))
+        for message in lines.feed(data):
+            self._reported(rank, message)
         return True
+
+    def _reported(self, rank: int, message: dict[str, Any]) -> None:
+        """A rank says why it ends."""
+        report = Report.parse(message)
+        self._verdict.report(report)
+        self._output.log(rank, report.traceback.encode(errors="replace"))
 
     def _read_control(self, _: Any) -> bool:
         try:
@@ -172,9 +179,8 @@ class Launch:
             self._selector.unregister(self._control)
             self._broken = self._broken or "the process that started the ranks has ended"
             return False
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        for line in lines:
-            self._heard(json.loads(line))
+        for event in self._events.feed(data):
+            self._heard(event)
         return True
 
     def _heard(self, event: dict[str, Any]) -> None:

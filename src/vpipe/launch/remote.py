@@ -83,10 +83,11 @@ class Hello:
         return cls(str(values["address"]), int(values["port"]), values["interface"])
 
 
-def hello(environ: Mapping[str, str]) -> Hello:
-    """sshd tells which of this machine's addresses the other side has called: one that works, whatever names say."""
+def hello(environ: Mapping[str, str], address: str = "") -> Hello:
+    """sshd tells which of this machine's addresses the other side has called: one that works, whatever names say. SLURM
+    knows the address itself."""
     words = environ.get("SSH_CONNECTION", "").split()
-    address = words[2] if len(words) == 4 else "127.0.0.1"
+    address = address or (words[2] if len(words) == 4 else "127.0.0.1")
     return Hello(address, free_port(address), interface_of(address))
 
 

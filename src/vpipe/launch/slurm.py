@@ -7,6 +7,9 @@ job back into the queue when the ranks have saved their checkpoint. A queued-aga
 
     sbatch ──▶ script on node 0 ──▶ srun ──▶ rank 0 (node 0) … rank k (node 0), rank k+1 (node 1) …
       USR1 ─────▶ forwarded ────────────────▶ checkpoint, exit ─────▶ scontrol requeue
+
+The job of an elastic run has a launcher of its own instead, on the first node, and a step for each node
+(``slurm_nodes``); SLURM leaves it the other nodes when one is lost (``--no-kill``), and may start it again with fewer.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class SlurmJob:
 
     config: str
     num_nodes: int
+    """Of an elastic run: the most."""
     tasks_per_node: int
     name: str = "vpipe"
     python: str = "python"
@@ -60,6 +64,10 @@ class SlurmJob:
     port: int = 0
     points: tuple[Point, ...] = ()
     """The runs of a sweep; empty for a single run."""
+    elastic: bool = False
+    """Ranks, and with them nodes, come and go."""
+    least_nodes: int | None = None
+    """The fewest nodes that an elastic run starts with; by default ``num_nodes``."""
     array: str | None = None
     """Which of them, or seeds where there is no sweep."""
 
@@ -111,13 +119,15 @@ def script(job: SlurmJob) -> str:
 
 
 def _options(job: SlurmJob) -> list[str]:
-    """What sbatch reads. Each value is one checked word, so a line is one option."""
+    """What sbatch reads. Each value is one checked word, so a line is one option. Of a range of nodes SLURM takes as few
+    as its tasks fit on; asked for cores instead, it takes as many as it has."""
     log = "%A_%a" if job.indices else "%j"
     wanted: dict[str, str | int | None] = {
         "job-name": job.name,
-        "nodes": job.num_nodes,
-        "ntasks-per-node": job.tasks_per_node,
-        "cpus-per-task": job.cpus_per_task,
+        "nodes": f"{job.least_nodes}-{job.num_nodes}" if job.least_nodes else job.num_nodes,
+        "ntasks-per-node": None if job.elastic else job.tasks_per_node,
+        "mincpus": job.tasks_per_node * (job.cpus_per_task or 1) if job.elastic else None,
+        "cpus-per-task": None if job.elastic else job.cpus_per_task,
         "mem": job.memory,
         "gres": job.gres,
         "time": job.time,
@@ -129,6 +139,7 @@ def _options(job: SlurmJob) -> list[str]:
         "open-mode": "append",
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in wanted.items() if value is not None]
+    lines += ["#SBATCH --no-kill"] if job.elastic else []
     return (
         [*lines, "#SBATCH --requeue", f"#SBATCH --signal=B:USR1@{GRACE}"]
         if job.requeue
@@ -141,9 +152,7 @@ def _options(job: SlurmJob) -> list[str]:
 
 def _body(job: SlurmJob) -> list[str]:
     return [
-        *_address(job),
-        *_variables(job),
-        "",
+        *([] if job.elastic else [*_address(job), *_variables(job), ""]),
         *_which_run(job),
         *_resume(job),
         "",
@@ -238,7 +247,10 @@ def _launch(job: SlurmJob) -> list[str]:
     python = "python3" if job.container.kind != "none" and job.python == "python" else job.python
     variables = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *_SLURM, *_SECRETS)
     inside = [python, "-m", "vpipe", "train", job.config, *job.arguments]
-    if job.container.kind == "none":
+    if job.elastic:
+        places = f"launch.slurm.ntasks_per_node={job.tasks_per_node}"
+        command = shlex.join([*inside, "--set", "launch.through=srun", "--set", places])
+    elif job.container.kind == "none":
         command = shlex.join(inside)
     else:
         command = shlex.join(wrap(job.container, inside, _HERE, variables)).replace(_HERE, '"$PWD"')
@@ -247,12 +259,14 @@ def _launch(job: SlurmJob) -> list[str]:
         f"srun --kill-on-bad-exit=1 --nodes={job.num_nodes} --ntasks={job.num_ranks} "
         f"--ntasks-per-node={job.tasks_per_node}{cpus} --distribution=block \\"
     )
+    last = f'  {command} --output-dir "$run" "${{overrides[@]}}" "${{resume[@]}}"'
+    before = [] if job.elastic else [srun]
     return (
         [
             "announced=0 step=",
             """trap 'announced=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1""",
-            srun,
-            f'  {command} --output-dir "$run" "${{overrides[@]}}" "${{resume[@]}}" &',
+            *before,
+            f"{last} &",
             'step=$!; [ "$announced" -eq 0 ] || kill -USR1 "$step" 2>/dev/null  # announced before there was a step',
             "while true; do",
             '  wait "$step"; code=$?',
@@ -265,7 +279,7 @@ def _launch(job: SlurmJob) -> list[str]:
             'exit "$code"',
         ]
         if job.requeue
-        else [srun, f'  {command} --output-dir "$run" "${{overrides[@]}}" "${{resume[@]}}"']
+        else [*before, last]
     )
 
 

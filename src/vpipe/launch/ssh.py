@@ -59,6 +59,8 @@ class SshLaunch:
     threads: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     """More variables for every rank; they go through the connection."""
+    through: str = "ssh"
+    """How an elastic run starts its nodes: ``ssh`` or ``srun``."""
     grace: float | None = None
     """Seconds from a request to stop to the end of patience; by default what an update and a save take, as measured."""
 
@@ -96,6 +98,7 @@ def from_config(
         port=section.master_port,
         threads=section.threads,
         environment=dict(environment or {}),
+        through=section.through,
         grace=section.grace,
     )
 

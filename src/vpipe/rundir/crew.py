@@ -1,7 +1,7 @@
 """Who is in an elastic run, for whoever looks from outside; and what is wanted of it from there.
 
 crew.json is written by the launcher with every change. wanted.json is written by ``vpipe scale`` (another number of
-ranks) and ``vpipe chaos`` (another layout); the launcher takes it within a second.
+ranks, machines to give back) and ``vpipe chaos`` (another layout); the launcher takes it within a second.
 """
 
 from __future__ import annotations
@@ -53,14 +53,21 @@ def _numbered(found: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OutsideWish:
-    """What somebody outside wants: another number of ranks, or layers elsewhere (JSON, see ``Trainer``)."""
+    """What somebody outside wants: another number of ranks, machines back, or layers elsewhere (JSON, see
+    ``Trainer``)."""
 
     num_ranks: int = 0
     wish: str = ""
+    without: tuple[str, ...] = ()
 
 
 def want(directory: Path, num_ranks: int) -> None:
     writing.replace(directory / WANTED, {"ranks": num_ranks})
+
+
+def want_back(directory: Path, machines: Sequence[str]) -> None:
+    """Ask for machines: their ranks go elsewhere, or the others go on without them."""
+    writing.replace(directory / WANTED, {"without": list(machines)})
 
 
 def want_layout(directory: Path, partition: Sequence[int], ranks: Sequence[int]) -> None:
@@ -76,5 +83,9 @@ def take_wanted(directory: Path) -> OutsideWish | None:
         return None
     found = writing.read(path) or {}
     path.unlink(missing_ok=True)
-    ranks, wish = found.get("ranks", 0), found.get("wish", "")
-    return OutsideWish(ranks if isinstance(ranks, int) and ranks > 0 else 0, wish if isinstance(wish, str) else "")
+    ranks, wish, without = found.get("ranks", 0), found.get("wish", ""), found.get("without", [])
+    return OutsideWish(
+        ranks if isinstance(ranks, int) and ranks > 0 else 0,
+        wish if isinstance(wish, str) else "",
+        tuple(name for name in without if isinstance(name, str)) if isinstance(without, list) else (),
+    )

@@ -6,6 +6,7 @@
 | stopped | TERM, or USR1 (a cluster's warning) | a checkpoint after the current update | 75: resume me |
 | interrupted | Ctrl-C, or HUP (the terminal went) | the same; a second Ctrl-C ends at once | 130, 129 |
 | failed | an exception, or a mistake in the input | nothing more | 1, 2 |
+| failed | it came to its end, but its last checkpoint could not be written | what was before | 74 |
 | killed | a process was killed, by the system or after the grace | nothing more | 137 (128 + signal) |
 | lost | a rank fell silent, or never came | nothing more | 69 |
 
@@ -29,6 +30,8 @@ RESUME_ME = 75
 """sysexits' EX_TEMPFAIL: try again, and it will go on."""
 UNAVAILABLE = 69
 MISTAKE = 2
+UNSAVED = 74
+"""sysexits' EX_IOERR."""
 
 
 class EndingKind(StrEnum):

@@ -12,7 +12,7 @@ from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.rundir import endings
-from vpipe.rundir.endings import BY_SIGNAL, MISTAKE, Ending, EndingKind
+from vpipe.rundir.endings import BY_SIGNAL, MISTAKE, UNSAVED, Ending, EndingKind
 from vpipe.rundir.state import Beat
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.ranks.failure import Cause, PeerLost
@@ -71,6 +71,12 @@ def asked(number: signal.Signals, iteration: int) -> Ending:
 
 def finished(iteration: int) -> Ending:
     return Ending.of(EndingKind.FINISHED, f"finished after iteration {iteration}", iteration=iteration)
+
+
+def unsaved(ended: Ending, problem: str) -> Ending:
+    """The run came to its end, but not to the checkpoint that belongs to it: nobody may take it for one that did."""
+    said = f"{ended.sentence}, but its checkpoint could not be written: {problem}"
+    return Ending.of(EndingKind.FAILED, said, UNSAVED, iteration=ended.iteration)
 
 
 def of_error(error: BaseException) -> Ending:

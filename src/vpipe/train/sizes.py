@@ -78,6 +78,30 @@ def started(config: PipelineConfig, num_ranks: int) -> PipelineConfig:
     return PipelineConfig.from_dict(values)
 
 
+def placed(config: PipelineConfig, nodes: Sequence[str]) -> PipelineConfig:
+    """The config for the nodes of a job, which may be fewer than it was written for: as many ranks as have a place, in
+    blocks of neighbours, and the places that are left as spares where there are the fewest."""
+    least, most = bounds(config)
+    per_node = config.launch.slurm.ntasks_per_node or -(-most // len(nodes))
+    replicas = config.parallel.data_parallel_size
+    fitting = min(most, len(nodes) * per_node) // replicas * replicas
+    ranks = min(config.num_ranks, fitting)
+    if ranks < least:
+        raise UserError(
+            f"the job has {len(nodes)} nodes with {per_node} places each, but launch.elastic is {config.launch.elastic}"
+            f": {ranks} ranks are too few; ask for more nodes, or lower MIN"
+        )
+    counts = [ranks // len(nodes) + (index < ranks % len(nodes)) for index in range(len(nodes))]
+    machines = [f"{node}:{place}" for node, count in zip(nodes, counts, strict=True) for place in range(count)]
+    for _ in range(fitting - ranks):
+        index = counts.index(min(counts))
+        machines.append(f"{nodes[index]}:{counts[index]}")
+        counts[index] += 1
+    values = resized(config, ranks).to_dict()
+    values["launch"] |= {"elastic": f"{least}:{fitting}", "machines": machines}
+    return PipelineConfig.from_dict(values)
+
+
 def refuse_sizes(config: dict[str, Any]) -> None:
     """Before any rank starts: the run must be able to have its fewest and its most ranks, too."""
     from vpipe.runtime.device import device_type  # torch, which a launcher need not load
@@ -90,8 +114,13 @@ def refuse_sizes(config: dict[str, Any]) -> None:
             f"--elastic leads ranks that compute on the CPU, not on {offered}, which parallel.device "
             f"{checked.parallel.device} takes here; set parallel.device: cpu, or remove launch.elastic (--elastic)"
         )
-    for num_ranks in dict.fromkeys((checked.num_ranks, *bounds(checked))):
-        preflight.refuse(resized(checked, num_ranks).to_dict())
+    for size in all_of(checked):
+        preflight.refuse(size.to_dict())
+
+
+def all_of(config: PipelineConfig) -> list[PipelineConfig]:
+    """The config with the ranks it begins with, the fewest and the most."""
+    return [resized(config, num_ranks) for num_ranks in dict.fromkeys((config.num_ranks, *bounds(config)))]
 
 
 def _refuse(config: PipelineConfig) -> None:

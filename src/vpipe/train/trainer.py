@@ -143,8 +143,9 @@ class Trainer:
                     if training.exit_after_profile and self._profiles(self.iteration - 1):
                         break
             self.checkpoints.settle()
+            unsaved = self.session.pipeline.gather_first(self.checkpoints.unsaved)
             summary = self._summary(facts["model"])
-            self.ended = self.log.finish(summary, self._asked, self.iteration)
+            self.ended = self.log.finish(summary, self._asked, self.iteration, unsaved)
             return summary
         finally:
             self.close()

@@ -48,6 +48,8 @@ class CheckpointManager:
         place = CheckpointPlace(self.directory, *processes, section.keep, session.epoch)
         self._saver = Saver(place, blocking=section.blocking)
         self._pending = False
+        self.unsaved = ""
+        """Why the latest checkpoint could not be written, where it could not."""
         self._whole: frozenset[int] = frozenset()
 
     def enter(self) -> None:
@@ -87,6 +89,7 @@ class CheckpointManager:
         save = self._saver.done()
         if save is None:
             return
+        self.unsaved = save.problem
         if save.path is not None:
             iteration, path, seconds = save.standing.iteration, save.path, save.seconds
             self._beat(lambda beat: _note(beat, iteration, path, seconds))

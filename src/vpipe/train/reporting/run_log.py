@@ -198,9 +198,11 @@ class RunLog:
             ahead = f"  host ahead {runs_ahead:.1f} ms" if runs_ahead else ""
             self.say(f"iteration {iteration}  rank {rank}  {'  '.join(parts)}  waiting {waited:.1f} ms{ahead}")
 
-    def finish(self, summary: dict[str, Any], asked: Signals | None, iteration: int) -> Ending:
-        """The run came to an end of its own: to its last iteration, or because somebody ``asked`` for it."""
+    def finish(self, summary: dict[str, Any], asked: Signals | None, iteration: int, unsaved: str = "") -> Ending:
+        """The run came to an end of its own: to its last iteration, or because somebody ``asked`` for it; ``unsaved``
+        says why the checkpoint of its end could not be written."""
         ending = endings.finished(iteration) if asked is None else endings.asked(asked, iteration)
+        ending = endings.unsaved(ending, unsaved) if unsaved else ending
         if self._heart is not None and self._journal is not None:
             ending = ending.at(None, self._heart.beat.saved, self._heart.beat.checkpoint)
             self._journal.summary(summary, ending)
