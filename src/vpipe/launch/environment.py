@@ -108,7 +108,7 @@ def master_address(environ: Mapping[str, str], ask: Ask) -> str:
     listed = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
     names = ask(["scontrol", "show", "hostnames", listed]).split()
     if not names:
-        raise UserError(f"SLURM does not tell the nodes of {valid.shown(listed)}; set MASTER_ADDR")
+        raise UserError(f"SLURM does not tell the address of the first node of {valid.shown(listed)}; set MASTER_ADDR")
     return node_address(valid.host(names[0], "the first host of SLURM_JOB_NODELIST"), ask)
 
 

@@ -119,8 +119,8 @@ def script(job: SlurmJob) -> str:
 
 
 def _options(job: SlurmJob) -> list[str]:
-    """What sbatch reads. Each value is one checked word, so a line is one option. Of a range of nodes SLURM takes as few
-    as its tasks fit on; asked for cores instead, it takes as many as it has."""
+    """What sbatch reads. Each value is one checked word, so a line is one option. Of a range of nodes SLURM takes as
+    few as its tasks fit on; asked for cores instead, it takes as many as it has."""
     log = "%A_%a" if job.indices else "%j"
     wanted: dict[str, str | int | None] = {
         "job-name": job.name,
@@ -259,7 +259,7 @@ def _launch(job: SlurmJob) -> list[str]:
         f"srun --kill-on-bad-exit=1 --nodes={job.num_nodes} --ntasks={job.num_ranks} "
         f"--ntasks-per-node={job.tasks_per_node}{cpus} --distribution=block \\"
     )
-    last = f'  {command} --output-dir "$run" "${{overrides[@]}}" "${{resume[@]}}"'
+    last = f'{"" if job.elastic else "  "}{command} --output-dir "$run" "${{overrides[@]}}" "${{resume[@]}}"'
     before = [] if job.elastic else [srun]
     return (
         [
