@@ -58,7 +58,7 @@ class Job:
         command = [sys.executable, "-m", "vpipe", "submit", str(self.config), "--elastic", elastic]
         environment = dict(cluster.environment) | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [*command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+            [*command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG, check=False
         )
         assert done.returncode == 0, done.stderr
         self.number = int(done.stdout.split("job ")[1].split()[0])
