@@ -333,7 +333,7 @@ class FarLaunch(ElasticLaunch):
         self._unregister(link)
         self._output.say(f"vpipe: {link.node.host} is given back")
         if self._launch.through == "srun":
-            slurm_nodes.shrink([each.node.host for each in self._links if each.lives])
+            slurm_nodes.shrink([each.node.host for each in self._staying()], self._launch.run_directory)
 
     def _begin_if_all_are_ready(self) -> None:
         if monotonic() >= self._fence:

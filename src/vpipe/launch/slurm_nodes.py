@@ -13,6 +13,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.errors import UserError
@@ -45,8 +46,11 @@ def command(node: Node, launch: SshLaunch, module: str, ask: Ask = environment.r
     return ["srun", f"--nodelist={valid.host(node.host)}", *options, f"--chdir={launch.directory}", "--", *words]
 
 
-def shrink(kept: Sequence[str]) -> None:
-    """Tell SLURM that the job keeps only these nodes. What it has to say about that stands in the job's output."""
+def shrink(kept: Sequence[str], folder: Path) -> None:
+    """Tell SLURM that the job keeps only these nodes. What it objects stands in the job's output; it leaves a file of
+    variables for shells in ``folder``."""
     words = ["scontrol", "update", f"JobId={os.environ['SLURM_JOB_ID']}", f"NodeList={','.join(kept)}"]
     with suppress(OSError):
-        subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+        subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd=folder, start_new_session=True
+        )
