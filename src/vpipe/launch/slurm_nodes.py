@@ -51,6 +51,4 @@ def shrink(kept: Sequence[str], folder: Path) -> None:
     variables for shells in ``folder``."""
     words = ["scontrol", "update", f"JobId={os.environ['SLURM_JOB_ID']}", f"NodeList={','.join(kept)}"]
     with suppress(OSError):
-        subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd=folder, start_new_session=True
-        )
+        subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd=folder, start_new_session=True)
