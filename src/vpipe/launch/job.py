@@ -43,15 +43,7 @@ def plan_job(
     slurm = loaded.config.launch.slurm.model_dump() | given
     launch = loaded.config.launch
     least_nodes, num_nodes = node_range(slurm["nodes"])
-    if launch.elastic is None:
-        if least_nodes != num_nodes:
-            raise UserError(
-                f"--nodes {slurm['nodes']} lets SLURM choose, but this run has {loaded.config.num_ranks} ranks; give "
-                "one number, or launch.elastic: MIN:MAX"
-            )
-        num_nodes, tasks_per_node = shape(loaded.config, num_nodes, slurm["ntasks_per_node"])
-    else:
-        tasks_per_node = elastic_shape(launch.elastic, least_nodes, num_nodes, slurm["ntasks_per_node"])
+    tasks_per_node = _places(loaded.config, least_nodes, num_nodes, slurm["ntasks_per_node"])
     container = Container.from_config(launch.container, gpus="gpu" in (slurm["gres"] or ""))
     words = [word for override in overrides for word in ("--set", override)]
     job = SlurmJob(
@@ -83,6 +75,18 @@ def plan_job(
         _check_array(job.array, len(points))
     late = limit_warning(job)
     return job, (*loaded.warnings, *([late] if late else []))
+
+
+def _places(config: PipelineConfig, least_nodes: int, num_nodes: int, tasks_per_node: int | None) -> int:
+    """Ranks per node, of an elastic run the most."""
+    if config.launch.elastic is not None:
+        return elastic_shape(config.launch.elastic, least_nodes, num_nodes, tasks_per_node)
+    if least_nodes != num_nodes:
+        raise UserError(
+            f"--nodes {least_nodes}-{num_nodes} lets SLURM choose, but this run has {config.num_ranks} ranks; give one "
+            "number, or launch.elastic: MIN:MAX"
+        )
+    return shape(config, num_nodes, tasks_per_node)[1]
 
 
 def _check_array(array: str, num_points: int) -> None:
