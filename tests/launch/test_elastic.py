@@ -134,7 +134,7 @@ def test_the_judge_sees_one_stale_tensor(tmp_path: Path) -> None:
         ({"parallel": {"transport": "inprocess"}}, "needs a process for every rank"),
         ({"parallel": {"scheduler": "async_threaded"}}, "worker threads"),
         ({"parallel": {"recompute": [0.5, 0.5, 0.0]}}, "parallel.recompute says something about each"),
-        ({"parallel": {"device": "cuda"}}, "not on cuda"),
+        ({"parallel": {"device": "cuda"}}, "'cuda' is not on this machine"),
         ({"launch": {"elastic": "3:9"}}, "9"),
     ],
 )
