@@ -93,3 +93,12 @@ def test_the_whole_profile_command_on_the_device(tmp_path: Path) -> None:
     assert found["device"]["memory_bytes"] == 2**34
     assert found["swap_bandwidth"] > 0
     assert all(layer["forward"] > 0 for layer in found["layers"])
+
+
+def test_the_doctor_lists_what_torch_finds(tmp_path: Path) -> None:
+    """Whatever the vendor: nobody but torch is asked."""
+    told = json.loads(vpipe(tmp_path, "doctor", "--json"))
+    (finding,) = [each for each in told["findings"] if each["topic"] == "accelerator"]
+    assert finding["status"] == "found"
+    assert "2 × emulated accelerator" in finding["detail"]
+    assert "backend " in finding["detail"]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 TOPICS = {
     "python",
     "torch",
-    "gpu",
+    "accelerator",
     "cores",
     "memory",
     "disk",
@@ -100,6 +100,26 @@ def program(folder: Path, name: str, *lines: str) -> None:
     file = folder / name
     file.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
     file.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "said"),
+    [
+        ('{"devices": "2 × A", "memory": "1 GiB", "backend": "xccl"}', "found", "2 × A, 1 GiB each, backend xccl"),
+        ("{}", "missing", "nvidia-smi lists 1: B, 8 GiB; this torch finds none"),
+        (None, "note", "torch did not say"),
+    ],
+)
+def test_what_torch_finds_counts_and_not_what_a_tool_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: str | None, status: str, said: str
+) -> None:
+    program(tmp_path, "nvidia-smi", "echo B, 8 GiB")
+    program(tmp_path, "python", "exit 1" if facts is None else f"echo '{facts}'")
+    monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (finding,) = doctor._accelerators()
+    assert finding.status == status
+    assert said in finding.detail
 
 
 @pytest.mark.parametrize(("daemon", "status"), [("exit 1", "missing"), ("echo 28.2.2", "found")])

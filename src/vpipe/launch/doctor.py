@@ -7,6 +7,7 @@ one is its finding.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -28,6 +29,8 @@ from vpipe.network import interface_of, is_loopback
 
 SECONDS = 5
 """How long another program may take to answer."""
+TORCH_SECONDS = 30
+"""The same for one that imports torch, on a busy machine."""
 
 EXTRAS = {
     "data": ("h5py", "tokenizers"),
@@ -64,7 +67,7 @@ def examine() -> list[Finding]:
     checks = (
         _python,
         _torch,
-        _gpus,
+        _accelerators,
         _cores,
         _memory,
         _shared_memory,
@@ -105,13 +108,22 @@ def _torch() -> Iterator[Finding]:
     yield Finding("torch", "found", f"{build}, built {kind}")
 
 
-def _gpus() -> Iterator[Finding]:
-    if shutil.which("nvidia-smi"):
-        names = _lines(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
-        if names:
-            yield Finding("gpu", "found", f"{len(names)}: {'; '.join(names)}")
-            return
-    yield Finding("gpu", "note", "none seen; ranks compute on processor cores and talk by gloo")
+def _accelerators() -> Iterator[Finding]:
+    """What torch finds, asked in a process of its own, beside what the vendor's tool lists: they may disagree."""
+    told = _lines([sys.executable, "-m", "vpipe", "doctor", "--accelerators"], TORCH_SECONDS)
+    facts = json.loads(told[-1]) if told else {}
+    listed = _lines(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    seen = f"nvidia-smi lists {len(listed)}: {'; '.join(listed)}"
+    if facts:
+        detail = f"{facts['devices']}, {facts['memory']} each, backend {facts['backend']}"
+        yield Finding("accelerator", "found", f"{detail}; 'vpipe doctor --devices' tries them")
+    elif not told:
+        asked = f"torch did not say within {TORCH_SECONDS} s what it finds"
+        yield Finding("accelerator", "note", f"{asked}; {seen}" if listed else asked)
+    elif listed:
+        yield Finding("accelerator", "missing", f"{seen}; this torch finds none", "install a build of torch for CUDA")
+    else:
+        yield Finding("accelerator", "note", "none found by torch; ranks compute on processor cores and talk by gloo")
 
 
 def _cores() -> Iterator[Finding]:
@@ -246,10 +258,10 @@ def _extras() -> Iterator[Finding]:
             yield Finding("extra", "found", f"{extra}: {', '.join(modules)}")
 
 
-def _lines(command: list[str]) -> list[str]:
+def _lines(command: list[str], seconds: float | None = None) -> list[str]:
     """What a program prints, if it prints it soon."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds or SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
     text = (done.stdout or done.stderr) if done.returncode == 0 else ""

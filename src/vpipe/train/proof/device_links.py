@@ -49,6 +49,12 @@ def facts(kind: str) -> dict[str, str]:
     }
 
 
+def offered() -> dict[str, str]:
+    """The facts of the accelerators that torch finds, if it finds any."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return facts(found.type) if found is not None else {}
+
+
 class DeviceWays(NamedTuple):
     """The ways between all devices of this machine."""
 
