@@ -16,6 +16,7 @@ NOT_HERE = {
     r"vpipe submit CONFIG --nodes 2": "tests/launch/test_slurm.py",
     r"vpipe submit .* --to ray .*": "tests/launch/test_ray.py, without the GPU",
     r"vpipe scale runs/latest 3": "needs a run that is going on; tests/launch/test_elastic.py has one",
+    r"vpipe scale \S+ --without \S+": "needs a run on machines; tests/launch/test_slurm_elastic.py has one",
     r"vpipe chaos configs/.*": "minutes; tests/launch/test_elastic.py breaks smaller runs by the same command",
     r"kubectl .*": "no Kubernetes here",
     r"ssh .*": "machines that are not here; tests/launch/test_ssh.py has a real sshd",
