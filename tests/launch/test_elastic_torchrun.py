@@ -22,8 +22,8 @@ from vpipe.rundir import lineage
 from vpipe.rundir.manifest import checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-LONG = {"extra": CONFIG["dataset"]["extra"] | {"num_examples": 4800}}
-"""Six hundred iterations: a rank is killed after the first checkpoint, long before the end."""
+LONG = {"extra": CONFIG["dataset"]["extra"] | {"num_examples": 1600}}
+"""Two hundred iterations: a rank is killed after the first checkpoint, of iteration 15."""
 
 
 @pytest.fixture

@@ -106,6 +106,8 @@ def test_there_are_enough_payloads() -> None:
 def test_every_string_of_a_job_is_attacked() -> None:
     texts = {field.name for field in fields(SlurmJob)} - {
         "num_nodes",
+        "least_nodes",
+        "elastic",
         "tasks_per_node",
         "cpus_per_task",
         "requeue",
