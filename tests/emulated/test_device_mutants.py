@@ -185,12 +185,12 @@ def written_directly(emulated: Any) -> list[float]:
         def _run(self, save: Any, layers: Any) -> None:
             found.append(float(layers[0]["weight"].mean()))
 
-    saver = Reader(None)
+    saver, staging = Reader(None), module.Staging()
     for value in (1.0, 2.0):
         weight = torch.zeros(8192, device="emu:0")
         emulated.native.sleep(3000)
         weight.fill_(value)
-        copied, arrivals = saver._staging.copy({0: {"weight": weight}})
+        copied, arrivals = staging.copy({0: {"weight": weight}})
         beside = threading.Thread(target=saver._beside, args=(None, copied, arrivals))  # it makes itself less urgent
         beside.start()
         beside.join()
