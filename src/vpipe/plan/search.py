@@ -32,7 +32,7 @@ SLACK = 1e-9
 _NODES, _NODES_EACH, _MOST_NODES = 100_000, 400, 3_300_000
 """Effort 1: nodes of the graph that are passed, and how often the whole graph besides; in all no more than a few
 seconds take."""
-_KNAPSACK = 6
+_KNAPSACK = 8
 """Nodes that take as long as one step of a knapsack."""
 _CHUNK = 1_000_000
 _RESTARTS = (2, 8)
