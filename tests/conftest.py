@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,10 @@ settings.load_profile("patient")  # a busy machine is no defect
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="vpipe-inductor-")
 """Kernels compiled by these tests alone: torch's own place is one for all of a user's environments."""
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A job of a background shell (``scripts/test &``) inherits that Ctrl-C is ignored, and so would all that tests start."""
 
 Vpipe = Callable[..., "subprocess.CompletedProcess[str]"]
 
