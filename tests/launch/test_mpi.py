@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from vpipe.errors import UserError
-from vpipe.launch.environment import adopt
-from vpipe.launch.mpi import from_mpi
+from vpipe.launch.environment import adopt, from_mpi
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",

@@ -10,9 +10,8 @@ from test_text_torch import torch_schedule
 from vpipe.cli.main import main
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.catalog import find, get
+from vpipe.schedule.catalog import find, get, short_name, with_updates
 from vpipe.schedule.lower import lower
-from vpipe.schedule.own import short_name, with_updates
 from vpipe.schedule.semantics import forward_orders, update_groups
 from vpipe.schedule.text import from_csv, read_csv
 from vpipe.schedule.verify import verify

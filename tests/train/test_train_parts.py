@@ -20,8 +20,7 @@ from vpipe.data import catalog
 from vpipe.data.dataset import Batch, DataSet
 from vpipe.schedule.layout import Layout
 from vpipe.train.feed import Feed
-from vpipe.train.learning_rate import learning_rate
-from vpipe.train.optimizers import Lamb, optimizer
+from vpipe.train.optimizers import Lamb, learning_rate, optimizer
 from vpipe.train.reporting.metrics import Metrics, peak_flops
 
 TOTAL = 100

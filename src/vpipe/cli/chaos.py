@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from vpipe.cli import loading
-from vpipe.cli.options import plugin_option, set_option, with_plugins
+from vpipe.cli.options import plugin_option, set_option
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 
@@ -58,7 +58,7 @@ def command(
 
     if not kills + stops + moves:
         raise UserError("there is nothing to break; give --kills, --stops or --moves")
-    overrides = with_plugins(overrides, plugins)
+    overrides = loading.with_plugins(overrides, plugins)
     loaded = loading.load(config, overrides).config
     size = f"{loaded.num_ranks}:{loaded.num_ranks}"
     chosen = elastic or loaded.launch.elastic or size

@@ -21,8 +21,7 @@ from vpipe.cli import completion
 from vpipe.cli.options import plugin_option
 from vpipe.cli.timing import TIMES
 from vpipe.errors import UserError
-from vpipe.schedule.catalog import get
-from vpipe.schedule.own import names_file
+from vpipe.schedule.catalog import get, names_file
 from vpipe.schedule.program import Program, Versions
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import click
 from vpipe import config as configs
 from vpipe.cli import completion
 from vpipe.cli.choice import COUNT, WholeNumbers
-from vpipe.cli.loading import KNOWN
-from vpipe.cli.options import plugin_option, set_option, with_plugins
+from vpipe.cli.loading import KNOWN, with_plugins
+from vpipe.cli.options import plugin_option, set_option
 
 
 @click.command("compare")

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from vpipe.config.write import dump
-from vpipe.config.write import schema as config_schema
+from vpipe.config.pipeline import dump
+from vpipe.config.pipeline import schema as config_schema
 from vpipe.errors import UserError
 
 SCHEMA = "vpipe.schema.json"

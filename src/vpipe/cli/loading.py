@@ -3,6 +3,8 @@ starts or a job waits in a queue."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,14 @@ KNOWN: dict[str, Callable[[], Collection[str]]] = {
     "dataset.name": data.names,
 }
 """Key → the names that it may have, once the config's plugins are imported. No torch."""
+
+
+def with_plugins(overrides: tuple[str, ...], plugins: tuple[str, ...]) -> tuple[str, ...]:
+    """The overrides, and one that adds the plugins: so they reach the ranks of every launcher."""
+    if not plugins:
+        return overrides
+    files = [os.path.abspath(os.path.expanduser(item)) if item.endswith(".py") else item for item in plugins]
+    return (*overrides, f"plugins={json.dumps(files)}")
 
 
 def load(path: Path | str, overrides: Sequence[str] = (), scheduler: str | None = None) -> Loaded:

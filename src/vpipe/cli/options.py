@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,11 +25,3 @@ plugin_option: Callable[[Any], Any] = click.option(
     metavar="FILE",
     help="Import a Python file (or module) that registers your model, data set or schedule; may be repeated.",
 )
-
-
-def with_plugins(overrides: tuple[str, ...], plugins: tuple[str, ...]) -> tuple[str, ...]:
-    """The overrides, and one that adds the plugins: so they reach the ranks of every launcher."""
-    if not plugins:
-        return overrides
-    files = [os.path.abspath(os.path.expanduser(item)) if item.endswith(".py") else item for item in plugins]
-    return (*overrides, f"plugins={json.dumps(files)}")

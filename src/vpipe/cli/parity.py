@@ -11,7 +11,7 @@ import click
 
 from vpipe import config as configs
 from vpipe.cli import completion, loading
-from vpipe.cli.options import plugin_option, set_option, with_plugins
+from vpipe.cli.options import plugin_option, set_option
 
 
 @click.command()
@@ -46,7 +46,7 @@ def command(
     Example:
       vpipe parity configs/default.yaml --scheduler zb-v --steps 3
     """
-    loaded = loading.load(config, with_plugins(overrides, plugins), scheduler)
+    loaded = loading.load(config, loading.with_plugins(overrides, plugins), scheduler)
     chosen = loaded.config.model_copy(
         update={"launch": loaded.config.launch.model_copy(update={"threads": 1})}  # more threads add in another order
     )

@@ -15,7 +15,7 @@ from vpipe import config as configs
 from vpipe.cli import completion, loading
 from vpipe.cli.bar import bar
 from vpipe.cli.choice import COUNT
-from vpipe.cli.options import plugin_option, set_option, with_plugins
+from vpipe.cli.options import plugin_option, set_option
 from vpipe.cli.profiling import ROUNDS
 from vpipe.cli.ranks import AUTO, Replicas, read_links
 from vpipe.cli.timing import Numbers
@@ -193,7 +193,7 @@ def _wanted(plugins: tuple[str, ...], **given: Any) -> Wanted:
     if given["target"].suffix in (".json", ".txt"):
         load_plugins(plugins)
     else:
-        given["overrides"] = with_plugins(given["overrides"], plugins)
+        given["overrides"] = loading.with_plugins(given["overrides"], plugins)
     return Wanted(**given)
 
 

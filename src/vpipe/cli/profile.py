@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from vpipe.cli import loading
-from vpipe.cli.options import plugin_option, set_option, with_plugins
+from vpipe.cli.options import plugin_option, set_option
 from vpipe.cli.profiling import ROUNDS
 
 
@@ -48,7 +48,7 @@ def command(
     from vpipe.plan.graph_text import export_graph
 
     refuse_lost(output, graph_text, read=(config,))
-    overrides = with_plugins(overrides, plugins)
+    overrides = loading.with_plugins(overrides, plugins)
     found = measure(loading.load(config, overrides).config, repeat, config, overrides, quiet=as_json)
     if isinstance(found, int):
         return found

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from vpipe.cli import completion
-from vpipe.cli.loading import load_for_elsewhere
-from vpipe.cli.options import plugin_option, set_option, with_plugins
+from vpipe.cli.loading import load_for_elsewhere, with_plugins
+from vpipe.cli.options import plugin_option, set_option
 from vpipe.errors import UserError
 
 

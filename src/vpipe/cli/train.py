@@ -20,7 +20,7 @@ import click
 
 from vpipe import config as configs
 from vpipe.cli import completion, loading
-from vpipe.cli.options import plugin_option, set_option, with_plugins
+from vpipe.cli.options import plugin_option, set_option
 from vpipe.errors import UserError, on_one_line
 from vpipe.rundir import endings, lineage, manifest, writing
 from vpipe.rundir.claim import CLAIMED, Claim
@@ -86,7 +86,7 @@ def command(
         overrides = (*overrides, f"parallel.model_parallel_size={nproc}")
     if elastic is not None:
         overrides = (*overrides, f'launch.elastic="{elastic}"')
-    overrides = with_plugins(overrides, plugins)
+    overrides = loading.with_plugins(overrides, plugins)
     with redirect_stdout(sys.stderr if as_json else sys.stdout):  # a plugin may print
         loaded = loading.load(config, overrides, scheduler)
     if print_config:

@@ -7,13 +7,12 @@ No torch is imported here: a config is checked in a moment on a login node.
 """
 
 from vpipe.config.load import Loaded, load
-from vpipe.config.pipeline import PipelineConfig
+from vpipe.config.pipeline import PipelineConfig, commented, schema
 from vpipe.config.placement import ParallelConfig
 from vpipe.config.problems import ConfigError, Problem, dotted
 from vpipe.config.reference import reference
 from vpipe.config.running import CheckpointConfig, ContainerConfig, LaunchConfig, ObserveConfig, SlurmConfig
 from vpipe.config.sections import DatasetConfig, ModelConfig, TrainingConfig
-from vpipe.config.write import commented, schema
 
 __all__ = [
     "CheckpointConfig",

@@ -15,8 +15,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from vpipe.config.older_keys import OLDER_KEYS
-from vpipe.config.pipeline import PipelineConfig
+from vpipe.config.pipeline import OLDER_KEYS, PipelineConfig
 from vpipe.config.problems import Key, Problem, short
 from vpipe.config.sections import TrainingConfig
 

@@ -17,6 +17,7 @@ Every problem is collected, none is raised, so that a file with five mistakes is
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -245,3 +246,8 @@ def read_json(path: Path) -> Any:
         if isinstance(error, ConfigError):
             raise
         raise fail(f"this is not JSON that can be used: {error}") from error
+
+
+def absolute(text: str, folder: Path) -> str:
+    """``text`` as an absolute path, seen from ``folder``."""
+    return os.path.abspath(folder / os.path.expanduser(text))

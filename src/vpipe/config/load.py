@@ -4,6 +4,10 @@
 
 Every step adds its problems to one list. A mistake in one field does not hide a mistake between two others: the rules
 run on what is left when the wrong keys are taken out.
+
+What is read lies relative to the file that names it, not to where the command was typed. An override on the command
+line is typed in a working directory, so its paths are relative to that. What a run writes (``observe.directory``,
+``checkpoint.directory``) goes to the working directory in either case.
 """
 
 from __future__ import annotations
@@ -20,15 +24,24 @@ from pydantic import ValidationError
 
 from vpipe import plugins
 from vpipe.config.checks import check, idle_keys, touches
-from vpipe.config.document import Document, parse, read_yaml
-from vpipe.config.paths import absolute, absolute_paths, is_program
+from vpipe.config.document import Document, absolute, parse, read_yaml
 from vpipe.config.pipeline import PipelineConfig
 from vpipe.config.problems import ConfigError, Key, Problem, dotted, from_pydantic, short
+from vpipe.config.vpipe_files import read_plan
 from vpipe.config.vpipe_yaml import is_vpipe, translate
 from vpipe.errors import nearest
 
 ORION = "USE_ORION_SCHEDULER"
 PLUGINS: Key = ("plugins",)
+READ: tuple[Key, ...] = (
+    ("model", "config"),
+    ("model", "directory"),
+    ("dataset", "path"),
+    ("parallel", "partition"),
+    ("parallel", "scheduler"),
+    ("launch", "container", "image"),
+)
+"""Keys that name a file or folder to read."""
 Together = Callable[[PipelineConfig], list[Problem]]
 """What is wrong with a config that is right by itself."""
 
@@ -112,7 +125,7 @@ def load(
     if unreadable:
         raise ConfigError(draft.problems)
     _override(draft, overrides, scheduler, os.environ if environment is None else environment)
-    absolute_paths(draft, source.parent)
+    _absolute_paths(draft, source.parent)
     listed = draft.values.get("plugins")
     if run_plugins and isinstance(listed, list):
         plugins.load([item for item in listed if isinstance(item, str)])
@@ -156,6 +169,60 @@ def _add_plugins(draft: Draft, value: Any, origin: str) -> None:
     texts = [absolute(item, Path.cwd()) if isinstance(item, str) and item.endswith(".py") else item for item in given]
     before = draft.values.get("plugins")
     draft.put(PLUGINS, [*(before if isinstance(before, list) else []), *texts], origin)
+
+
+def _absolute_paths(draft: Draft, folder: Path) -> None:
+    """Make the paths that are read absolute, and take a VPipe plan into the config."""
+    for key in READ:
+        place: Any = draft.values
+        for part in key[:-1]:
+            place = place.get(part) if isinstance(place, dict) else None
+        name = str(key[-1])
+        value = place.get(name) if isinstance(place, dict) else None
+        if isinstance(place, dict) and isinstance(value, str) and _is_path(key, value):
+            place[name] = absolute(value, Path.cwd() if key in draft.overridden else folder)
+    found = draft.values.get("plugins")
+    if isinstance(found, list):
+        draft.values["plugins"] = [
+            absolute(item, folder) if isinstance(item, str) and item.endswith(".py") else item for item in found
+        ]
+    _take_plan(draft)
+
+
+def _is_path(key: Key, value: str) -> bool:
+    if not value or not value.isprintable():
+        return False  # refused by its field
+    if key == ("parallel", "partition"):
+        return value != "auto"
+    if key == ("parallel", "scheduler"):
+        return _is_program(value)
+    if key[-1] == "image":
+        return value.startswith((".", "/", "~")) or value.endswith((".sif", ".simg"))
+    return True
+
+
+def _is_program(scheduler: str) -> bool:
+    """Whether ``parallel.scheduler`` is the path of a program instead of a name."""
+    return scheduler.lower().endswith(".csv")
+
+
+def _take_plan(draft: Draft) -> None:
+    """Replace the path of a VPipe plan by its numbers; what the config itself says about recompute stays."""
+    parallel = draft.values.get("parallel")
+    path = parallel.get("partition") if isinstance(parallel, dict) else None
+    if not isinstance(parallel, dict) or not isinstance(path, str) or path in ("", "auto"):
+        return
+    try:
+        plan = read_plan(Path(path))
+    except ConfigError as error:
+        draft.problems += error.problems
+        parallel.pop("partition")
+        return
+    if not set(plan) <= {"partition", "recompute_ratio"}:
+        return
+    parallel["partition"] = plan.get("partition", "auto")
+    if "recompute_ratio" in plan:
+        parallel.setdefault("recompute", plan["recompute_ratio"])
 
 
 def _finish(draft: Draft, names: Mapping[str, Collection[str]], together: Together | None = None) -> PipelineConfig:
@@ -217,7 +284,7 @@ def _unknown_names(config: PipelineConfig, names: Mapping[str, Collection[str]])
     for dotted_key, known in names.items():
         section, name = dotted_key.split(".")
         value = getattr(getattr(config, section), name)
-        if is_program(str(value)):
+        if _is_program(str(value)):
             continue  # a file, which says what is wrong with it when it is read
         if value not in known and str(value).lower() not in {other.lower() for other in known}:
             hint = nearest(str(value), known)

@@ -1,19 +1,33 @@
-"""The whole config: seven sections in one closed, frozen object.
+"""The whole config: seven sections in one closed, frozen object; as YAML that is read back to the same values, with the
+meaning of every field, and as a schema.
 
 ``PipelineConfig.from_yaml("job.yaml")`` is the short way; :func:`vpipe.config.load` also applies overrides and tells
 the warnings. Either way a config that exists has passed every check.
+
+PyYAML quotes what its own reader would misunderstand, which is not what ours would: it writes the string ``1e-4``
+plainly. So every string that our reader would take for something else is quoted here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from textwrap import wrap
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import BaseModel
 
 from vpipe.config.base import Section, Text, listed
+from vpipe.config.document import plain
 from vpipe.config.placement import ParallelConfig
+from vpipe.config.problems import ConfigError, expects, section_of
 from vpipe.config.running import CheckpointConfig, LaunchConfig, ObserveConfig
 from vpipe.config.sections import DatasetConfig, ModelConfig, TrainingConfig
+from vpipe.errors import UserError
+
+WIDTH = 120
 
 
 class PipelineConfig(Section):
@@ -58,14 +72,14 @@ class PipelineConfig(Section):
 
     def to_yaml(self, path: str | PathLike[str] | None = None, comments: bool = False) -> str:
         """The config as YAML, written to ``path`` if given; with ``comments`` every field is explained."""
-        from vpipe.config.write import write
-
-        return write(self, path, comments)
+        text = commented(self) if comments else dump(self.to_dict()) + "\n"
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
 
     def validate(self) -> None:  # type: ignore[override]  # OurGPipe's name; pydantic's own is a deprecated classmethod
         """Check the rules between fields. Raises ``UserError`` with all that are broken."""
         from vpipe.config.checks import check
-        from vpipe.config.problems import ConfigError
 
         problems = check(self)
         if problems:
@@ -86,3 +100,113 @@ class PipelineConfig(Section):
         if parallel.replicas is not None and len(parallel.replicas) == parallel.model_parallel_size:
             return sum(parallel.replicas)
         return parallel.model_parallel_size * parallel.data_parallel_size
+
+
+class OlderKey(NamedTuple):
+    """A key that an option of a schedule had before ``parallel.schedule_options``: ``key`` means ``option`` of
+    ``scheduler``; with the value ``unset`` it says nothing. A new option is given by its name and needs none."""
+
+    key: str
+    option: str
+    scheduler: str
+    unset: Any
+
+    def value(self, config: PipelineConfig) -> Any:
+        """What the config gives, or None."""
+        section, name = self.key.split(".")
+        found = getattr(getattr(config, section), name)
+        return None if found == self.unset else found
+
+
+OLDER_KEYS = (
+    OlderKey("parallel.waves", "num_waves", "hanayo", 1),
+    OlderKey("parallel.vertical_sync", "vertical_sync", "pipedream", False),
+    OlderKey("parallel.depths", "depths", "pipedream", None),
+    OlderKey("training.update_interval", "update_interval", "pipedream", 1),
+)
+"""The only schedules that the config knows: what one is called, has and may be told, its entry says."""
+
+
+def given_options(config: PipelineConfig) -> dict[str, Any]:
+    """The options of the config's schedule, by whichever key; whether it has them, its entry says."""
+    chosen = dict(config.parallel.schedule_options)
+    for older in OLDER_KEYS:
+        value = older.value(config)
+        if value is not None and chosen.setdefault(older.option, value) != value:
+            raise UserError(
+                f"parallel.schedule_options has {older.option}: {chosen[older.option]}, but {older.key} is {value}; "
+                "give one of them"
+            )
+    return chosen
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    try:
+        ambiguous = not isinstance(plain(text), str)
+    except ValueError:
+        ambiguous = True
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if ambiguous else None)
+
+
+_Dumper.add_representer(str, _string)
+
+
+def dump(value: Any, flow: bool = False) -> str:
+    """Plain values as YAML; ``flow`` puts them on one line."""
+    text = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=flow or None, width=2**30
+    )
+    return str(text).removesuffix("...\n").rstrip("\n")
+
+
+def example() -> PipelineConfig:
+    """The defaults, with names for the two fields that have none."""
+    return PipelineConfig(model=ModelConfig(name="gpt"), dataset=DatasetConfig(name="code_search_net"))
+
+
+def commented(config: PipelineConfig | None = None) -> str:
+    """The config (or the defaults) with the meaning of every field above it."""
+    return "\n".join(_explained(config or example(), "")) + "\n"
+
+
+def _explained(section: BaseModel, indent: str) -> list[str]:
+    lines: list[str] = []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        text = " ".join((field.description or "").split())
+        if section_of(field) is not None:
+            lines += ["", *_comment(text, indent), f"{indent}{name}:", *_explained(value, indent + "  ")]
+        else:
+            written = dump(section.model_dump(mode="json", include={name})[name], flow=True)
+            lines += [*_comment(f"{text} ({expects(field)})", indent), f"{indent}{name}: {written}"]
+    return lines[1:] if not indent else lines
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    return [f"{indent}# {line}" for line in wrap(text, WIDTH - len(indent) - 2)]
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a config file, for editors: completion, types and the text of every field."""
+    made: dict[str, Any] = PipelineConfig.model_json_schema()
+    _tidy(made)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "vpipe config"}
+
+
+def _tidy(node: Any) -> None:
+    """Fold line breaks of descriptions; drop our own words for errors."""
+    if isinstance(node, dict):
+        if isinstance(node.get("description"), str):
+            node["description"] = " ".join(node["description"].split())
+        if isinstance(node.get("expects"), str):
+            del node["expects"]
+        for item in node.values():
+            _tidy(item)
+    elif isinstance(node, list):
+        for item in node:
+            _tidy(item)

@@ -10,9 +10,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from vpipe.config.pipeline import PipelineConfig
+from vpipe.config.pipeline import PipelineConfig, dump
 from vpipe.config.problems import expects, section_of
-from vpipe.config.write import dump
 
 INTRODUCTION = """\
 # Config reference

@@ -19,10 +19,9 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-from vpipe.config.document import Document, read_json
-from vpipe.config.paths import absolute, read_plan
+from vpipe.config.document import Document, absolute, read_json
 from vpipe.config.problems import ConfigError, Key, short
-from vpipe.config.rank_map import RankMap, read_rank_map
+from vpipe.config.vpipe_files import RankMap, read_plan, read_rank_map
 from vpipe.config.vpipe_keys import (
     FAMILIES,
     KEYS,

@@ -1,10 +1,20 @@
 """Who am I? The launcher's answer, in torch's words: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 
-torchrun and ``vpipe run`` speak torch's language; srun and mpirun (``launch.mpi``) do not. ``adopt`` is called before
-anything else by ``python -m vpipe train`` and translates what SLURM says:
+torchrun and ``vpipe run`` speak torch's language; srun and mpirun do not. ``adopt`` is called before anything else by
+``python -m vpipe train`` and translates what SLURM says:
 
     SLURM_PROCID -> RANK             SLURM_STEP_NUM_TASKS -> WORLD_SIZE        SLURM_LOCALID -> LOCAL_RANK
     the first node's NodeAddr -> MASTER_ADDR                                   SLURM_JOB_ID -> MASTER_PORT
+
+and what MPI's process managers leave in the environment (MPI programs find each other through MPI itself, which ours do
+not link):
+
+    Open MPI         OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+    MPICH, Intel     PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
+    PMIx alone       PMIX_RANK, and WORLD_SIZE by hand: PMIx keeps the size in its own store
+
+No manager says where rank 0 runs. On one machine that is the loopback; on several MASTER_ADDR must be given
+(``mpirun -x MASTER_ADDR=node1``), because a guess would be a hang.
 
 The address is never guessed: on several nodes a wrong ``localhost`` is a hang of half an hour, an error takes a second.
 """
@@ -15,6 +25,7 @@ import os
 import re
 import subprocess
 import time
+import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
@@ -22,7 +33,6 @@ from vpipe import network
 from vpipe.errors import UserError
 from vpipe.launch import valid
 from vpipe.launch.hosts import DEVICES
-from vpipe.launch.mpi import from_mpi
 
 SECRET = "VPIPE_SECRET"
 """The secret of a run: see ``runtime.ranks.secret``. It goes through pipes and environments, never into argv."""
@@ -34,7 +44,19 @@ POLITENESS = 2.0
 """Seconds after which rank 0 has spoken, if it makes the same mistake, and the launcher has ended the others."""
 
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
-"""Below the range from which Linux takes the ports of outgoing connections."""
+"""Of SLURM's jobs: below the range from which Linux takes the ports of outgoing connections."""
+MPI_PORTS, NUM_MPI_PORTS = 30_000, 2_000
+"""Between the two."""
+
+_FORMS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PMIX_RANK", "WORLD_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),
+)
+"""(rank, size, local rank, local size) by the names of each manager."""
+
+_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+_MANAGERS = ("mpirun", "mpiexec", "hydra_pmi_proxy", "pmi_proxy", "orted", "prted", "prterun")
 
 
 def adopt(environ: MutableMapping[str, str] | None = None, ask: Ask | None = None) -> None:
@@ -129,6 +151,50 @@ def tasks_per_node(text: str) -> list[int]:
             raise UserError(f"SLURM_TASKS_PER_NODE is {valid.shown(text)}, which is not of the form 2(x3),1")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
+
+
+def from_mpi(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """torch's variables for one process of an MPI job; ``None`` where none or only one was started."""
+    form = next((form for form in _FORMS if form[0] in environ), None)
+    if form is None:
+        return None
+    rank, size, local_rank, local_size = (environ.get(name) for name in form)
+    if size is None:
+        raise UserError(f"{form[0]} is {rank}, but nothing says of how many; set WORLD_SIZE to the number of processes")
+    if int(size) == 1:
+        return None
+    local_rank, local_size = local_rank or rank, local_size or size
+    several = int(local_size or "1") < int(size)
+    return {
+        "RANK": rank or "0",
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank or "0",
+        "LOCAL_WORLD_SIZE": local_size or "1",
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or _mpi_address(several, form[1], size, local_size or "1"),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(_mpi_port(environ, several)),
+    }
+
+
+def _mpi_address(several: bool, name: str, size: str, local_size: str) -> str:
+    if several:
+        raise UserError(
+            f"mpirun has started {size} ranks ({name}), {local_size} of them on this machine, and does not say where "
+            "rank 0 runs; give its address: mpirun -x MASTER_ADDR=node1 … (MPICH: -genv MASTER_ADDR node1)"
+        )
+    return "127.0.0.1"
+
+
+def _mpi_port(environ: Mapping[str, str], several: bool) -> int:
+    """A port of this job's own, the same for all its ranks: from the job's name, else from its manager's process."""
+    job = next((environ[name] for name in _JOBS if name in environ), None)
+    if job is None and not several:
+        import psutil  # a manager of processes is looked for by its name: seldom
+
+        ancestors = psutil.Process().parents()
+        job = next((str(each.pid) for each in ancestors if each.name() in _MANAGERS), None)
+    if job is None:
+        raise UserError("nothing in the environment tells this MPI job from others; set MASTER_PORT for all its ranks")
+    return MPI_PORTS + zlib.crc32(job.encode()) % NUM_MPI_PORTS
 
 
 def run(command: Sequence[str]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vpipe.models.causal import sized
-from vpipe.models.gpt import gpt2
+from vpipe.models.gpt import gpt2, sized
 
 cpm_medium = sized(
     gpt2, "24 layers of 1024.", vocab_size=30000, hidden_size=1024, num_layers=24, num_heads=16, sequence_length=1024

@@ -1,16 +1,27 @@
 """GPT as a list of layers: OurGPipe's (free head size, low-rank feed-forward, untied head) and GPT-2's (tied head, its
-initialisation)."""
+initialisation); and the form that it shares with LLaMA: an embedding, blocks of attention and feed-forward, and a head.
+
+Each block is one layer, or two with ``split``, so that a partition can cut between attention and feed-forward. The
+final norm and the head are the last layer: logits are the largest tensor of a language model and never leave the last
+stage.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vpipe.models.causal import causal, sized
-from vpipe.models.model import Model, fits, head_size_of, positive
+from vpipe.layer import Layer, TiedWeight
+from vpipe.models.losses import TokenCount, TokenLoss
+from vpipe.models.model import Model, fits, head_size_of, positive, seed_layers, tie
+
+Make = Callable[[], nn.Module]
 
 
 class Embedding(nn.Module):
@@ -104,6 +115,62 @@ def projection(size_in: int, size_out: int, low_rank: int, std: float, last_std:
         return initialised(nn.Linear(size_in, size_out), last_std)
     thin = initialised(nn.Linear(size_in, low_rank, bias=False), std)
     return nn.Sequential(thin, initialised(nn.Linear(low_rank, size_out), last_std))
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward."""
+
+    def __init__(self, attention: nn.Module, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = attention, feed_forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.feed_forward(self.attention(x))
+        return y
+
+
+def _block(attention: Make, feed_forward: Make) -> Block:
+    return Block(attention(), feed_forward())
+
+
+def causal(
+    embedding: Make,
+    attention: Make,
+    feed_forward: Make,
+    head: Make,
+    *,
+    num_layers: int,
+    split: bool,
+    tied: bool,
+    seed: int,
+    **facts: Any,
+) -> Model:
+    """The model of these parts; ``facts`` are its sizes. ``tied``: the head is the token embedding."""
+    layers = [Layer(embedding, reads=("tokens",), name="embedding")]
+    for block in range(num_layers):
+        if split:
+            layers.append(Layer(attention, name=f"attention {block}", cost_key="attention"))
+            layers.append(Layer(feed_forward, name=f"feed-forward {block}", cost_key="feed-forward"))
+        else:
+            layers.append(Layer(partial(_block, attention, feed_forward), name=f"block {block}", cost_key="block"))
+    layers.append(Layer(head, name="head"))
+    weights = (TiedWeight(((0, "tokens.weight"), (len(layers) - 1, "projection.weight"))),) if tied else ()
+    return Model(
+        layers=tie(seed_layers(layers, seed), weights), loss=TokenLoss(), count=TokenCount(), tied=weights, **facts
+    )
+
+
+def sized(base: Callable[..., Model], summary: str, **defaults: Any) -> Callable[..., Model]:
+    """``base`` with other defaults, which its signature tells: a size of a model is not another model."""
+    signature = inspect.signature(base)
+    parameters = [each.replace(default=defaults.get(name, each.default)) for name, each in signature.parameters.items()]
+
+    def build(**options: Any) -> Model:
+        return base(**defaults | options)
+
+    build.__doc__ = summary
+    build.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return build
 
 
 def gpt(

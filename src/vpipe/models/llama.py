@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe.errors import UserError
-from vpipe.models.causal import causal
-from vpipe.models.gpt import initialised
+from vpipe.models.gpt import causal, initialised
 from vpipe.models.model import Model, head_size_of, positive
 
 

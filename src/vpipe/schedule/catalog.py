@@ -9,19 +9,31 @@ The table itself is ``catalog_entries.py``. Options of a schedule are the keywor
 that an option which nobody reads cannot exist. A schedule of another package is entered in
 ``vpipe.registry.SCHEDULE_REGISTRY`` (or offered by an entry point of the group ``vpipe.schedules``), as an ``Entry`` or
 as a plain function ``(num_ranks, num_microbatches, …) -> Program``, and is then built by the same call.
+
+A program of the user's own, a ``Program`` or a CSV file with one, is an entry too: whoever asks a schedule for its
+traits, or builds it, asks an ``Entry``. It has its numbers of ranks and of microbatches in itself, so its entry builds
+for these and refuses others in words. One that says nothing of updates (torch's dumps do not) updates every stage once
+at its end.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
+from collections.abc import Collection
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError, nearest
 from vpipe.registry import SCHEDULE_REGISTRY
+from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.catalog_entries import CATALOG
 from vpipe.schedule.entry import Entry
-from vpipe.schedule.own import entry_of, from_file, names_file
+from vpipe.schedule.lower import is_lowered, reduce
 from vpipe.schedule.program import Program
+from vpipe.schedule.semantics import WEIGHT_GRADIENT, updates_once
+from vpipe.schedule.text import read_csv
 
 __all__ = ["Entry", "build", "entries", "find", "get"]
 
@@ -99,3 +111,71 @@ def _or_broken(name: str) -> Entry:
             raise reason
 
         return Entry(name, author, f"cannot be used: {reason}")
+
+
+def names_file(name: str) -> bool:
+    """Whether what a user calls a schedule is the path of a file."""
+    return name.lower().endswith(".csv") or "/" in name
+
+
+def from_file(path: str) -> Entry:
+    """The entry of a CSV file."""
+    try:
+        seen = os.stat(path)
+    except OSError as error:
+        raise UserError(f"the schedule {path} cannot be read: {error.strerror}; is the path right?") from None
+    return _read(path, seen.st_mtime_ns, seen.st_size)
+
+
+@lru_cache(maxsize=16)
+def _read(path: str, changed: int, size: int) -> Entry:
+    """Once for each content: everybody who asks for a trait asks by the name."""
+    del changed, size
+    return entry_of(read_csv(path), path)
+
+
+def entry_of(program: Program, name: str = "the program") -> Entry:
+    """An entry that builds this program and no other."""
+    whole = with_updates(program, name)
+
+    def author(num_ranks: int, num_microbatches: int) -> Program:
+        for noun, has, wanted in (
+            ("ranks", whole.num_ranks, num_ranks),
+            ("microbatches", whole.num_microbatches, num_microbatches),
+        ):
+            if has != wanted:
+                raise UserError(f"{name} is for {has} {noun}, but there are {wanted}; give it {has} {noun}")
+        return whole
+
+    return Entry(
+        name,
+        author,
+        "a program of the user's own",
+        mode="bsp" if updates_once(whole) else "asp",
+        needs=f"p = {whole.num_ranks}, m = {whole.num_microbatches}",
+        stages_per_rank=max(map(len, whole.placement.stages_of)),
+        num_microbatches=whole.num_microbatches,
+    )
+
+
+def with_updates(program: Program, name: str = "the program") -> Program:
+    """A training program without STEP, with one of every stage at the end of its row."""
+    kinds = {action.kind for _, action in program.actions()}
+    if Kind.STEP in kinds:
+        return program
+    if not _trains(kinds):
+        raise UserError(f"{name} has forwards and no backward, so it trains nothing; add B, or I and W, for every F")
+    closed = program.with_rows(
+        (*row, *(Action(stage, Kind.STEP) for stage in stages))
+        for row, stages in zip(program.rows, program.placement.stages_of, strict=True)
+    )
+    return reduce(closed) if is_lowered(program) else closed
+
+
+def _trains(kinds: Collection[Kind]) -> bool:
+    return any(kind in WEIGHT_GRADIENT or kind is Kind.I for kind in kinds)
+
+
+def short_name(name: str) -> str:
+    """A word for files and headings: of a path, the file's own name without its ending."""
+    return "".join(sign if sign.isalnum() or sign in "_.+-" else "_" for sign in Path(name).stem or "program")

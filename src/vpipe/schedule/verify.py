@@ -2,9 +2,9 @@
 
 ``verify`` returns every violation, not the first: what is missing, what comes twice, what stands on the wrong rank or
 in the wrong order, sends and receives that do not match, a deadlock under the chosen transport, memory beyond a bound,
-and updates that lose or mix gradients. What each action must keep is in ``laws``; what hangs, the event loop of
-``timeline`` tells; what becomes of weights, ``updates``; who meets whom, ``meetings``. ``executable`` gives the runtime
-what it runs: no program gets there unverified.
+and updates that lose or mix gradients. What each action must keep, and who meets whom, is in ``laws``; what hangs, the
+event loop of ``timeline`` tells; what becomes of weights, ``updates``. ``executable`` gives the runtime what it runs:
+no program gets there unverified.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 
 from vpipe.errors import UserError
-from vpipe.schedule import laws, meetings, updates
+from vpipe.schedule import laws, updates
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.flat import collector_paused
 from vpipe.schedule.lower import agree, communicate, is_lowered, lower, reduce, send_ahead
@@ -97,7 +97,7 @@ def _verify(program: Program, transport: LinkModel, max_activations: float | Non
         unmet = [each for each in unmet if each.index >= 0]
     found += [*unmet, *unmatched]
     found += [] if unmatched else laws.crossed(executable.flat, places)
-    found += meetings.violations(executable, program)
+    found += laws.missed_meetings(executable, program)
     found += laws.lost_swaps(flat)
     if not found:
         found += _deadlock(executable, program, transport, places)
@@ -114,7 +114,7 @@ def _deadlock(program: Program, given: Program, transport: LinkModel, places: la
     for event in timeline.stuck:
         action, rank = timeline.flat.action(event), int(timeline.flat.rank[event])
         if action.kind in MEETINGS:
-            yield meetings.deadlock(timeline, given, event, f"deadlock under {transport}")
+            yield laws.deadlock_at_meeting(timeline, given, event, f"deadlock under {transport}")
             continue
         if action.kind in COMMUNICATION:
             waits = f"{Action(peers(program, action)[0], laws.RECEIVE_OF[action.kind], action.microbatch)} to be posted"

@@ -6,7 +6,7 @@ An option that is accepted and does nothing would be worse.
 from __future__ import annotations
 
 from vpipe.config import PipelineConfig
-from vpipe.config.older_keys import given_options
+from vpipe.config.pipeline import given_options
 from vpipe.errors import UserError
 from vpipe.schedule import catalog
 from vpipe.schedule.entry import Chain

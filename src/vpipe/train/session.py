@@ -12,7 +12,7 @@ from typing import Any
 
 from vpipe import plugins
 from vpipe.config import PipelineConfig
-from vpipe.config.older_keys import given_options
+from vpipe.config.pipeline import given_options
 from vpipe.data import catalog as data_catalog
 from vpipe.data.dataset import DataSet
 from vpipe.errors import UserError

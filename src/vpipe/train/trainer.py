@@ -27,14 +27,14 @@ from vpipe.rundir.manifest import Standing
 from vpipe.rundir.state import ENDING
 from vpipe.runtime.moving import Moved
 from vpipe.runtime.options import Memory
+from vpipe.schedule.catalog import short_name
 from vpipe.schedule.entry import Chain
 from vpipe.schedule.layout import Layout
-from vpipe.schedule.own import short_name
 from vpipe.train import ending
 from vpipe.train.checkpoints.manager import CheckpointManager
 from vpipe.train.evaluation import Evaluation
 from vpipe.train.feed import Position, Units, accumulated
-from vpipe.train.learning_rate import learning_rate
+from vpipe.train.optimizers import learning_rate
 from vpipe.train.reporting.metrics import Metrics, device_name
 from vpipe.train.reporting.profiling import profiled
 from vpipe.train.reporting.run_log import RunLog, run_facts

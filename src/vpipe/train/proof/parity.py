@@ -27,8 +27,7 @@ from vpipe.runtime.replay import Replay, ReplayUnit
 from vpipe.schedule.entry import Chain
 from vpipe.schedule.program import Program
 from vpipe.train.feed import Position, Units
-from vpipe.train.learning_rate import learning_rate
-from vpipe.train.optimizers import autocast, optimizer
+from vpipe.train.optimizers import autocast, learning_rate, optimizer
 from vpipe.train.proof.plain import Plain, PlainUnit, additions
 from vpipe.train.session import Session, open_session
 

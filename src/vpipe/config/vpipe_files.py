@@ -1,4 +1,4 @@
-"""VPipe's rank JSON: which ranks hold which stage, and how far each stage runs ahead.
+"""The two JSON files of VPipe. The rank map: which ranks hold which stage, and how far each stage runs ahead.
 
     {"module_to_stage_map": [0, 1, 2, 3, 3],
      "stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3], "3": [4]},
@@ -7,13 +7,19 @@
 
 The last module is the loss. Our ranks are numbered stage by stage; ``order`` says which of VPipe's ranks each of ours
 is, so that the list of machines can follow. With ``mp_size`` n, VPipe's map names the first rank of each group of n.
+
+The plan, ``{"partition": [...], "recompute_ratio": [...]}``: it becomes part of the config, so that the resolved config
+of a run stands by itself. (A plan of ``vpipe plan`` says more than a config can and stays a path; whoever builds the
+pipeline reads it.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from vpipe.config.document import read_json
 from vpipe.config.problems import ConfigError, Problem, short
 from vpipe.errors import nearest
 
@@ -99,3 +105,27 @@ def _is_counts(value: Any) -> bool:
     return (
         isinstance(value, list) and len(value) <= MAX_STAGES and all(type(n) is int and 0 <= n < 2**31 for n in value)
     )
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """A plan's JSON: ``partition``, a list of whole numbers, ``recompute_ratio``, or both; of ratios alone the cut is
+    found as without a plan. Raises :class:`ConfigError`."""
+    plan = read_json(path)
+
+    def fail(text: str, *key: str) -> ConfigError:
+        return ConfigError([Problem(text, key, str(path))])
+
+    if not isinstance(plan, dict):
+        raise fail(f'holds {short(plan)} instead of a plan: {{"partition": [12, 13, 13, 11], ...}}')
+    if not {"partition", "recompute_ratio"} & set(plan):
+        raise fail('has no "partition": a plan gives the number of blocks of each stage')
+    partition, ratios = plan.get("partition", [1]), plan.get("recompute_ratio", [])
+    if not isinstance(partition, list) or not partition or not all(type(n) is int and 0 < n < 2**31 for n in partition):
+        raise fail(f"is {short(partition)} but must be a list of whole numbers, at least 1 each", "partition")
+    if not isinstance(ratios, list) or not all(type(r) in (int, float) and 0 <= r <= 1 for r in ratios):
+        raise fail(f"is {short(ratios)} but must be a list of numbers from 0 to 1", "recompute_ratio")
+    if {"partition", "recompute_ratio"} <= set(plan) and len(ratios) != len(partition):
+        raise fail(
+            f"has {len(ratios)} entries, but partition has {len(partition)}; give one per stage", "recompute_ratio"
+        )
+    return {str(name): value for name, value in plan.items()}
