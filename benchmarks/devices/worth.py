@@ -80,7 +80,7 @@ def given(name: str, rows: int) -> Given:
 
     config = PipelineConfig.from_dict(
         {
-            "model": MODELS[name] | {"sequence_length": 64, "extra": {"tied": False}},  # an asynchronous way must run too
+            "model": MODELS[name] | {"sequence_length": 64, "extra": {"tied": False}},  # asynchronous, too
             "dataset": {"name": "synthetic", "batch_size": MICROBATCHES * rows, "extra": {"kind": name}},
             "training": {"num_microbatches": MICROBATCHES},
         }
