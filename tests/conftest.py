@@ -65,7 +65,11 @@ os.environ.setdefault(SEED, str(int(time.time()) // 3600))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "rotates(keep): of its cases a run takes so many, drawn by VPIPE_TEST_SEED")
+    config.addinivalue_line(
+        "markers",
+        "rotates(keep, of=None): of its cases a run takes so many, drawn by VPIPE_TEST_SEED; of: of the cases of all tests "
+        "of the file that say the same",
+    )
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
@@ -94,10 +98,11 @@ def drawn(items: list[pytest.Item], keep: int, seed: str) -> list[pytest.Item]:
 
 
 def _values(item: pytest.Item) -> list[str]:
-    """What a case is made of; of values without a name that lasts, the case's own."""
+    """What a case is made of: its test, and its values; of those without a name that lasts, the case's own."""
     call = getattr(item, "callspec", None)
     parts = call.params.items() if call else ()
-    return [f"{name} {value if isinstance(value, (str, int, float)) else item.name}" for name, value in parts]
+    named = [f"{name} {value if isinstance(value, (str, int, float)) else item.name}" for name, value in parts]
+    return [item.nodeid.partition("[")[0], *named]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -110,14 +115,15 @@ def _rotate(config: pytest.Config, items: list[pytest.Item]) -> None:
     if os.environ[SEED] == "all" or any("[" in word for word in config.args):
         return
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    keep: dict[str, int] = {}
     for item in items:
-        if item.get_closest_marker("rotates"):
-            tests[item.nodeid.partition("[")[0]].append(item)
+        if mark := item.get_closest_marker("rotates"):
+            test = f"{item.path} {mark.kwargs['of']}" if "of" in mark.kwargs else item.nodeid.partition("[")[0]
+            tests[test].append(item)
+            (keep[test],) = mark.args
     left: set[str] = set()
-    for cases in tests.values():
-        mark = cases[0].get_closest_marker("rotates")
-        assert mark is not None
-        left |= {item.nodeid for item in cases} - {item.nodeid for item in drawn(cases, *mark.args, os.environ[SEED])}
+    for test, cases in tests.items():
+        left |= {item.nodeid for item in cases} - {item.nodeid for item in drawn(cases, keep[test], os.environ[SEED])}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
     items[:] = [item for item in items if item.nodeid not in left]
 

@@ -21,6 +21,19 @@ def test_some(schedule, mode): pass
 
 def test_always(): pass
 """
+JOBS = """
+import pytest
+
+@pytest.mark.rotates(2, of="jobs")
+@pytest.mark.parametrize("kind", ["x", "y"])
+def test_one(kind): pass
+
+@pytest.mark.rotates(2, of="jobs")
+def test_another(): pass
+
+@pytest.mark.rotates(2, of="jobs")
+def test_third(): pass
+"""
 
 
 @pytest.fixture
@@ -50,3 +63,11 @@ def test_a_seed_draws_and_all_is_all(folder: Path) -> None:
     assert len(every) == 9
     left = next(name for name in every if name not in some)
     assert collected(folder, "1", f"test_cases.py::{left}") == [left], "who names a case gets it"
+
+
+def test_tests_of_a_file_rotate_together(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
+    (tmp_path / "test_jobs.py").write_text(JOBS)
+    seen = {name for seed in "123456" for name in collected(tmp_path, seed)}
+    assert all(len(collected(tmp_path, seed)) == 2 for seed in "12")
+    assert seen == {*collected(tmp_path, "all")} == {"test_one[x]", "test_one[y]", "test_another", "test_third"}
