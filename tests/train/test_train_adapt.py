@@ -13,6 +13,7 @@ from train_runs import Run, tiny
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
+from vpipe.models.model import Skeleton
 from vpipe.observe.payload import payload, recorded
 from vpipe.observe.rundir import open_run
 from vpipe.plan.observed import Observed
@@ -20,7 +21,6 @@ from vpipe.plan.profile import Measuring, measure_layers
 from vpipe.schedule.layout import Layout
 from vpipe.train.measure.footprint import footprint
 from vpipe.train.measure.profile import first_unit
-from vpipe.train.partition import Skeleton
 from vpipe.train.session import load_data, load_model
 
 SLEEPING: dict[str, Any] = {

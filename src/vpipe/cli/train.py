@@ -113,7 +113,6 @@ def run(
     """Train a checked config here and now."""
     from vpipe.launch import environment
     from vpipe.rundir import claim
-    from vpipe.train import limits
 
     environment.adopt()
     rank = environment.rank()
@@ -125,9 +124,9 @@ def run(
     start = _resume_from(config, output_dir, resume)
     arguments: dict[str, Any] = {"resume": str(start) if start else None, "quiet": quiet}
     if rank is not None:
-        from vpipe.train import worker
+        from vpipe.train import session, worker
 
-        limits.refuse(config)
+        session.refuse(config)
         os.environ.update(environment.interface_variables(config.launch.interface))
         where = str(output_dir) if output_dir else None
         with summary_alone(as_json) as runs:

@@ -12,7 +12,7 @@ its valid targets; ``count`` says how many there are, so that units of unequal l
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock
@@ -73,14 +73,7 @@ class Model:
         parameters = sum(p.numel() for module in modules for p in module.parameters())
         for tied in self.tied:
             parameters -= sum(modules[layer].get_parameter(name).numel() for layer, name in tied.owners[1:])
-        products = sum(
-            parameter.numel()
-            for module in modules
-            for part in module.modules()
-            if not isinstance(part, nn.Embedding)
-            for parameter in part.parameters(recurse=False)
-            if parameter.ndim == 2
-        )
+        products = sum(p.numel() for module in modules for p in _in_products(module) if p.ndim == 2)
         return parameters, products
 
     def build(self) -> list[nn.Module]:
@@ -91,6 +84,48 @@ class Model:
         """All layers without storage: names and shapes."""
         with torch.device("meta"), _WithoutNormal():
             return self.build()
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """Names, shapes and sizes of all layers; nothing is allocated."""
+
+    name: str
+    modules: list[nn.Module]
+    layer_names: list[str]
+    parameters: list[int]
+    """Per layer, its parameters."""
+    weight_bytes: list[int]
+    work: list[float]
+    """Per layer, about how much it computes: the weights of its matrix products; an embedding has none."""
+
+    @classmethod
+    def of(cls, name: str, model: Model) -> Skeleton:
+        modules = model.blank()
+        names = [layer.name or type(module).__name__ for layer, module in zip(model.layers, modules, strict=True)]
+        parameters = [sum(p.numel() for p in module.parameters()) for module in modules]
+        weight_bytes = [sum(p.numel() * p.element_size() for p in module.parameters()) for module in modules]
+        products = [sum(p.numel() for p in _in_products(module) if p.dim() > 1) for module in modules]
+        smallest = max(products, default=0) * 0.01 or 1.0
+        return cls(name, modules, names, parameters, weight_bytes, [amount + smallest for amount in products])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What a checkpoint must share with the run that reads it: layers and shapes, not how they are spread."""
+        shapes = [
+            (layer, name, tuple(p.shape))
+            for layer, module in enumerate(self.modules)
+            for name, p in module.named_parameters()
+        ]
+        digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+        return f"{self.name} of {len(self.modules)} layers and {sum(self.parameters):,} weights, {digest}"
+
+
+def _in_products(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of all but embeddings, which are looked up."""
+    for part in module.modules():
+        if not isinstance(part, nn.Embedding):
+            yield from part.parameters(recurse=False)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.schedule import catalog
-from vpipe.schedule.entry import Chain, Entry
+from vpipe.schedule.entry import BATCHES, Chain, Entry
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
 from vpipe.schedule.replicas import replicate
@@ -46,6 +46,26 @@ class ScheduleSpec:
         }
         for name, value in traits.items():
             object.__setattr__(self, name, value)
+
+    @classmethod
+    def of_run(
+        cls,
+        name: str,
+        num_ranks: int,
+        num_microbatches: int,
+        stages_per_rank: int | None,
+        replicas: int | Sequence[int],
+        options: Mapping[str, Any],
+        num_readers: int,
+    ) -> ScheduleSpec:
+        """The choice of a run whose ``num_readers`` replicas read ``num_microbatches`` units each: where units of
+        several updates are in flight together those of all are counted, and a chain of batches begins as one."""
+        entry = catalog.get(name)
+        entry.check_options(options)
+        units = num_microbatches * (num_readers if entry.chains is Chain.UNITS else 1)
+        if entry.chains_with(options) is Chain.BATCHES:
+            options = {**options, BATCHES: 1}
+        return cls(name, num_ranks, units, stages_per_rank, replicas, options)
 
     @cached_property
     def program(self) -> Program:

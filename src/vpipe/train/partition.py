@@ -7,20 +7,16 @@ the model's skeleton says.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from vpipe.balance import balanced
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.interfaces import ModelInterface, stage_sizes
-from vpipe.models.model import Model
+from vpipe.models.model import Skeleton
 from vpipe.plan.layout import layout_from_json
 from vpipe.plan.memory import Choice
 from vpipe.registry import MODEL_REGISTRY
@@ -121,54 +117,3 @@ def _agree(config: PipelineConfig, path: Path, plan: dict[str, Any]) -> None:
                 f"the plan {path} is for {key} {value}, but the config says {own[key]}; set {key}={value}, plan anew, "
                 f"or give its partition as a list: parallel.partition={plan['partition']}"
             )
-
-
-@dataclass(frozen=True)
-class Skeleton:
-    """Names, shapes and sizes of all layers; nothing is allocated."""
-
-    name: str
-    modules: list[nn.Module]
-    layer_names: list[str]
-
-    @classmethod
-    def of(cls, name: str, model: Model) -> Skeleton:
-        modules = model.blank()
-        names = [layer.name or type(module).__name__ for layer, module in zip(model.layers, modules, strict=True)]
-        return cls(name, modules, names)
-
-    @cached_property
-    def parameters(self) -> list[int]:
-        """Per layer, its parameters."""
-        return [sum(p.numel() for p in module.parameters()) for module in self.modules]
-
-    @cached_property
-    def weight_bytes(self) -> list[int]:
-        return [sum(p.numel() * p.element_size() for p in module.parameters()) for module in self.modules]
-
-    @cached_property
-    def work(self) -> list[float]:
-        """Per layer, about how much it computes: the weights of its matrix products; an embedding has none."""
-        products = [
-            sum(
-                parameter.numel()
-                for part in module.modules()
-                if not isinstance(part, nn.Embedding)
-                for parameter in part.parameters(recurse=False)
-                if parameter.dim() > 1
-            )
-            for module in self.modules
-        ]
-        smallest = max(products) * 0.01 or 1.0
-        return [amount + smallest for amount in products]
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """What a checkpoint must share with the run that reads it: layers and shapes, not how they are spread."""
-        shapes = [
-            (layer, name, tuple(p.shape))
-            for layer, module in enumerate(self.modules)
-            for name, p in module.named_parameters()
-        ]
-        digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
-        return f"{self.name} of {len(self.modules)} layers and {sum(self.parameters):,} weights, {digest}"

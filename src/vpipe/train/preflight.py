@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,17 +26,17 @@ from vpipe.config.problems import ConfigError, Key, Problem
 from vpipe.data.dataset import Batch, DataSet
 from vpipe.errors import UserError, printable
 from vpipe.layer import describe, input_names
-from vpipe.models.model import Model, run
+from vpipe.models.model import Model, Skeleton, run
 from vpipe.registry import MODEL_REGISTRY
 from vpipe.runtime.device import chosen
 from vpipe.runtime.flow import bind_inputs, resolve
 from vpipe.runtime.updates.update import checked_scale
 from vpipe.schedule.layout import Layout
 from vpipe.schedule.placement import Placement
-from vpipe.train.limits import refuse as refuse_unsupported
 from vpipe.train.optimizers import loss_scale
-from vpipe.train.partition import Skeleton, cut
+from vpipe.train.partition import cut
 from vpipe.train.session import feed_of, load_data, load_model, schedule_of
+from vpipe.train.session import refuse as refuse_unsupported
 
 T = TypeVar("T")
 STAND_IN = 1 << 20
@@ -82,27 +83,24 @@ def problems(config: PipelineConfig, *, parallel: bool = True, here: bool = True
     """Every reason why the config cannot train. ``parallel`` asks for the stages too, ``here`` says that it would run
     on this machine; elsewhere, files that are not here are not asked for. ``ends``: this process does nothing else."""
     found = Findings()
-    found.attempt(lambda: plugins.load(config.plugins), "plugins")
+    found.attempt(partial(plugins.load, config.plugins), "plugins")
     absent = set() if here else {key[0] for key, _ in missing_files(config)}
-    data = None if "dataset" in absent else found.attempt(lambda: load_data(config), "dataset", "model")
+    data = None if "dataset" in absent else found.attempt(partial(load_data, config), "dataset", "model")
     vocab_size = data.vocab_size if data is not None else max(config.model.vocab_size, 0) or STAND_IN
     model = skeleton = None
     if "model" not in absent:
-        model = found.attempt(lambda: load_model(config, vocab_size), "model", *(["dataset"] if data else []))
+        model = found.attempt(partial(load_model, config, vocab_size), "model", *(["dataset"] if data else []))
     if model is not None:
-        skeleton = found.attempt(lambda: Skeleton.of(config.model.name, model), "model")
+        skeleton = found.attempt(partial(Skeleton.of, config.model.name, model), "model")
     if parallel:
-        if here:
-            found.attempt(lambda: refuse_unsupported(config), "parallel")
-            found.attempt(lambda: chosen(config.parallel.device, 1, 0), "parallel")
-        _stages(found, config, model, skeleton if "parallel" not in absent else None)
+        _stages(found, config, here, model, skeleton if "parallel" not in absent else None)
     if data is not None:
-        feed = found.attempt(lambda: feed_of(config, data), "dataset", "training", "parallel")
-        if feed is not None:
-            feed.close()
         _vocabulary(found, config, data, model)
+        feed = found.attempt(partial(feed_of, config, data), "dataset", "training", "parallel")
         if model is not None and skeleton is not None:
             _together(found, config, data, model, skeleton, ends)
+        if feed is not None:
+            feed.close()
     return _once(found.problems)
 
 
@@ -119,20 +117,26 @@ def missing_files(config: PipelineConfig) -> list[tuple[Key, str]]:
     return [(key, path) for key, path in named.items() if isinstance(path, str) and not Path(path).exists()]
 
 
-def _stages(found: Findings, config: PipelineConfig, model: Model | None, skeleton: Skeleton | None) -> None:
-    """Whether the layers can be cut as the schedule wants them."""
+def _stages(
+    found: Findings, config: PipelineConfig, here: bool, model: Model | None, skeleton: Skeleton | None
+) -> None:
+    """Whether there are ranks for the schedule, and the layers can be cut as it wants them."""
 
     def placement_of() -> Placement:
-        scale, spec = loss_scale(config.training), schedule_of(config)
+        spec = schedule_of(config)
         placement = spec.placement
         checked_scale(scale, spec.synchronous)
         return placement
 
+    scale = loss_scale(config.training)
     placement = found.attempt(placement_of, "parallel", "training")
+    if here:
+        found.attempt(partial(chosen, config.parallel.device, 1, 0), "parallel")
+        found.attempt(partial(refuse_unsupported, config), "parallel")
     if placement is None or skeleton is None or model is None:
         return
     layers, num_stages = model.layers, placement.num_stages
-    made = found.attempt(lambda: cut(config, skeleton, num_stages), "parallel", "model", "training")
+    made = found.attempt(partial(cut, config, skeleton, num_stages), "parallel", "model", "training")
     if made is not None:
         found.attempt(lambda: resolve(layers, Layout.of(made.partition, placement)), "parallel", "model")
 
@@ -141,8 +145,8 @@ def _together(
     found: Findings, config: PipelineConfig, data: DataSet, model: Model, skeleton: Skeleton, ends: bool
 ) -> None:
     """What the first rows show on their way through the model; a smaller vocabulary has been told already."""
-    names = found.attempt(lambda: input_names(model.layers), "model")
     rows = found.attempt(lambda: data.batch(range(min(len(data), config.dataset.batch_size))), "dataset", "model")
+    names = found.attempt(partial(input_names, model.layers), "model")
     if rows is None or names is None:
         return
     built_in = not MODEL_REGISTRY.is_own(config.model.name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from vpipe import plugins
 from vpipe.config import PipelineConfig
@@ -18,22 +17,22 @@ from vpipe.data.dataset import DataSet
 from vpipe.errors import UserError
 from vpipe.interfaces import registered_dataset, registered_model
 from vpipe.models import catalog as model_catalog
-from vpipe.models.model import Model
+from vpipe.models.model import Model, Skeleton
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
 from vpipe.runtime import assembly
+from vpipe.runtime.device import chosen as chosen_devices
+from vpipe.runtime.device import is_host
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priorities.order import Backend
 from vpipe.runtime.priorities.turns import take_turns
 from vpipe.runtime.programs import Programs, Treated
-from vpipe.schedule import catalog as schedule_catalog
 from vpipe.schedule.entry import BATCHES, Chain
 from vpipe.schedule.layout import Layout
 from vpipe.schedule.spec import ScheduleSpec
 from vpipe.train.compiling import compiled
 from vpipe.train.feed import Feed, Position, Units
-from vpipe.train.limits import refuse
 from vpipe.train.optimizers import autocast, loss_scale, optimizer
-from vpipe.train.partition import Skeleton, cut
+from vpipe.train.partition import cut
 
 
 @dataclass
@@ -120,21 +119,32 @@ def load_model(config: PipelineConfig, vocab_size: int | None) -> Model:
     return model_catalog.build(section.name, section.options(known), vocab_size=vocab_size, seed=seed)
 
 
-def schedule_options(config: PipelineConfig) -> dict[str, Any]:
-    """The options of the config's schedule: ``parallel.schedule_options``, and the keys that some have had longer.
-
-    The schedule's entry says which it has, and its author what they may be: nothing here knows an option's meaning.
-    """
-    chosen = given_options(config)
-    entry = schedule_catalog.get(config.parallel.scheduler)
-    if BATCHES in chosen or "replicas" in chosen:
-        own = BATCHES if BATCHES in chosen else "replicas"
+def refuse(config: PipelineConfig) -> None:
+    """Raise where the config asks for what this version cannot do: an option that is accepted and does nothing would be
+    worse."""
+    parallel = config.parallel
+    entry = schedule_of(config).entry
+    if parallel.backend == "nccl":
+        _need_accelerator(parallel.device)
+    if entry.chains is Chain.UNITS and config.training.gradient_accumulation != 1:
         raise UserError(
-            f"parallel.schedule_options has {own}, which a run chooses itself (iterations between two drains, "
-            "parallel.replicas); remove it"
+            f"training.gradient_accumulation is {config.training.gradient_accumulation}, but scheduler {entry.name} "
+            "counts units: give parallel.schedule_options: {update_interval: N} instead"
         )
-    entry.check_options(chosen)
-    return chosen | ({BATCHES: 1} if entry.chains_with(chosen) is Chain.BATCHES else {})
+    shared = entry.runs_threads(parallel.scheduler) or parallel.transport == "inprocess"
+    if parallel.priority != "none" and not (shared or parallel.use_orion_scheduler):
+        raise UserError(
+            f"parallel.priority {parallel.priority} orders work that shares a device, but here every rank is a process "
+            "of its own; set parallel.transport: inprocess, or parallel.priority: none"
+        )
+
+
+def _need_accelerator(device: str) -> None:
+    if is_host(chosen_devices(device, 1, 0)[0]):
+        raise UserError(
+            f"parallel.backend is nccl, but parallel.device {device} means the CPU here; run where torch finds an "
+            "accelerator, or set parallel.backend: auto (--set parallel.backend=auto)"
+        )
 
 
 def open_session(config: PipelineConfig, data: DataSet | None = None) -> Session:
@@ -193,22 +203,24 @@ def _check_vocabulary(config: PipelineConfig, model: Model, data: DataSet) -> No
         )
 
 
-def units_of_a_step(config: PipelineConfig) -> int:
-    """What a pipeline is told as its number of microbatches: an asynchronous schedule counts those of all replicas."""
-    counts_all = schedule_catalog.get(config.parallel.scheduler).chains is Chain.UNITS
-    return config.training.num_microbatches * (num_replicas(config) if counts_all else 1)
-
-
 def schedule_of(config: PipelineConfig) -> ScheduleSpec:
-    """The schedule that the config's pipeline runs."""
-    parallel = config.parallel
-    return ScheduleSpec(
+    """The schedule that the config's pipeline runs, with the options that ``parallel.schedule_options`` and older keys
+    give: its entry says which it has, and its author what they may be. Nothing here knows an option's meaning."""
+    parallel, options = config.parallel, given_options(config)
+    for own in (BATCHES, "replicas"):
+        if own in options:
+            raise UserError(
+                f"parallel.schedule_options has {own}, which a run chooses itself (iterations between two drains, "
+                "parallel.replicas); remove it"
+            )
+    return ScheduleSpec.of_run(
         parallel.scheduler,
         config.num_ranks,
-        units_of_a_step(config),
+        config.training.num_microbatches,
         parallel.stages_per_rank,
         parallel.replicas or parallel.data_parallel_size,
-        schedule_options(config),
+        options,
+        num_replicas(config),
     )
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
+from vpipe.models.model import Skeleton
 from vpipe.train.checkpoints import checkpoint
 from vpipe.train.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
-from vpipe.train.partition import Skeleton
 from vpipe.train.session import load_model
 
 WEIGHTS = "model.safetensors"

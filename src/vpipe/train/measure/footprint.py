@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from vpipe.errors import UserError
-from vpipe.models.model import Model
+from vpipe.models.model import Model, Skeleton
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.profile import SavedBytes, crossing, num_bytes
 from vpipe.plan.units import parse_bytes
@@ -24,7 +24,6 @@ from vpipe.runtime.flow import Value, bind_inputs, resolve
 from vpipe.schedule.layout import Layout
 from vpipe.train.adapt import Cap
 from vpipe.train.measure.profile import first_unit
-from vpipe.train.partition import Skeleton
 from vpipe.train.session import Session
 
 

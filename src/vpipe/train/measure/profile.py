@@ -17,7 +17,7 @@ import torch
 
 from vpipe.config import PipelineConfig
 from vpipe.data.dataset import DataSet
-from vpipe.models.model import Model
+from vpipe.models.model import Model, Skeleton
 from vpipe.plan.costs import Profile
 from vpipe.plan.profile import Measuring, measure_layers
 from vpipe.plan.sharding import WrapperCosts, measure_wrappers
@@ -34,7 +34,6 @@ from vpipe.runtime import assembly
 from vpipe.runtime.device import is_host, own_memory
 from vpipe.train.feed import Feed, Units
 from vpipe.train.optimizers import autocast, optimizer
-from vpipe.train.partition import Skeleton
 from vpipe.train.reporting.metrics import device_name
 from vpipe.train.session import load_data, load_model
 
