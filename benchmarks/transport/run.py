@@ -53,7 +53,7 @@ def rank(task: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from vpipe.runtime.memory.heap import keep_freed_memory
+    from vpipe.runtime.assembly import keep_freed_memory
     from vpipe.runtime.transport import choice
     from vpipe.runtime.transport.wire import Envelope
 

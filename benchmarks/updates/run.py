@@ -33,7 +33,7 @@ def main() -> None:
     import torch
 
     from vpipe.models.catalog import build
-    from vpipe.runtime.memory.heap import keep_freed_memory
+    from vpipe.runtime.assembly import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()  # as every pipeline does

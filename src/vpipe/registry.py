@@ -30,7 +30,7 @@ class Registry(Generic[T]):
 
     ``kind`` is what errors call an entry ("model"); ``group`` is the entry-point group that other packages use.
     ``built_in`` are our own names, each with the ``module:function`` that is imported when it is asked for; or
-    ``filled_by`` is the module that enters them.
+    ``filled_by`` is the module that enters them. ``aliases`` are other words for ours, which ``names`` lists too.
     """
 
     def __init__(
@@ -39,10 +39,12 @@ class Registry(Generic[T]):
         group: str | None = None,
         built_in: Mapping[str, str] | None = None,
         filled_by: str | None = None,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.kind = kind
         self.group = group
         self.built_in = dict(built_in or {})
+        self.aliases = dict(aliases or {})
         self._filled_by = filled_by
         self._entries: dict[str, T] = {}
 
@@ -93,6 +95,10 @@ class Registry(Generic[T]):
         """All names, our own and those of other packages' entry points included, sorted."""
         self._fill()
         return sorted({*self.built_in, *self._entries, *(point.name for point in self._entry_points())})
+
+    def names(self) -> list[str]:
+        """All words that a config may say: the same, and aliases."""
+        return [*self.list_registered(), *self.aliases]
 
     def __contains__(self, name: object) -> bool:
         self._fill()
@@ -171,6 +177,7 @@ DATASET_REGISTRY: Registry[Any] = Registry(
         "text": "vpipe.data.text:load",
         "translation": "vpipe.data.translation:load",
     },
+    aliases={"bert_hdf5": "bert", "code": "code_search_net", "codesearchnet": "code_search_net", "cpm": "chid"},
 )
 OPTIMIZER_REGISTRY: Registry[Any] = Registry(
     "optimizer",

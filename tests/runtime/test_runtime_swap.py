@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from vpipe import Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.memory import swap
-from vpipe.runtime.memory.choices import treated_layers
 from vpipe.runtime.memory.swap_store import Extents, FileStore
+from vpipe.runtime.options import treated_layers
 from vpipe.schedule.action import Kind
 from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.simulate import simulate

@@ -12,15 +12,13 @@ from typing import Any
 
 from vpipe import config as configs
 from vpipe.config import Loaded, PipelineConfig, Problem
-from vpipe.data import catalog as data
-from vpipe.registry import MODEL_REGISTRY, OPTIMIZER_REGISTRY
-from vpipe.schedule import catalog as schedules
+from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, OPTIMIZER_REGISTRY, SCHEDULE_REGISTRY
 
 KNOWN: dict[str, Callable[[], Collection[str]]] = {
-    "parallel.scheduler": schedules.names,
-    "training.optimizer": OPTIMIZER_REGISTRY.list_registered,
-    "model.name": MODEL_REGISTRY.list_registered,
-    "dataset.name": data.names,
+    "parallel.scheduler": SCHEDULE_REGISTRY.names,
+    "training.optimizer": OPTIMIZER_REGISTRY.names,
+    "model.name": MODEL_REGISTRY.names,
+    "dataset.name": DATASET_REGISTRY.names,
 }
 """Key → the names that it may have, once the config's plugins are imported. No torch."""
 

@@ -148,11 +148,12 @@ def _run(words: list[str]) -> object:
         return cli.main(args=words, prog_name="vpipe", standalone_mode=False)
     from vpipe.launch import early
 
-    early.begin(words[1:])
+    begun = early.begin(words[1:])
     try:
         return cli.main(args=words, prog_name="vpipe", standalone_mode=False)
     finally:
-        early.dismiss()
+        if begun:
+            early.dismiss()
 
 
 def _output_is_lost() -> bool:

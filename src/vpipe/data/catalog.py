@@ -21,17 +21,11 @@ if TYPE_CHECKING:
     from vpipe.data.dataset import DataSet
 
 _READERS = DATASET_REGISTRY.built_in
-ALIASES = {"bert_hdf5": "bert", "code": "code_search_net", "codesearchnet": "code_search_net", "cpm": "chid"}
 
 
 def dataset_names() -> list[str]:
     """What ``dataset.name`` may be, aliases left out."""
     return sorted(_READERS)
-
-
-def names() -> list[str]:
-    """The same with aliases, and with what users have registered."""
-    return [*DATASET_REGISTRY.list_registered(), *ALIASES]
 
 
 def options(name: str) -> dict[str, Any]:
@@ -63,7 +57,7 @@ def load(
 
 
 def _reader(name: str) -> Callable[..., Any]:
-    address = _READERS.get(ALIASES.get(name, name))
+    address = _READERS.get(DATASET_REGISTRY.aliases.get(name, name))
     if address is None:
         raise UserError(
             f"there is no data set {name!r}: choose from {', '.join(dataset_names())}{nearest(name, _READERS)}"

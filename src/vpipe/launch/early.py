@@ -72,11 +72,12 @@ def spawn(environment: Mapping[str, str], shared: Sequence[int] = (), preload: S
 _begun: list[Started] = []
 
 
-def begin(words: Sequence[str]) -> None:
-    """Start the zygote of ``vpipe train WORDS``, if these look as if it will be needed."""
+def begin(words: Sequence[str]) -> bool:
+    """Start the zygote of ``vpipe train WORDS``, if these look as if it will be needed; whether it was."""
     guess = guessed(words)
     if guess is not None and not any(name in os.environ for name in STARTED_BY_OTHERS):
         _begun.append(spawn(settings(*guess), preload=(*PRELOAD, WORKER)))
+    return bool(_begun)
 
 
 def guessed(words: Sequence[str]) -> tuple[int, int] | None:

@@ -27,9 +27,7 @@ from vpipe.runtime.assembly import Wires
 from vpipe.runtime.device import is_host, place
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow, resolve
-from vpipe.runtime.memory.choices import stages_with, treated_layers
-from vpipe.runtime.memory.heap import keep_freed_memory, return_freed_memory
-from vpipe.runtime.options import Memory, PipelineOptions
+from vpipe.runtime.options import Memory, PipelineOptions, stages_with, treated_layers
 from vpipe.runtime.priorities.order import Policy, choose_executor
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks import membership
@@ -163,7 +161,7 @@ class Builder:
         placement, rank = flow.layout.placement, transport.rank
         memory = self.options.memory
         recomputed, swapped = treated_layers(memory.recompute, memory.swap, flow.bounds)
-        (return_freed_memory if swapped else keep_freed_memory)()
+        (assembly.return_freed_memory if swapped else assembly.keep_freed_memory)()
         stages = {}
         for index in placement.stages_of[rank]:
             stage_options = StageOptions(
@@ -191,7 +189,7 @@ class Builder:
         engine = make(stages, flow, transport, updater, self.options.seed, update.autocast, self._lock, device)
         for change in self._finishing:
             change(engine)
-        if member := membership.current():
+        if self.wires.host is not None and (member := membership.current()):
             member.watch(engine)
         return engine
 

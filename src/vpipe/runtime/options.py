@@ -5,11 +5,18 @@
 
 Every field is also a plain keyword of ``Pipeline``; ``PlainKeywords`` says which, with their types. A keyword belongs
 to the one value that has a field of its name; said in both, it is refused.
+
+Which layers are kept, recomputed or swapped, the convention for ratios is stated here once (``treated_layers``):
+
+    stage of n layers   kept … kept | swapped: int(swap · n) | recomputed: int(recompute · n)
+
+VPipe recomputes the last ``int(r · n)`` layers of a stage; what is swapped lies before them. A set of layer indices
+says the same for any layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, TypeVar
@@ -18,10 +25,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vpipe.errors import UserError, nearest
-from vpipe.runtime.memory.choices import Chosen
 from vpipe.runtime.updates.update import LossScale
 from vpipe.schedule.program import Program
 
+Chosen = float | Sequence[float] | Collection[int]
+"""A ratio for all stages, one for each stage, or a set of layers."""
+Bounds = Sequence[tuple[int, int]]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -172,3 +181,41 @@ def _joined(what: str, given: Group | None, kind: type[Group], plain: Mapping[st
             "say it in one of them"
         )
     return given if given is not None else replace(kind(), **mine)
+
+
+def treated_layers(recompute: Chosen, swap: Chosen, bounds: Bounds) -> tuple[frozenset[int], frozenset[int]]:
+    """The layers that are recomputed, and those that are swapped."""
+    again = _chosen("recompute", recompute, bounds, [end for _, end in bounds])
+    kept = [end - sum(layer in again for layer in range(begin, end)) for begin, end in bounds]
+    out = _chosen("swap", swap, bounds, kept)
+    if both := sorted(again & out):
+        raise UserError(f"layer {both[0]} is both recomputed and swapped; choose one")
+    return again, out
+
+
+def _chosen(name: str, chosen: Chosen, bounds: Bounds, ends: Sequence[int]) -> frozenset[int]:
+    """The layers of a set, or of each stage ``int(ratio * n)`` layers that end where ``ends`` says."""
+    if isinstance(chosen, set | frozenset):
+        return frozenset(int(layer) for layer in chosen)
+    ratios = [float(chosen)] * len(bounds) if isinstance(chosen, int | float) else [float(ratio) for ratio in chosen]
+    if len(ratios) != len(bounds):
+        raise UserError(
+            f"{name} has {len(ratios)} ratios, but there are {len(bounds)} stages; give one number, or one a stage"
+        )
+    found: set[int] = set()
+    for stage, (ratio, (begin, end), last) in enumerate(zip(ratios, bounds, ends, strict=True)):
+        if not 0 <= ratio <= 1:
+            raise UserError(f"the {name} ratio of stage {stage} is {ratio}; it must lie between 0 and 1")
+        count = int(ratio * (end - begin))
+        if count > last - begin:
+            raise UserError(
+                f"stage {stage} has {end - begin} layers, of which {end - last} are recomputed and {count} swapped; "
+                "the two ratios must not add up to more than 1"
+            )
+        found |= set(range(last - count, last))
+    return frozenset(found)
+
+
+def stages_with(layers: Collection[int], bounds: Bounds) -> frozenset[int]:
+    """The stages that hold any of the layers."""
+    return frozenset(stage for stage, (begin, end) in enumerate(bounds) if any(begin <= l < end for l in layers))

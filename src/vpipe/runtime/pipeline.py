@@ -91,7 +91,8 @@ class Pipeline(Movable):
         self.num_microbatches = self.builder.spec.num_microbatches
         programs = self.builder.programs(self.builder.layout(options.schedule.partition))
         programs.training()  # a wrong program is refused here, not by the first step
-        assembly.agree(programs, seed)
+        if not self.builder.wires.in_process:
+            assembly.agree(programs, seed)
         self._hold(programs, self.builder.engines(programs))
         self.rank, self.devices = self.ranks[0], self.builder.wires.devices
         self.is_leader = self.rank == 0

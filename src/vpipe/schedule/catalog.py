@@ -42,6 +42,7 @@ for _each in CATALOG:
     if _each.name not in _taken:
         SCHEDULE_REGISTRY.register(_each.name)(_each)
 
+SCHEDULE_REGISTRY.aliases |= {alias: each.name for each in CATALOG for alias in each.aliases}
 _NAMES = {name.lower(): each.name for each in CATALOG for name in (each.name, *each.aliases)}
 """Name or alias in lower case → name."""
 
@@ -78,11 +79,6 @@ def entries() -> list[Entry]:
     own = [each.name for each in CATALOG]
     others = [name for name in SCHEDULE_REGISTRY.list_registered() if name not in own]
     return [_entry(name) for name in own] + [_or_broken(name) for name in others]
-
-
-def names() -> list[str]:
-    """All names that a schedule may be given by: aliases too, a broken plug-in's as well."""
-    return [name for entry in entries() for name in (entry.name, *entry.aliases)]
 
 
 def _entry(name: str) -> Entry:

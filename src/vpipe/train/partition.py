@@ -20,7 +20,7 @@ from vpipe.models.model import Skeleton
 from vpipe.plan.layout import layout_from_json
 from vpipe.plan.memory import Choice
 from vpipe.registry import MODEL_REGISTRY
-from vpipe.runtime.memory.choices import Chosen
+from vpipe.runtime.options import Chosen
 from vpipe.schedule import catalog
 
 

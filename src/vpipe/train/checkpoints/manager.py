@@ -45,8 +45,8 @@ class CheckpointManager:
         self._lock: Lock | None = None
         self._is_leader = pipeline.is_leader
         processes = (0, 1) if pipeline.in_process else (pipeline.rank, pipeline.layout.num_ranks)
-        place = CheckpointPlace(self.directory, *processes, section.keep, session.epoch)
-        self._saver = Saver(place, blocking=section.blocking)
+        self._place = CheckpointPlace(self.directory, *processes, section.keep, session.epoch)
+        self._saver: Saver | None = None
         self._pending = False
         self.unsaved = ""
         """Why the latest checkpoint could not be written, where it could not."""
@@ -78,6 +78,7 @@ class CheckpointManager:
         if session.model.vocab_size > 0:  # a checkpoint must stand without the data set
             config["model"]["vocab_size"] = session.model.vocab_size
         self._beat(_saving)
+        self._saver = self._saver or Saver(self._place, blocking=session.config.checkpoint.blocking)
         self._saver.begin(Save(self.standing(iteration, position), self.line, config), self.layers())
         if self._kept is None:
             self._warn_of_groups()
@@ -86,7 +87,7 @@ class CheckpointManager:
 
     def poll(self) -> None:
         """Tell of a save that has ended meanwhile."""
-        save = self._saver.done()
+        save = self._saver.done() if self._saver is not None else None
         if save is None:
             return
         self.unsaved = save.problem
@@ -101,7 +102,7 @@ class CheckpointManager:
 
     def settle(self) -> None:
         """Wait for the save that is on its way. Every rank calls this at the same place."""
-        if not self._pending:
+        if not self._pending or self._saver is None:
             return
         self._pending = False
         troubles = self._session.pipeline.gather_numbers([float(self._saver.trouble())])
@@ -112,8 +113,9 @@ class CheckpointManager:
 
     def abandon(self) -> None:
         """The ranks part in the middle of whatever they did: nobody waits for another one's receipt."""
-        self._saver.call_off()
-        self._saver.wait()
+        if self._saver is not None:
+            self._saver.call_off()
+            self._saver.wait()
 
     def close(self) -> None:
         if self._lock is not None:
