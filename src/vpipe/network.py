@@ -8,7 +8,7 @@ machine where all ranks meet.
 from __future__ import annotations
 
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 import psutil
 
@@ -40,6 +40,21 @@ def interface_towards(host: str) -> str | None:
             return interface_of(str(probe.getsockname()[0]))
     except OSError:
         return None
+
+
+def address_here(environ: Mapping[str, str]) -> str:
+    """The address of this machine that gloo takes: of the interface that the environment names, else of the machine's
+    own name."""
+    interfaces = psutil.net_if_addrs()
+    named = [each for name in environ.get(GLOO, "").split(",") for each in interfaces.get(name, ())]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        found = [each.address for each in named if each.family == family and not each.address.startswith("fe80")]
+        if found:
+            return found[0]
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return "127.0.0.1"
 
 
 def choose_interface(environ: MutableMapping[str, str], host: str) -> None:

@@ -49,17 +49,17 @@ CASES: dict[str, tuple[str, dict[str, Any], list[tuple[list[int], list[int]]]]] 
 
 def moving(rank: int, name: str, device: str, moves: bool = True, num_ranks: int | None = None) -> Any:
     """Losses, weights, and how many messages of the last step went through the host."""
-    from vpipe.runtime.transport.shm import ShmTransport
+    from vpipe.runtime.transport.linked import LinkedTransport
 
     schedule, options, layouts = CASES[name]
     through_host: list[int] = []
-    send = ShmTransport.send
+    send = LinkedTransport.send
 
     def counted(self: Any, envelope: Any, *args: Any) -> None:
         through_host[-1] += envelope.step >= 0 and envelope.source >= 0
         send(self, envelope, *args)
 
-    ShmTransport.send = counted  # type: ignore[method-assign]
+    LinkedTransport.send = counted  # type: ignore[method-assign]
     through_host.append(0)
     pipe = Pipeline(
         plain(), nn.functional.mse_loss, schedule=schedule, num_microbatches=4, num_ranks=num_ranks, device=device,
@@ -72,7 +72,7 @@ def moving(rank: int, name: str, device: str, moves: bool = True, num_ranks: int
         if moves and number % 2 and number // 2 < len(layouts):
             counts, order = layouts[number // 2]
             pipe.move(pipe.layout.with_counts(counts).with_ranks(order))
-    ShmTransport.send = send  # type: ignore[method-assign]
+    LinkedTransport.send = send  # type: ignore[method-assign]
     state = {name: value.detach().cpu().numpy() for name, value in pipe.state_dict().items()}
     pipe.close()
     return losses, state, through_host[-1]

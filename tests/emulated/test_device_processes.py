@@ -76,16 +76,16 @@ def changing_shapes(rank: int, device: str, num_ranks: int | None = None) -> Any
     from torch import nn
 
     from vpipe import Pipeline
-    from vpipe.runtime.transport.shm import ShmTransport
+    from vpipe.runtime.transport.linked import LinkedTransport
 
     told: list[list[int]] = []
-    send = ShmTransport.send
+    send = LinkedTransport.send
 
     def counted(self: Any, envelope: Any, *args: Any) -> None:
         told[-1][envelope.step >= 0 and envelope.source >= 0] += 1
         send(self, envelope, *args)
 
-    ShmTransport.send = counted  # type: ignore[method-assign]
+    LinkedTransport.send = counted  # type: ignore[method-assign]
     told.append([0, 0])
     pipe = Pipeline(
         with_skip(), nn.functional.mse_loss, num_microbatches=4, device=device, optimizer=OPTIMIZERS["sgd"],
@@ -101,7 +101,7 @@ def changing_shapes(rank: int, device: str, num_ranks: int | None = None) -> Any
         pipe.modules()[0].requires_grad_(False)  # what stage 0 sends no longer needs a gradient
     losses += [pipe.train_step(*batches(1, 16)[0]) for _ in range(2)]
     pipe.close()
-    ShmTransport.send = send  # type: ignore[method-assign]
+    LinkedTransport.send = send  # type: ignore[method-assign]
     return losses, [step[1] for step in told[1:-1]]
 
 

@@ -1,4 +1,4 @@
-"""What ranks do with shared memory alone: rings that are too small, peers that die, nothing left behind."""
+"""What ranks do with links alone: rings and windows that are too small, peers that die, nothing left behind."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from runtime_transports import forbidden_pickle
 
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.runtime.transport import choice
-from vpipe.runtime.transport.distributed import DistributedTransport
-from vpipe.runtime.transport.shm import ShmTransport
+from vpipe.runtime.transport.linked import LinkedTransport
+from vpipe.runtime.transport.ring_link import RingLink
 from vpipe.runtime.transport.wire import Envelope
 
 
-def opened(wanted: str = "shm", timeout: float = 30.0, ring_bytes: int = 1 << 16) -> ShmTransport:
+def opened(wanted: str = "shm", timeout: float = 30.0, ring_bytes: int = 1 << 16) -> LinkedTransport:
     transport = choice.between_processes(wanted, blocking=False, timeout=timeout, ring_bytes=ring_bytes)
-    assert isinstance(transport, ShmTransport)
+    assert isinstance(transport, LinkedTransport)
     return transport
 
 
@@ -34,10 +34,12 @@ def in_shared_memory(scenario: Callable[..., Any], *arguments: Any) -> Any:
             transport.close()
 
 
-def chosen(wanted: str, blocking: bool) -> str:
-    transport = choice.between_processes(wanted, blocking=blocking, timeout=30)
+def chosen(wanted: str, blocking: bool, threads: bool = False) -> list[str]:
+    """The kinds of links to the other ranks."""
+    transport = choice.between_processes(wanted, blocking=blocking, timeout=30, threads=threads)
     transport.close()
-    return type(transport).__name__
+    links = transport.links if isinstance(transport, LinkedTransport) else {}
+    return [type(link).__name__ for _, link in sorted(links.items())]
 
 
 def chosen_differently(wanted: list[str]) -> str:
@@ -48,9 +50,9 @@ def chosen_differently(wanted: list[str]) -> str:
     return ""
 
 
-def everybody_to_everybody(num_messages: int, length: int, ring_bytes: int) -> int:
+def everybody_to_everybody(num_messages: int, length: int, ring_bytes: int, wanted: str = "shm") -> int:
     """All ranks send everything before they take anything: rings are full in all directions at once."""
-    transport = opened(ring_bytes=ring_bytes)
+    transport = opened(wanted, ring_bytes=ring_bytes)
     others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
     for step in range(2):
         transport.begin_step(step)
@@ -64,16 +66,16 @@ def everybody_to_everybody(num_messages: int, length: int, ring_bytes: int) -> i
                 found = transport.take(Envelope(step, other, transport.rank, k, 0))
                 assert torch.equal(found, torch.full((length + k % 7,), float(other * 1000 + k)))
         transport.end_step()
-    largest = max(link.num_bytes for link in transport.links.values())
+    largest = max(link.num_bytes if isinstance(link, RingLink) else 0 for link in transport.links.values())
     transport.barrier()
     transport.close()
     return largest
 
 
-def running_ahead(num_messages: int) -> int:
+def running_ahead(num_messages: int, wanted: str = "shm") -> int:
     """Rank 0 sends everything before rank 1 takes anything: how many messages rank 1 ever holds beside the one it
     takes."""
-    transport = opened()
+    transport = opened(wanted)
     transport.begin_step(0)
     envelopes = [Envelope(0, 0, 1, k, 0) for k in range(num_messages)]
     most = 0
@@ -92,9 +94,9 @@ def running_ahead(num_messages: int) -> int:
     return most
 
 
-def out_of_turn(num_messages: int) -> list[float]:
+def out_of_turn(num_messages: int, wanted: str = "shm") -> list[float]:
     """Rank 1 waits for what rank 0 sends last, after more than a ring holds."""
-    transport = opened(ring_bytes=4096)
+    transport = opened(wanted, ring_bytes=4096)
     transport.begin_step(0)
     last = Envelope(0, 5, 6, 0, 0)
     envelopes = [*(Envelope(0, 0, 1, k, 0) for k in range(num_messages)), last]
@@ -112,9 +114,9 @@ def out_of_turn(num_messages: int) -> list[float]:
     return found
 
 
-def few_numbers() -> tuple[int, list[list[float]]]:
+def few_numbers(wanted: str = "shm") -> tuple[int, list[list[float]]]:
     """Gathered while a message is under way: how often torch was asked, and what came."""
-    transport = opened(ring_bytes=4096)
+    transport = opened(wanted, ring_bytes=4096)
     asked = 0
     real = torch.distributed.all_gather
 
@@ -149,9 +151,9 @@ def few_numbers() -> tuple[int, list[list[float]]]:
     return few, found
 
 
-def away() -> list[float]:
+def away(wanted: str = "shm") -> list[float]:
     """Rank 1 has posted more than the ring holds and waits in a collective that rank 0 enters after its sends."""
-    transport = opened(ring_bytes=4096)
+    transport = opened(wanted, ring_bytes=4096)
     transport.begin_step(0)
     envelopes = [Envelope(0, 0, 1, k, 0) for k in range(20)]
     if transport.rank == 1:
@@ -167,9 +169,9 @@ def away() -> list[float]:
     return found
 
 
-def lazily_conjugated() -> list[Any]:
+def lazily_conjugated(wanted: str = "shm") -> list[Any]:
     """Views whose bytes are not their values."""
-    transport = opened()
+    transport = opened(wanted)
     transport.begin_step(0)
     base = torch.tensor([1 + 2j, 3 - 4j])
     envelope = Envelope(0, 0, 1, 0, 0)
@@ -184,9 +186,9 @@ def lazily_conjugated() -> list[Any]:
     return found
 
 
-def untaken() -> str:
+def untaken(wanted: str = "shm") -> str:
     """Rank 0 sends on a channel that rank 1 does not know."""
-    transport = opened()
+    transport = opened(wanted)
     transport.begin_step(0)
     said = ""
     if transport.rank == 0:
@@ -204,19 +206,19 @@ def untaken() -> str:
     return said
 
 
-def left_behind() -> tuple[int, int]:
+def left_behind(wanted: str = "shm") -> tuple[int, int]:
     """How many descriptors ten more transports leave, and how many mapped segments there are."""
     num_files = []
     for _ in range(12):
-        everybody_to_everybody(5, 20_000, 1 << 16)
+        everybody_to_everybody(5, 20_000, 1 << 16, wanted)
         num_files.append(len(os.listdir("/proc/self/fd")))
     with open("/proc/self/maps") as maps:
         return num_files[-1] - num_files[1], sum("memfd:vpipe" in line for line in maps)
 
 
-def silent() -> str:
+def silent(wanted: str = "shm") -> str:
     """Rank 0 sends nothing: rank 1 says so after the timeout."""
-    transport = opened(timeout=0.5)
+    transport = opened(wanted, timeout=0.5)
     transport._patience = 0.5
     said = ""
     if transport.rank == 1:
@@ -230,9 +232,9 @@ def silent() -> str:
     return said
 
 
-def killed(sends: bool, with_child: bool) -> tuple[int | None, str, float]:
+def killed(sends: bool, with_child: bool, wanted: str = "shm") -> tuple[int | None, str, float]:
     """Rank 0 kills itself while rank 1 waits for it or sends to it. ``with_child``: a worker it forked lives on."""
-    transport = opened()
+    transport = opened(wanted)
     transport.begin_step(0)
     if transport.rank == 0:
         if with_child and os.fork() == 0:
@@ -253,18 +255,18 @@ def killed(sends: bool, with_child: bool) -> tuple[int | None, str, float]:
     return None, "", 0.0
 
 
-def parted(machines: list[str]) -> list[float]:
-    """Ranks that seem to be on different machines exchange messages over gloo, the others through shared memory."""
+def parted(machines: list[str]) -> tuple[list[str], list[float]]:
+    """Ranks that seem to be on different machines exchange messages by streams, the others through shared memory."""
     from vpipe.runtime.transport import neighbours
 
     own = machines[torch.distributed.get_rank()]
     before, neighbours.machine = neighbours.machine, lambda: own
     try:
-        assert type(choice.between_processes("auto", blocking=False, timeout=30)) is DistributedTransport
+        assert chosen("auto", False) == ["StreamLink"] * (len(machines) - 1)
         transport = opened()
     finally:
         neighbours.machine = before
-    assert sorted(transport.links) == [r for r, name in enumerate(machines) if name == own and r != transport.rank]
+    kinds = [type(link).__name__ for _, link in sorted(transport.links.items())]
     others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
     transport.begin_step(0)
     for other in others:
@@ -274,4 +276,72 @@ def parted(machines: list[str]) -> list[float]:
     found = [float(transport.take(Envelope(0, other, transport.rank, 0, 0))) for other in others]
     transport.end_step()
     transport.close()
+    return kinds, found
+
+
+def without_door(rank: int) -> list[str]:
+    """The links where one rank has no address to listen on."""
+    from vpipe.runtime.transport import stream_door
+
+    before = stream_door.address_here
+    if torch.distributed.get_rank() == rank:
+        stream_door.address_here = lambda environ: "203.0.113.1"
+    try:
+        return chosen("distributed", False)
+    finally:
+        stream_door.address_here = before
+
+
+def slow_reader(num_messages: int, length: int) -> list[float]:
+    """Rank 0 sends more than the network holds and goes on; rank 1 reads when rank 0 has said that it is done."""
+    transport = opened("distributed", ring_bytes=1 << 30)
+    link = transport.links[1 - transport.rank]
+    envelopes = [Envelope(0, 0, 1, k, 0) for k in range(num_messages)]
+    transport.begin_step(0)
+    found: list[float] = []
+    if transport.rank == 0:
+        for k, envelope in enumerate(envelopes):
+            value = torch.full((length,), float(k))
+            transport.send(envelope, 1, value)
+            value.fill_(-1.0)
+        assert link._outlet._waiting, "the network took everything: nothing was shown"  # type: ignore[attr-defined]
+        torch.distributed.barrier()
+    else:
+        for envelope in envelopes:
+            transport.post(envelope, 0)
+        torch.distributed.barrier()
+        for envelope in envelopes:
+            value = transport.take(envelope)
+            assert (value == value[0]).all()
+            found.append(float(value[0]))
+    transport.end_step()
+    assert not link._outlet._waiting  # type: ignore[attr-defined]
+    torch.distributed.barrier()
+    transport.close()
     return found
+
+
+def large_ones() -> list[list[str]]:
+    """Per step, how the messages of a channel went that is too large for a stream."""
+    from vpipe.runtime.transport import stream_link
+
+    transport = opened("distributed")
+    went: list[list[str]] = []
+    for step, length in enumerate((stream_link.STREAMED // 4, 10, 10)):
+        ways: list[str] = []
+        transport.begin_step(step)
+        for k in range(3):
+            envelope = Envelope(step, 0, 1, k, 0)
+            if transport.rank == 0:
+                before = transport.links[1]._num_sent
+                transport.send(envelope, 1, torch.full((length,), float(k)))
+                ways.append("stream" if transport.links[1]._num_sent > before else "gloo")
+            else:
+                transport.post(envelope, 0)
+                ways.append("stream" if envelope in transport._expected else "gloo")
+                assert torch.equal(transport.take(envelope), torch.full((length,), float(k)))
+        transport.end_step()
+        went.append(ways)
+    transport.barrier()
+    transport.close()
+    return went

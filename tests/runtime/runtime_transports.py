@@ -71,7 +71,8 @@ def in_threads(scenario: Callable[..., Any], *arguments: Any, blocking: bool = F
 
 def in_process_group(kind: str, scenario: Callable[..., Any], *arguments: Any) -> Any:
     """The scenario on one rank of a process group."""
-    transport = between_processes(kind, blocking=False, timeout=60)
+    over_gloo = kind == "gloo"
+    transport = between_processes("distributed" if over_gloo else kind, blocking=False, timeout=60, threads=over_gloo)
     try:
         with forbidden_pickle():
             return scenario(transport, *arguments)

@@ -1,8 +1,9 @@
-"""Shared memory between the ranks of one machine: the common suite, full rings, dead peers, and the same bits."""
+"""Links between ranks, through shared memory and by streams: the common suite, no room, dead peers, the same bits."""
 
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,12 +20,16 @@ from runtime_support import Case, differing, pipeline, train_rank
 
 from vpipe.errors import UserError
 from vpipe.runtime.transport import link
-from vpipe.runtime.transport.link import Link
 from vpipe.runtime.transport.ring import ALIGN, Ring, Segment
-from vpipe.runtime.transport.shm import EAGER
+from vpipe.runtime.transport.ring_link import RingLink
+from vpipe.runtime.transport.stream_door import StreamDoor
 from vpipe.runtime.transport.wire import Envelope, MessageLayout, pack
 
 Run = Callable[..., list[Any]]
+
+
+BOTH = pytest.mark.parametrize("wanted", ["shm", "distributed"])
+"""Rings, and streams."""
 
 
 @pytest.fixture
@@ -52,8 +57,9 @@ def test_another_message_is_an_error_in_words(run: Run, sent: Envelope) -> None:
     assert f"expected {Envelope(0, 0, 1, 3, 0)}, but received {sent}" in said
 
 
-def test_a_message_that_nobody_takes_is_an_error_in_words(worlds: Worlds) -> None:
-    said = worlds.run(2, alone.untaken)[1]
+@BOTH
+def test_a_message_that_nobody_takes_is_an_error_in_words(wanted: str, worlds: Worlds) -> None:
+    said = worlds.run(2, alone.untaken, wanted)[1]
     assert said.startswith(f"rank 0 sent {Envelope(0, 5, 6, 0, 0)}, but no action of rank 1 took it")
 
 
@@ -70,7 +76,7 @@ def test_a_form_is_described_once_and_again_where_there_are_too_many(monkeypatch
         monkeypatch.setattr(link, "MOST_LAYOUTS", most)
         described.clear()
         ends = socket.socketpair()
-        here, there = (Link(peer, end, 1 << 20) for peer, end in enumerate(ends))
+        here, there = (RingLink(peer, end, 1 << 20) for peer, end in enumerate(ends))
         for k, length in enumerate(lengths):
             value = torch.arange(float(length)) + k
             assert here.send(pack(Envelope(0, 0, 1, k, 0), {"x": value}))
@@ -100,54 +106,73 @@ def test_ring_never_overlaps(lengths: list[int], data: st.DataObject) -> None:
             ring.free(unread.pop(0)[2])
 
 
-def test_full_rings_in_both_directions(worlds: Worlds) -> None:
-    assert worlds.run(2, alone.everybody_to_everybody, 500, 300, 4096) == [8192, 8192]
+@pytest.mark.parametrize(("wanted", "ring"), [("shm", 8192), ("distributed", 0)])
+def test_no_room_in_both_directions(wanted: str, ring: int, worlds: Worlds) -> None:
+    assert worlds.run(2, alone.everybody_to_everybody, 500, 300, 4096, wanted) == [ring, ring]
 
 
-def test_a_neighbour_that_runs_ahead_fills_the_ring_and_not_the_memory(worlds: Worlds) -> None:
-    assert worlds.run(2, alone.running_ahead, 60)[1] <= EAGER
+@BOTH
+def test_a_neighbour_that_runs_ahead_fills_no_memory(wanted: str, worlds: Worlds) -> None:
+    assert worlds.run(2, alone.running_ahead, 60, wanted)[1] <= RingLink.eager
 
 
-def test_a_rank_that_waits_makes_room_for_what_it_waits_for(worlds: Worlds) -> None:
-    assert worlds.run(2, alone.out_of_turn, 40)[1] == [40.0, *range(40)]
+@BOTH
+def test_a_rank_that_waits_makes_room_for_what_it_waits_for(wanted: str, worlds: Worlds) -> None:
+    assert worlds.run(2, alone.out_of_turn, 40, wanted)[1] == [40.0, *range(40)]
 
 
-def test_three_ranks_all_to_all(worlds: Worlds) -> None:
-    worlds.run(3, alone.everybody_to_everybody, 300, 1000, 16384)
+@BOTH
+def test_three_ranks_all_to_all(wanted: str, worlds: Worlds) -> None:
+    worlds.run(3, alone.everybody_to_everybody, 300, 1000, 16384, wanted)
 
 
-def test_messages_larger_than_the_ring(worlds: Worlds) -> None:
-    worlds.run(2, alone.everybody_to_everybody, 6, 700_000, 4096)
+@BOTH
+def test_messages_larger_than_the_room(wanted: str, worlds: Worlds) -> None:
+    worlds.run(2, alone.everybody_to_everybody, 6, 700_000, 4096, wanted)
 
 
-def test_few_numbers_are_gathered_without_torch(worlds: Worlds) -> None:
+def test_what_the_network_does_not_take_is_sent_by_a_thread(worlds: Worlds) -> None:
+    assert worlds.run(2, alone.slow_reader, 12, 500_000)[1] == [float(k) for k in range(12)]
+
+
+def test_large_messages_go_over_gloo_from_the_next_step_on(worlds: Worlds) -> None:
+    assert worlds.run(2, alone.large_ones) == [[["stream"] * 3, ["gloo"] * 3, ["gloo"] * 3]] * 2
+
+
+@BOTH
+def test_few_numbers_are_gathered_without_torch(wanted: str, worlds: Worlds) -> None:
     numbers = [[10.0 * n, 10.0 * n + 1, 10.0 * n + 1, 10.0 * n + 2, 10.0 * n + 2, 10.0 * n + 2] for n in range(3)]
-    assert worlds.run(3, alone.few_numbers) == [(0, [*numbers, [5000.0, 10000.0, 15000.0]])] * 3
+    assert worlds.run(3, alone.few_numbers, wanted) == [(0, [*numbers, [5000.0, 10000.0, 15000.0]])] * 3
 
 
-def test_a_rank_in_a_collective_is_not_waited_for(worlds: Worlds) -> None:
-    assert worlds.run(2, alone.away)[1] == [float(k) for k in range(20)]
+@BOTH
+def test_a_rank_in_a_collective_is_not_waited_for(wanted: str, worlds: Worlds) -> None:
+    assert worlds.run(2, alone.away, wanted)[1] == [float(k) for k in range(20)]
 
 
-def test_views_whose_bytes_are_not_their_values(worlds: Worlds) -> None:
-    assert worlds.run(2, alone.lazily_conjugated)[1] == [[1 - 2j, 3 + 4j], [-2.0, 4.0]]
+@BOTH
+def test_views_whose_bytes_are_not_their_values(wanted: str, worlds: Worlds) -> None:
+    assert worlds.run(2, alone.lazily_conjugated, wanted)[1] == [[1 - 2j, 3 + 4j], [-2.0, 4.0]]
 
 
-def test_nothing_is_left_behind(worlds: Worlds) -> None:
-    assert worlds.run(2, alone.left_behind) == [(0, 0)] * 2
+@BOTH
+def test_nothing_is_left_behind(wanted: str, worlds: Worlds) -> None:
+    assert worlds.run(2, alone.left_behind, wanted) == [(0, 0)] * 2
 
 
-def test_a_silent_peer_is_named_after_the_timeout(worlds: Worlds) -> None:
-    said = worlds.run(2, alone.silent)[1]
+@BOTH
+def test_a_silent_peer_is_named_after_the_timeout(wanted: str, worlds: Worlds) -> None:
+    said = worlds.run(2, alone.silent, wanted)[1]
     assert said.startswith("0: rank 1 waits for activations of step 0, microbatch 0, stage 0 → 1, but rank 0 does not")
 
 
 @pytest.mark.parametrize(("sends", "with_child"), [(False, False), (True, False), (False, True)])
-def test_a_killed_peer_is_noticed_at_once(sends: bool, with_child: bool) -> None:
+@BOTH
+def test_a_killed_peer_is_noticed_at_once(wanted: str, sends: bool, with_child: bool) -> None:
     world = World(2)
     try:
         for pipe in world._pipes:
-            pipe.send((alone.killed, (sends, with_child)))
+            pipe.send((alone.killed, (sends, with_child, wanted)))
         assert world._pipes[1].poll(60)
         good, (peer, said, seconds) = _answer(world._pipes[1])
         assert good
@@ -165,15 +190,34 @@ def _answer(pipe: Any) -> Any:
 
 
 def test_choice(worlds: Worlds) -> None:
-    assert worlds.run(2, alone.chosen, "auto", False) == ["ShmTransport"] * 2
-    assert worlds.run(2, alone.chosen, "distributed", False) == ["DistributedTransport"] * 2
-    assert worlds.run(2, alone.chosen, "shm", True) == ["DistributedTransport"] * 2
+    assert worlds.run(2, alone.chosen, "auto", False) == [["RingLink"]] * 2
+    assert worlds.run(2, alone.chosen, "distributed", False) == [["StreamLink"]] * 2
+    assert worlds.run(2, alone.chosen, "shm", True) == [[]] * 2
+    assert worlds.run(2, alone.chosen, "distributed", False, True) == [[]] * 2
     said = worlds.run(2, alone.chosen_differently, ["shm", "auto"])
     assert said == ["UserError: rank 1 has transport='auto', but rank 0 has 'shm'; give all the same"] * 2
 
 
+def test_a_rank_that_cannot_listen_leaves_all_to_gloo(worlds: Worlds) -> None:
+    assert worlds.run(3, alone.without_door, 1) == [[]] * 3
+
+
+def test_a_stranger_is_not_let_in() -> None:
+    door = StreamDoor()
+    door.open(2)
+    for word, place in ((door.card.word, (1, 0)), ("0" * 32, None)):
+        here, there = socket.socketpair()
+        there.sendall(struct.pack("<32sII", word.encode(), 1, 0))
+        there.close()
+        assert door._welcomed(here) == place
+        here.close()
+    door.close()
+
+
 def test_machines_apart(worlds: Worlds) -> None:
-    assert worlds.run(3, alone.parted, ["a", "b", "a"]) == [[1.0, 2.0], [0.0, 2.0], [0.0, 1.0]]
+    near, far = ["StreamLink", "RingLink"], ["StreamLink", "StreamLink"]
+    expected = [(near, [1.0, 2.0]), (far, [0.0, 2.0]), (near[::-1], [0.0, 1.0])]
+    assert worlds.run(3, alone.parted, ["a", "b", "a"]) == expected
 
 
 def test_bad_choices() -> None:
@@ -191,14 +235,19 @@ def test_inprocess_under_a_launcher(worlds: Worlds) -> None:
 BITS = [("1f1b", "plain"), ("zb-v", "skips"), ("hanayo", "plain"), ("pipedream", "plain")]
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "rings": {"transport": "shm"},
+    "streams": {"transport": "distributed"},
+    "gloo": {"transport": "distributed", "blocking": True},
+}
+
+
 @pytest.mark.parametrize(("schedule", "model"), BITS)
-def test_the_same_bits_as_over_gloo(schedule: str, model: str, worlds: Worlds) -> None:
+def test_the_same_bits_by_every_way(schedule: str, model: str, worlds: Worlds) -> None:
     case = Case(schedule, model, 4, 6, recompute=0.5, clip_norm=0.5, num_layers=12)
-    through = {
-        transport: worlds.run(4, train_rank, replace(case, more={"transport": transport}))
-        for transport in ("shm", "distributed")
-    }
-    for (losses, state, rows), (expected, expected_state, expected_rows) in zip(*through.values(), strict=True):
-        assert losses == expected
-        assert not differing(state, expected_state)
-        assert rows == expected_rows
+    rings, *others = [worlds.run(4, train_rank, replace(case, more=way)) for way in WAYS.values()]
+    for other in others:
+        for (losses, state, rows), (expected, expected_state, expected_rows) in zip(rings, other, strict=True):
+            assert losses == expected
+            assert not differing(state, expected_state)
+            assert rows == expected_rows

@@ -16,10 +16,10 @@ from vpipe.runtime.transport.wire import Envelope
 Run = Callable[..., list[Any]]
 
 
-@pytest.fixture(params=["threads", "blocking threads", "distributed", "shm"])
+@pytest.fixture(params=["threads", "blocking threads", "gloo", "distributed", "shm"])
 def run(request: pytest.FixtureRequest) -> Run:
     """Both ranks' answers to a scenario."""
-    if request.param in ("distributed", "shm"):
+    if request.param in ("gloo", "distributed", "shm"):
         worlds: Worlds = request.getfixturevalue("worlds")
         return lambda *arguments: worlds.run(2, scenarios.in_process_group, request.param, *arguments)
     return lambda *arguments: scenarios.in_threads(*arguments, blocking=request.param != "threads")

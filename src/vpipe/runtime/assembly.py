@@ -99,7 +99,7 @@ def connect(ranks: Ranks, threads: bool, blocking: bool) -> Wires:
         hub = Hub(world, blocking)
         seats = tuple(Seat(socket.gethostname(), str(device)) for device in devices)
         return Wires(world, devices, seats, hub, _ends(hub, devices))
-    host = choice.between_processes(transport, blocking=blocking, timeout=ranks.timeout)
+    host = choice.between_processes(transport, blocking=blocking, timeout=ranks.timeout, threads=threads)
     mine = json.dumps([socket.gethostname(), str(devices[0])])
     seats = tuple(Seat(*json.loads(text)) for text in gather_text(host, mine))
     return Wires(world, devices, seats, host=host)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import torch.distributed as dist
@@ -9,9 +11,15 @@ import torch.distributed as dist
 from vpipe.errors import UserError
 from vpipe.runtime.ranks.meeting import COME_WITHIN
 from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.link import Link
+from vpipe.runtime.transport.linked import LinkedTransport
 from vpipe.runtime.transport.neighbours import Card, Door
-from vpipe.runtime.transport.shm import RING_BYTES, ShmTransport
+from vpipe.runtime.transport.ring_link import RingLink
+from vpipe.runtime.transport.stream_link import StreamLink
 
+RING_BYTES = 8 * 1024 * 1024
+"""How large a ring grows before its sender waits; it holds at least four of the largest message. So many bytes may be
+under way in a stream, too."""
 Wanted = Literal["auto", "inprocess", "shm", "distributed"]
 
 
@@ -38,9 +46,10 @@ def check(wanted: str, in_process: bool, num_ranks: int, threads: bool = False) 
 
 
 def between_processes(
-    wanted: str, *, blocking: bool, timeout: float, ring_bytes: int = RING_BYTES
+    wanted: str, *, blocking: bool, timeout: float, threads: bool = False, ring_bytes: int = RING_BYTES
 ) -> DistributedTransport:
-    """The transport of this process, one of several. Every rank calls this at the same time."""
+    """The transport of this process, one of several. Every rank calls this at the same time. Where sends wait
+    (``blocking``), and where several ``threads`` of a rank send, messages go over gloo."""
     plain = DistributedTransport(blocking=blocking, timeout=timeout)
     if dist.get_world_size() == 1:
         return plain
@@ -48,12 +57,20 @@ def between_processes(
     try:
         door.open(plain.num_ranks)
         cards = door.exchange(plain)
-        if blocking or not _shares(cards):
+        shares = _shares(cards)
+        if blocking or threads:
             return plain
-        connections = door.connect(plain.rank, cards, min(timeout, COME_WITHIN))
+        near = door.connect(plain.rank, cards, min(timeout, COME_WITHIN)) if shares else {}
+        far = [rank for rank in range(plain.num_ranks) if rank != plain.rank and rank not in near]
+        streams: Mapping[int, Sequence[socket.socket]] = {}
+        if not shares or len({card.machine for card in cards}) > 1:  # the same answer on every rank
+            streams = door.streams.connect(plain, [card.stream for card in cards], far)
     finally:
         door.close()
-    return ShmTransport(connections, timeout=timeout, ring_bytes=ring_bytes)
+    links: dict[int, Link] = {peer: RingLink(peer, connection, ring_bytes) for peer, connection in near.items()}
+    for peer, (records, tensors) in streams.items():
+        links[peer] = StreamLink(peer, records, tensors, ring_bytes, plain.patience.total_seconds())
+    return LinkedTransport(links, timeout=timeout) if links else plain
 
 
 def _shares(cards: list[Card]) -> bool:

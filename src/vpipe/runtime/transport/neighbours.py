@@ -1,4 +1,4 @@
-"""Which ranks share this machine, and a connected socket to each of them.
+"""Which ranks share this machine, and a connected socket to each of them; to the others two (``stream_door``).
 
 Every rank opens a door (a socket without a file: nothing can be left behind) and tells all ranks its name and its
 machine. Of each pair on one machine the higher rank knocks at the lower one's door. A door exists before its name is
@@ -21,6 +21,7 @@ import torch
 
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.transport.stream_door import StreamCard, StreamDoor
 
 _HELLO = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
@@ -36,16 +37,20 @@ class Card(NamedTuple):
     machine: str
     """Equal for two ranks that can share memory; empty where it cannot be had."""
     door: str
+    stream: StreamCard
 
 
 class Door:
-    """Where other ranks of this machine knock."""
+    """Where other ranks knock."""
 
     def __init__(self, wanted: str) -> None:
-        self.card = Card(wanted, machine(), f"vpipe-{secrets.token_hex(16)}")
+        self.streams = StreamDoor()
+        self.card = Card(wanted, machine(), f"vpipe-{secrets.token_hex(16)}", self.streams.card)
         self._listener: socket.socket | None = None
 
     def open(self, num_ranks: int) -> None:
+        self.streams.open(num_ranks)
+        self.card = self.card._replace(stream=self.streams.card)
         if self.card.machine:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._listener.bind(f"\0{self.card.door}")
@@ -55,7 +60,8 @@ class Door:
         """Everybody's cards, by rank."""
         mine = torch.frombuffer(bytearray(json.dumps(self.card).encode()), dtype=torch.uint8)
         found = transport.all_gather(mine, range(transport.num_ranks))
-        return [Card(*json.loads(bytes(text.tolist()))) for text in found]
+        cards = [json.loads(bytes(text.tolist())) for text in found]
+        return [Card(wanted, machine, door, StreamCard(*stream)) for wanted, machine, door, stream in cards]
 
     def connect(self, rank: int, cards: Sequence[Card], patience: float) -> dict[int, socket.socket]:
         """Rank → socket, for the other ranks of this machine. Each of them calls this too."""
@@ -82,6 +88,7 @@ class Door:
         return found
 
     def close(self) -> None:
+        self.streams.close()
         if self._listener is not None:
             self._listener.close()
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from ctypes import memmove, string_at
+from ctypes import c_char, memmove, string_at
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -181,7 +181,8 @@ def _layout(structure: Structure, facts: tuple[TensorFacts, ...]) -> MessageLayo
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
-def _parsed(text: bytes) -> MessageLayout:
+def parsed(text: bytes) -> MessageLayout:
+    """The form that a text describes."""
     structure, tensors = json.loads(text)
     facts = tuple(
         TensorFacts(_DTYPES[name], tuple(shape), bool(needs_grad), tuple(strides), shift)
@@ -238,6 +239,21 @@ class Packed(NamedTuple):
                 return False  # the bytes in memory are not the values
             memmove(address + begin, tensor.data_ptr(), num_bytes)
         return True
+
+    def memory(self) -> list[memoryview]:
+        """The tensors' bytes one after the other, where they are; copies of those whose bytes do not lie as they
+        travel."""
+        found = []
+        for tensor, (template, _, num_bytes, fact, dense) in zip(self.tensors, self.layout.copying, strict=True):
+            if not dense or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+                copy = torch.empty_like(template, memory_format=torch.contiguous_format)
+                fill(copy.as_strided(fact.shape, fact.strides, fact.shift), tensor)
+                tensor = copy
+            if num_bytes:
+                place = (c_char * num_bytes).from_address(tensor.data_ptr())
+                place.tensor = tensor  # type: ignore[attr-defined]  # whoever has the bytes keeps their memory
+                found.append(memoryview(place).cast("B"))
+        return found
 
     def head(self) -> bytes:
         """The prefix and the layout: what a message begins with."""
@@ -306,7 +322,7 @@ def read_head(address: int, room: int, expected: Envelope | None = None) -> tupl
             f"expected {what}, but the bytes that came are no vpipe message: do all ranks run the same vpipe?"
         )
     text = string_at(address + _PREFIX.size, length)
-    return Envelope(step, source, target, microbatch, backward), _parsed(text)
+    return Envelope(step, source, target, microbatch, backward), parsed(text)
 
 
 def unpack(block: Tensor, layout: MessageLayout, base: int = 0) -> Any:

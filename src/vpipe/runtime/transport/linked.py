@@ -1,10 +1,10 @@
-"""Ranks as processes of one machine: messages through shared memory.
+"""Ranks as processes: messages through shared memory on one machine, by streams between any (``link.py``).
 
-A message over gloo costs tens of microseconds of processor time and a rendezvous. Here it is one copy into a ring that
-both processes see and one record on a socket (``link.py``). The receiver copies it out when it takes it; while it waits
-for another, it copies out the first ``EAGER`` of each neighbour, whose time then costs nothing.
-A few numbers from each of several ranks of this machine (losses, norms) are gathered the same way: the first of them
-takes all and tells all. Ranks of other machines, and large collective operations, go through ``torch.distributed``.
+A message over gloo costs a rendezvous, two threads and their locks. Here it is one copy into a ring that both processes
+see, or into the network's buffers, and one record on a socket. The receiver copies it out when it takes it; while it
+waits for another, it copies out the first few of each neighbour's ring, whose time then costs nothing.
+A few numbers from each of several ranks (losses, norms) are gathered the same way: the first of them takes all and
+tells all. Large collective operations, and messages that are too large for a stream, go through ``torch.distributed``.
 
 Messages of all channels between two ranks come in the order in which they were sent; a rank that waits for one of them
 puts the others into a mailbox. Of one channel, the message that comes n-th answers the receive that was posted n-th.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from time import monotonic
@@ -26,40 +25,37 @@ from weakref import WeakSet
 from torch import Tensor
 
 from vpipe.runtime.ranks.failure import PeerLost
-from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.distributed import Channel, DistributedTransport
 from vpipe.runtime.transport.link import Link
 from vpipe.runtime.transport.wire import Envelope, mismatch, pack
 
-RING_BYTES = 8 * 1024 * 1024
-"""How large a ring grows before its sender waits; it holds at least four of the largest message."""
 SPIN = 20e-6
 """Seconds for which a rank looks again before it sleeps, where the machine has more cores than ranks."""
-
-EAGER = 2
-"""Messages of a neighbour that a rank which waits for another one copies out: a message too many is memory."""
 FEW_BYTES = 16 * 1024
 """Up to here, what a rank gives to a collective operation goes through shared memory."""
 _GATHERING = -1
 """The stage that messages of such an operation name as source and target."""
+_BROKEN = (BrokenPipeError, ConnectionResetError, TimeoutError)
+"""What a socket says of a peer that is gone or silent."""
 
 Place = tuple[int, int, int, int, int]
 """(peer, source stage, target stage, backward, number within this channel)."""
 
 
-class ShmTransport(DistributedTransport):
-    """One process's end. ``connections`` holds a socket to every other rank of this machine."""
+class LinkedTransport(DistributedTransport):
+    """One process's end. To ranks without a link messages go over gloo."""
 
-    def __init__(
-        self, connections: Mapping[int, socket.socket], *, timeout: float = 1800.0, ring_bytes: int = RING_BYTES
-    ) -> None:
+    def __init__(self, links: Mapping[int, Link], *, timeout: float = 1800.0) -> None:
         super().__init__(timeout=timeout)
-        self.links = {peer: Link(peer, connection, ring_bytes) for peer, connection in connections.items()}
+        self.links = dict(links)
         self._patience = self.patience.total_seconds()
-        self._spin = SPIN if len(os.sched_getaffinity(0)) > len(connections) + 1 else 0.0
+        self._spin = SPIN if len(os.sched_getaffinity(0)) > len(links) + 1 else 0.0
         self._expected: dict[Envelope, Place] = {}
         self._mail: dict[Place, tuple[Envelope, Any]] = {}
         self._num_expected: dict[tuple[int, int, int, int], int] = defaultdict(int)
         self._num_arrived: dict[tuple[int, int, int, int], int] = defaultdict(int)
+        self._large: set[Channel] = set()
+        """What the links carry no more: earlier messages were too large."""
         self._step = 0
         self._num_gathered: dict[tuple[int, ...], int] = defaultdict(int)
         self._events = select.epoll()
@@ -69,10 +65,15 @@ class ShmTransport(DistributedTransport):
         _open.add(self)
 
     def begin_step(self, step: int) -> None:
-        super().begin_step(step)
-        self._step = step
         for link in self.links.values():
             link.pay()
+            for (source, target, backward), num_bytes in link.too_large.items():
+                channel = Channel(source, target, backward, link.peer)
+                self._wanted[channel] = num_bytes
+                self._large.add(channel)
+            link.too_large.clear()
+        super().begin_step(step)
+        self._step = step
         came = [(peer, envelope) for (peer, *_), (envelope, _) in self._mail.items()]
         for peer, envelope in came + [(link.peer, found) for link in self.links.values() for found in link.unread()]:
             if envelope.step < step:
@@ -82,28 +83,38 @@ class ShmTransport(DistributedTransport):
                 )
 
     def post(self, envelope: Envelope, source_rank: int) -> None:
-        if source_rank not in self.links:
+        link = self.links.get(source_rank)
+        if link is None or (self._large and self._is_large(envelope, source_rank)):
             super().post(envelope, source_rank)
             return
         channel = (source_rank, envelope.source, envelope.target, envelope.backward)
         number = self._num_expected[channel]
         self._num_expected[channel] = number + 1
         self._expected[envelope] = (*channel, number)
-        self.links[source_rank].pay()
+        link.pay()
+
+    def _is_large(self, envelope: Envelope, peer: int) -> bool:
+        return Channel(envelope.source, envelope.target, envelope.backward, peer) in self._large
 
     def take(self, envelope: Envelope) -> Any:
         place = self._expected.pop(envelope, None)
         if place is None:
             return super().take(envelope)
-        is_here = place in self._mail
-        found, value = self._mail.pop(place) if is_here else self._await(self.links[place[0]], place, envelope)
+        if place in self._mail:
+            found, value = self._mail.pop(place)
+        else:
+            link = self.links[place[0]]
+            try:
+                found, value = self._await(link, place, envelope)
+            except _BROKEN as error:
+                raise self._gone(link, f"waits for {envelope}", error) from None
         if found != envelope:
             raise mismatch(envelope, found)
         return value
 
     def send(self, envelope: Envelope, target_rank: int, value: Any) -> None:
         link = self.links.get(target_rank)
-        if link is None:
+        if link is None or (self._large and self._is_large(envelope, target_rank)):
             super().send(envelope, target_rank, value)
             return
         packed = pack(envelope, value)
@@ -117,8 +128,15 @@ class ShmTransport(DistributedTransport):
             until = monotonic() + self._patience
             while not link.send(packed):
                 self._read(link, f"sends {envelope}", until)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._gone(link, f"sends {envelope}") from None
+        except _BROKEN as error:
+            raise self._gone(link, f"sends {envelope}", error) from None
+
+    def end_step(self) -> None:
+        super().end_step()
+        for link in self.links.values():
+            if not link.drain(self._patience):
+                what = f"rank {self.rank} ends its step, but rank {link.peer} does not read what was sent to it"
+                raise PeerLost(what, link.peer)
 
     def all_gather(self, value: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Tensor]:
         few = sizes is not None and max(sizes) * value.element_size() <= FEW_BYTES
@@ -160,19 +178,17 @@ class ShmTransport(DistributedTransport):
     def _read(self, link: Link, doing: str, until: float) -> None:
         """Wait until anything has come from any rank, for the sake of ``link``, and hear it."""
         if link.gone:
-            raise self._gone(link, doing)
+            raise self._gone(link, doing, None)
         for other in self.links.values():
             other.clear(self._deliver)
         events = self._look(until - monotonic())
         if not events:
-            what = f"rank {self.rank} {doing}, but rank {link.peer} does not answer: nothing for {self._patience:g} s"
-            others = f"; but {next(iter(self._mail.values()))[0]} has come" if self._mail else ""
-            raise PeerLost(what + others, link.peer)
+            raise self._silent(link, doing)
         for descriptor, _ in events:
             ready = self._link_of[descriptor]
             ready.receive()
-            num_held = sum(place[0] == ready.peer for place in self._mail) if ready is not link else EAGER
-            while num_held < EAGER and (message := ready.read()) is not None:
+            num_held = sum(place[0] == ready.peer for place in self._mail) if ready.eager else 0
+            while ready is not link and num_held < ready.eager and (message := ready.read()) is not None:
                 self._deliver(ready.peer, *message)
                 num_held += 1
             if ready.gone:
@@ -197,8 +213,15 @@ class ShmTransport(DistributedTransport):
         self._num_arrived[channel] = number + 1
         return (peer, source, target, backward, number)
 
-    def _gone(self, link: Link, doing: str) -> PeerLost:
+    def _gone(self, link: Link, doing: str, error: OSError | None) -> PeerLost:
+        if isinstance(error, TimeoutError):
+            return self._silent(link, doing)
         return PeerLost(f"rank {self.rank} {doing}, but rank {link.peer} has closed the connection", link.peer)
+
+    def _silent(self, link: Link, doing: str) -> PeerLost:
+        what = f"rank {self.rank} {doing}, but rank {link.peer} does not answer: nothing for {self._patience:g} s"
+        others = f"; but {next(iter(self._mail.values()))[0]} has come" if self._mail else ""
+        return PeerLost(what + others, link.peer)
 
     def _leave(self) -> None:
         """Before a wait that reads no links: those from whom something is expected must not wait for room."""
@@ -223,7 +246,7 @@ class ShmTransport(DistributedTransport):
         super().close()
 
 
-_open: WeakSet[ShmTransport] = WeakSet()
+_open: WeakSet[LinkedTransport] = WeakSet()
 
 
 def _forget() -> None:

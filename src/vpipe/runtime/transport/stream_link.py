@@ -1,0 +1,208 @@
+"""Two ranks of any machines: a TCP stream for the tensors of messages, beside the records of a link.
+
+gloo carries a message by a thread of its own at either end: the receiver's thread reads it and wakes the rank, and the
+sender's fights with the rank for a lock. Here the rank itself hands its bytes to the kernel, straight from the tensors,
+and the rank that waits for them reads them, straight into the tensors: two copies and one wake. What the kernel does
+not take at once (``Outlet``) is sent by a thread, so that no rank ever waits for the network with its hands full.
+
+The network's buffers are the ring of this link: a message stays there until it is taken. They are small, so that this
+way is for messages of up to ``STREAMED`` bytes; larger ones go over gloo, whose thread receives while a rank computes.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections import deque
+from contextlib import suppress
+from ctypes import c_char
+from typing import Any
+
+from torch import contiguous_format, empty_like
+
+from vpipe.runtime.transport.link import BUFFER, FORM, MESSAGE, MESSAGES, RECORD, START_BYTES, UNDER_WAY, WINDOW, Link
+from vpipe.runtime.transport.wire import Envelope, Packed, parsed, unflatten
+
+STREAMED = 512 * 1024
+"""Bytes of a message up to which it goes by a stream."""
+RECEIVE_BUFFER = 4 * STREAMED
+"""What the kernel is asked to hold for a rank that computes; it grants less where it is told to."""
+_TIME = struct.Struct("@ll")
+
+
+class StreamLink(Link):
+    """This rank's end: ``connection`` for records, ``data`` for tensors."""
+
+    def __init__(
+        self, peer: int, connection: socket.socket, data: socket.socket, most_bytes: int, patience: float
+    ) -> None:
+        super().__init__(peer, connection, most_bytes)
+        self._data, self._outlet = data, Outlet(data)
+        self._heard_bytes = b""
+        """The beginning of a record whose end has not come."""
+        self._sent_position = 0
+        self._freed_position = 0
+        self._largest = 0
+        seconds = min(patience, 2.0**31 - 1)
+        data.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(int(seconds), int(seconds % 1 * 1e6)))
+
+    def send(self, packed: Packed) -> bool:
+        envelope, layout, _ = packed
+        num_bytes, num_unread = layout.num_bytes, self._num_sent - self._num_credited
+        if num_unread and not self.away:
+            self._largest = max(self._largest, num_bytes)
+            room = max(START_BYTES, min(self._most_bytes, WINDOW * self._largest))
+            if num_unread >= UNDER_WAY or self._sent_position - self._freed_position + num_bytes > room:
+                return False
+        if num_bytes > STREAMED:
+            self.too_large[envelope.source, envelope.target, envelope.backward] = num_bytes
+        form = self._forms.get(id(layout))
+        self._num_sent += 1
+        self._sent_position += num_bytes
+        if form is not None:
+            record = RECORD.pack(MESSAGE, 0, 0, self._sent_position, *envelope, form[0])
+        else:
+            about = RECORD.pack(FORM, 0, len(layout.text), self._sent_position, *envelope, self._number(layout))
+            record = about + layout.text
+        try:
+            self._outlet.send(packed.memory())  # first, so that who is woken by the record finds it
+            self.connection.sendall(record, socket.MSG_NOSIGNAL)
+        except OSError as error:
+            raise ConnectionResetError(str(error)) from None
+        return True
+
+    def make_room(self, num_bytes: int) -> None:
+        self._ask()
+
+    def receive(self) -> bool:
+        try:
+            data = self.connection.recv(BUFFER, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self.gone = True
+            return False
+        if self._heard_bytes:
+            data = self._heard_bytes + data
+        at, end = 0, len(data)
+        while at + RECORD.size <= end:
+            kind, generation, first, second, *envelope, form = RECORD.unpack_from(data, at)
+            after = at + RECORD.size
+            if kind == FORM:
+                if after + first > end:
+                    break
+                self._known[form:] = [parsed(data[after : after + first])]
+                after += first
+            if kind in MESSAGES:
+                self._unread.append((Envelope(*envelope), self._known[form], second))
+            else:
+                self._heard(kind, generation, first, second)
+            at = after
+        self._heard_bytes = data[at:]
+        return True
+
+    def read(self) -> tuple[Envelope, Any] | None:
+        if not self._unread:
+            return None
+        envelope, layout, position = self._unread.popleft()
+        tensors, places = [], []
+        for template, _, num_bytes, fact, dense in layout.copying:
+            tensor = empty_like(template, memory_format=contiguous_format)
+            if num_bytes:
+                places.append(memoryview((c_char * num_bytes).from_address(tensor.data_ptr())).cast("B"))
+            if not dense:
+                tensor = tensor.as_strided(fact.shape, fact.strides, fact.shift)
+            tensors.append(tensor.requires_grad_() if fact.needs_grad else tensor)
+        if places:
+            self._fill(places)
+        if layout.num_bytes > STREAMED:
+            self.too_large[envelope.source, envelope.target, envelope.backward] = layout.num_bytes
+        self._position = position
+        self._quarter = max(self._quarter, 4 * layout.num_bytes)
+        self._num_read += 1
+        return envelope, unflatten(layout.structure, iter(tensors).__next__)
+
+    def _fill(self, places: list[memoryview]) -> None:
+        """Wait for the bytes of a message. Its sender has begun to send them."""
+        while places:
+            try:
+                count = self._data.recvmsg_into(places, 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                raise TimeoutError("half of a message has come") from None
+            except OSError:  # a network that is gone has many names
+                count = 0
+            if not count:
+                self.gone = True
+                raise ConnectionResetError("a message has no end")
+            places = _after(places, count)
+
+    def drain(self, patience: float) -> bool:
+        return self._outlet.drain(patience)
+
+    def close(self) -> None:
+        super().close()
+        self._data.close()
+
+    def _free(self, position: int) -> None:
+        self._freed_position = position
+
+
+class Outlet:
+    """Bytes into a socket, without waiting: what the kernel does not take now is copied, and sent by a thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._waiting: deque[bytes] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def send(self, parts: list[memoryview]) -> None:
+        """The parts may be changed or dropped afterwards."""
+        if parts and not self._waiting:  # the thread takes away what it has sent, not what it is about to send
+            with suppress(BlockingIOError):
+                parts = _after(parts, self._connection.sendmsg(parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
+        if not parts:
+            return
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            self._waiting.append(b"".join(parts))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="vpipe outlet", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting)
+                self._connection.sendall(self._waiting[0], socket.MSG_NOSIGNAL)
+                with self._changed:
+                    self._waiting.popleft()
+                    self._changed.notify_all()
+        except OSError as error:
+            with self._changed:
+                self._error = error
+                self._waiting.clear()
+                self._changed.notify_all()
+
+    def drain(self, patience: float) -> bool:
+        """Wait until nothing waits; whether that has come."""
+        if not self._waiting:
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, patience)
+
+
+def _after(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of some memory after its first ``count`` bytes."""
+    for index, part in enumerate(parts):
+        if count < len(part):
+            return [part[count:], *parts[index + 1 :]]
+        count -= len(part)
+    return []
