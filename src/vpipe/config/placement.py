@@ -64,7 +64,7 @@ class ParallelConfig(Section):
     """Options of the schedule by their names, such as {deepseek_drain: true} for dualpipe-v; `vpipe schedules --json`
     lists them. depths, vertical_sync, waves and training.update_interval are older keys for some of them."""
     transport: Literal["auto", "inprocess", "shm", "distributed"] = "auto"
-    """How ranks exchange tensors: threads of one process, shared memory of one machine, or torch.distributed."""
+    """How ranks exchange tensors: threads of one process, shared memory of one machine, or TCP and gloo."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Backend of torch.distributed: auto takes the device's own beside gloo. nccl asks for an accelerator, gloo sends
     what is on one through main memory."""
