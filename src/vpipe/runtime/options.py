@@ -91,10 +91,10 @@ class Ranks:
     """Who computes, where, and what carries messages between them.
 
     Without a launcher, ``num_ranks`` ranks run as threads of this process. ``transport`` between processes: "shm"
-    (shared memory where ranks are on one machine), "distributed" (TCP and gloo for all), or "auto" (shm if all ranks are on one
-    machine). ``device`` is where the ranks compute: "cpu", an accelerator's type ("cuda": a device for every rank of a
-    machine), one device for all of them ("cuda:0"), or "auto" (the accelerator where there is one). Between processes,
-    tensors go by the device's own backend, or with ``device_messages=False`` through main memory.
+    (shared memory where ranks are on one machine), "distributed" (TCP and gloo for all), or "auto" (shm if all ranks
+    are on one machine). ``device`` is where the ranks compute: "cpu", an accelerator's type ("cuda": a device for every
+    rank of a machine), one device for all of them ("cuda:0"), or "auto" (the accelerator where there is one). Between
+    processes, tensors go by the device's own backend, or with ``device_messages=False`` through main memory.
     """
 
     num_ranks: int | None = None
