@@ -78,6 +78,7 @@ def moving(rank: int, name: str, device: str, moves: bool = True, num_ranks: int
     return losses, state, through_host[-1]
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_were_no_neighbours_become_some(name: str) -> None:

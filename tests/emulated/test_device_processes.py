@@ -50,6 +50,7 @@ def run(rank: int, mode: str) -> list[Any]:
     return found
 
 
+@pytest.mark.rotates(1)
 @pytest.mark.parametrize("mode", ["as-is", "lazy", "delays"])
 def test_processes_equal_the_cpu(mode: str) -> None:
     ranks = on_ranks(run, 4, mode, timeout=120)

@@ -61,6 +61,7 @@ def assert_equal(config: Path, tmp_path: Path, lives: int) -> None:
     assert len(lineage.read(tmp_path / "run")) == lives
 
 
+@pytest.mark.rotates(1, of="launchers")
 def test_a_worker_that_is_killed_under_torchruns_agent_changes_no_bit(config: Path, tmp_path: Path) -> None:
     run = torchrun(tmp_path / "agent", config, "--standalone", "--nproc-per-node=3", "--max-restarts=3")
     try:
@@ -75,6 +76,7 @@ def test_a_worker_that_is_killed_under_torchruns_agent_changes_no_bit(config: Pa
     assert_equal(config, tmp_path, lives=3)
 
 
+@pytest.mark.rotates(1, of="launchers")
 def test_an_agent_that_is_lost_leaves_fewer_ranks_and_changes_no_bit(config: Path, tmp_path: Path) -> None:
     """``--nnodes 1:2``: two agents with two ranks each; one is killed with its ranks, and two ranks end the run."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -95,6 +97,7 @@ def test_an_agent_that_is_lost_leaves_fewer_ranks_and_changes_no_bit(config: Pat
     assert_equal(config, tmp_path, lives=2)
 
 
+@pytest.mark.rotates(1, of="launchers")
 @pytest.mark.skipif(not shutil.which("mpirun.openmpi"), reason="no mpirun.openmpi; apt-get install openmpi-bin")
 def test_mpirun_that_is_started_again_with_fewer_ranks_changes_no_bit(config: Path, tmp_path: Path) -> None:
     """mpirun ends all ranks with the one that is killed; whoever starts it again goes on."""

@@ -31,6 +31,7 @@ def ran(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         left.kill_all()
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     ("how", "victim", "error", "place"),
     [
@@ -163,6 +164,7 @@ def test_a_mistake_in_a_config_is_said_once_under_torchrun(tmp_path: Path) -> No
     run.assert_clean()
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize(
     ("args", "codes", "words"),
     [
@@ -209,6 +211,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.rotates(1)
 @slow
 @pytest.mark.parametrize("rendezvous", ["--standalone", "--rdzv-backend=static"])
 def test_torchrun_restarts_after_a_kill(tmp_path: Path, rendezvous: str) -> None:

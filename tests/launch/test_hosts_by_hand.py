@@ -62,6 +62,7 @@ def start(space: str, rank: int, script: Path, **more: str) -> subprocess.Popen[
     )
 
 
+@pytest.mark.rotates(1, of="hosts")
 def test_ranks_find_the_interface_that_leads_to_the_first(spaces: list[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -71,6 +72,7 @@ def test_ranks_find_the_interface_that_leads_to_the_first(spaces: list[str], tmp
     assert len({line for text in said for line in text.splitlines() if line.startswith("loss")}) == 1, said
 
 
+@pytest.mark.rotates(1, of="hosts")
 def test_an_interface_that_leads_nowhere_ends_both_in_words(spaces: list[str], tmp_path: Path) -> None:
     """Both ranks take loopback: neither can reach the other, and each says so within the timeout."""
     script = tmp_path / "train.py"

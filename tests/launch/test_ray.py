@@ -74,6 +74,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows if row["kind"] == "train"]
 
 
+@pytest.mark.rotates(1, of="jobs")
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -113,6 +114,7 @@ def test_a_run_on_ray_equals_one_on_this_machine_and_failures_and_cancelling_end
         time.sleep(0.1)
 
 
+@pytest.mark.rotates(1, of="jobs")
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)

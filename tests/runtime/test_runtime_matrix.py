@@ -76,6 +76,7 @@ def test_any_three_meet() -> None:
         assert len({tuple(cell[name] for name in three) for cell in met}) == prod(sizes[name] for name in three)
 
 
+@pytest.mark.rotates(80)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -132,6 +132,7 @@ def losses(run_directory: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.rotates(1, of="pages")
 @pytest.mark.slow
 def test_the_example_of_ourgpipes_page_runs_as_printed_and_under_torchrun(
     documented_job: Callable[[Path], Path], tmp_path: Path
@@ -211,6 +212,7 @@ def test_the_registries_list_what_is_built_in() -> None:
     assert callable(DATASET_REGISTRY.get("text"))
 
 
+@pytest.mark.rotates(1, of="pages")
 @pytest.mark.slow
 def test_the_page_of_hugging_face_runs_as_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
