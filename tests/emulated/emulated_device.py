@@ -7,6 +7,7 @@ Importing this module registers it. In the process of the test suite it is *visi
 from __future__ import annotations
 
 import atexit
+import importlib
 import importlib.machinery
 import importlib.util
 import json
@@ -116,6 +117,7 @@ class DeviceModule(types.ModuleType):
 def autoload() -> None:
     """What torch calls where this is installed as a vendor's package is (entry point ``torch.backends``)."""
     settings(**json.loads(os.environ.get("EMULATED_SETTINGS", "{}")))
+    importlib.import_module("torch._dynamo")  # some operators' shapes need it: once, before ranks are forked
 
 
 def settings(**values: float) -> None:

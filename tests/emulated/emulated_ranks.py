@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import tempfile
@@ -21,6 +22,16 @@ def vendor_package(folder: Path) -> Path:
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vpipe-emulated\nVersion: 0\n")
     (package / "entry_points.txt").write_text("[torch.backends]\nemu = emulated_device:autoload\n")
     return package.parent
+
+
+def vendor_environment(folder: Path, devices: int, **settings: float) -> dict[str, str]:
+    """The variables of a command whose processes find so many devices, which behave as the settings say."""
+    paths = [str(vendor_package(folder)), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "EMULATED_DEVICES": str(devices),
+        "EMULATED_SETTINGS": json.dumps(settings),
+    }
 
 
 def on_ranks(

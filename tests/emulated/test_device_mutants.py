@@ -204,13 +204,14 @@ def kept_directly(emulated: Any) -> list[float]:
     from vpipe.runtime.departures import Staging
 
     module = importlib.import_module("vpipe.train.elastic")
-    rank = SimpleNamespace(_staging=Staging(), _control=SimpleNamespace(aborted=lambda within: False))
-    found = []
+    rank = SimpleNamespace(_staging=Staging(), _frozen=set())
+    found: list[float] = []
+    shelf = SimpleNamespace(write=lambda standing, part, layers, frozen: found.append(float(layers[0]["w"].mean())))
     for value in (1.0, 2.0):
         weight = torch.zeros(8192, device="emu:0")
         emulated.native.sleep(3000)
         weight.fill_(value)
-        found.append(float(module.Rank._fetched(rank, {0: {"weight": weight}})[0]["weight"].mean()))
+        module.Rank._begun(rank, shelf, None, None, {0: {"w": weight}}, ())()
         torch.accelerator.synchronize(0)
     return found
 

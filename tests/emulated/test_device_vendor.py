@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from emulated_ranks import vendor_package
+from emulated_ranks import vendor_environment
 
 pytestmark = pytest.mark.slow
 
@@ -41,17 +40,11 @@ parallel: {model_parallel_size: 2, scheduler: 1f1b, backend: nccl}
 """OurGPipe's form."""
 
 
-def environment(folder: Path) -> dict[str, str]:
-    paths = [str(vendor_package(folder)), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "EMULATED_DEVICES": os.environ.get("EMULATED_DEVICES", "2"),
-    }
-
-
 def vpipe(folder: Path, *words: str) -> str:
     command = [sys.executable, "-m", "vpipe", *words]
-    done = subprocess.run(command, env=environment(folder), cwd=folder, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, env=vendor_environment(folder, 2), cwd=folder, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

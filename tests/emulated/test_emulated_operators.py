@@ -159,3 +159,26 @@ def test_errors_of_kernels_come_up_at_the_next_wait() -> None:
     nn.Embedding(4, 4).to("emu:0")(torch.tensor([9], device="emu:0"))
     with pytest.raises(IndexError):
         torch.accelerator.synchronize(0)
+
+
+def test_results_that_the_host_waits_for_are_not_overwritten(mode: str) -> None:
+    """Their memory was just freed, so the stream still overwrites it. (Ranks that had lost another one computed with
+    such results, and failed in the next kernel.)"""
+    x = torch.ones(64, device="emu:0")
+    for _ in range(8):
+        torch.empty(64, dtype=torch.int64, device="emu:0")
+        assert torch.equal(torch.nonzero(x).cpu().flatten(), torch.arange(64))
+
+
+def test_what_ends_the_caller_passes_through_kernels_of_python() -> None:
+    """A signal's exception, raised in the Python function that infers a shape, is not taken for a missing one."""
+    library = torch.library.Library("emulated_test", "DEF")
+    library.define("interrupted(Tensor x) -> Tensor")
+
+    def interrupted(x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    library.impl("interrupted", interrupted, "Meta")
+    library.impl("interrupted", torch.clone, "CPU")
+    with pytest.raises(KeyboardInterrupt):
+        torch.ops.emulated_test.interrupted(torch.ones(2, device="emu:0"))

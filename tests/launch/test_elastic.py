@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ from vpipe.rundir import crew
 from vpipe.rundir.crew import Roster
 from vpipe.rundir.manifest import checkpoints
 from vpipe.runtime.ranks import membership
+from vpipe.runtime.ranks.control import Aborted, Control, EpochOrder
 from vpipe.train.sizes import placed, refuse_sizes, resized
 
 CONFIG: dict[str, Any] = {
@@ -213,6 +219,47 @@ def test_a_meeting_that_was_broken_off_leaves_no_count_behind() -> None:
     c10d._process_group_name([], False)  # as init_process_group does before it connects
     membership.leave()
     assert c10d._world.group_count == 0
+
+
+def test_an_abort_tears_no_module_and_no_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes while a module is imported, then while a context is entered, and ends the epoch after that. (A
+    process whose torch._dynamo was half there failed in its next epoch.)"""
+    launcher, ours = socket.socketpair()
+    before = signal.getsignal(signal.SIGUSR2)
+    control = Control(ours, 0)
+    obey, heard = signal.getsignal(signal.SIGUSR2), 0
+
+    def hear(number: int, frame: Any) -> None:
+        nonlocal heard
+        heard += 1
+        obey(number, frame)  # type: ignore[operator]
+
+    def until(count: int) -> None:
+        while heard < count:
+            time.sleep(0.01)
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        until(heard + 1)
+        yield
+
+    def disturbed() -> None:
+        with control.epoch(EpochOrder(1, 0, 2)):
+            launcher.sendall(b'{"abort": 1}\n')
+            assert importlib.import_module("module_that_takes_long").WHOLE
+            with entered():
+                until(heard + 2)
+
+    monkeypatch.setattr("builtins.until_heard", lambda: until(1), raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "module_that_takes_long.py").write_text("until_heard()\nWHOLE = True\n")
+    signal.signal(signal.SIGUSR2, hear)
+    try:
+        with pytest.raises(Aborted):
+            disturbed()
+    finally:
+        launcher.close()
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_where_nothing_is_to_be_broken_chaos_says_so(config: Path) -> None:

@@ -10,7 +10,7 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,10 +55,11 @@ class Staging:
         self._kept: dict[tuple[int, str], Tensor] = {}
 
     def copy(
-        self, layers: Mapping[int, Mapping[str, Tensor]]
+        self, layers: Mapping[int, Mapping[str, Tensor]], unchanged: Collection[tuple[int, str]] = ()
     ) -> tuple[dict[int, dict[str, Tensor]], list[torch.Event]]:
         """The tensors as they are now, and what to wait for before they are read (``landed``). From devices they come
-        by streams of their own into pinned memory; the training thread does not wait, the devices' next kernels do."""
+        by streams of their own into pinned memory; the training thread does not wait, the devices' next kernels do.
+        What is ``unchanged`` since the last copy is not copied again."""
         copied: dict[int, dict[str, Tensor]] = {}
         lanes = Departures()
         for layer, tensors in layers.items():
@@ -68,7 +69,9 @@ class Staging:
                     pinned = not is_host(tensor.device)
                     kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
                     self._kept[layer, name] = kept
-                lanes.copy(kept, tensor)
+                    lanes.copy(kept, tensor)
+                elif (layer, name) not in unchanged:
+                    lanes.copy(kept, tensor)
                 copied.setdefault(layer, {})[name] = kept
         return copied, lanes.arrivals()
 

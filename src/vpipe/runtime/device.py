@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
+from vpipe.runtime.ranks import device_groups
 
 HOST = torch.device("cpu")
 Key = TypeVar("Key")
@@ -93,6 +94,11 @@ def to_have_one() -> str:
     return f"see why this torch, which is built for CUDA {built}, finds no GPU: 'nvidia-smi' must list one"
 
 
+def num_devices() -> int:
+    """The accelerators of this machine that torch offers."""
+    return torch.accelerator.device_count()
+
+
 def device_type(wanted: str) -> str:
     """What autocast calls the device."""
     return _parsed(wanted).type
@@ -140,6 +146,7 @@ def read(numbers: MutableMapping[Key, Number], *tensors: Tensor) -> list[Tensor]
         return list(tensors)
     parts = [value.reshape(1) for _, value in waiting] + [tensor.double().flatten() for tensor in there]
     block = torch.cat(parts).cpu()
+    device_groups.check()
     for (key, _), value in zip(waiting, block[: len(waiting)].tolist(), strict=True):
         numbers[key] = value
     found = iter(torch.split(block[len(waiting) :], [tensor.numel() for tensor in there]))

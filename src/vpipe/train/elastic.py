@@ -16,7 +16,8 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -30,17 +31,18 @@ from vpipe.config import PipelineConfig
 from vpipe.data.dataset import DataSet
 from vpipe.rundir.endings import BY_SIGNAL
 from vpipe.rundir.layout import CHECKPOINTS
-from vpipe.rundir.manifest import checkpoints
+from vpipe.rundir.manifest import Standing, checkpoints
 from vpipe.runtime import assembly
 from vpipe.runtime.departures import Staging, landed
 from vpipe.runtime.device import DEVICES, is_host
-from vpipe.runtime.ranks import membership
+from vpipe.runtime.ranks import device_groups, membership
 from vpipe.runtime.ranks.control import Aborted, Control, EpochOrder
+from vpipe.runtime.ranks.device_groups import NO_WATCHDOG, DeviceLost
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.train import abroad, copies
 from vpipe.train.abroad import Abroad, Generation, StoreDoor
 from vpipe.train.copier import Copier
-from vpipe.train.copies import SHELVES, CopyShelf, Layers, Part
+from vpipe.train.copies import SHELVES, CopyShelf, Key, Layers, Part
 from vpipe.train.session import load_data, open_session, schedule_of
 from vpipe.train.sizes import resized
 from vpipe.train.trainer import Trainer
@@ -48,6 +50,8 @@ from vpipe.train.worker import make_console
 
 CONSEQUENCE = 0.5
 """Seconds within which an error must be explained by an abort; later it is this rank's own."""
+CONSEQUENCE_THERE = 5.0
+"""The same where ranks are on devices: an error of a transfer there does not say that it is one."""
 
 
 def train(config: dict[str, Any], directory: str, run: str, resume: str | None = None, quiet: bool = False) -> int:
@@ -73,6 +77,8 @@ class Rank:
         self._control = Control.read(os.environ)
         self._shelves = [CopyShelf(pair) for pair in json.loads(os.environ[SHELVES])]
         self._staging = Staging()
+        self._frozen: set[Key] = set()
+        """What was frozen when this epoch's last copy left the device."""
         self._data: DataSet | None = None
         self._door = StoreDoor()
         self._abroad: Abroad | None = None
@@ -94,7 +100,9 @@ class Rank:
             except Aborted:
                 lost = ""
             except Exception as error:
-                if not control.aborted(CONSEQUENCE) and not isinstance(error, PeerLost):
+                lost_one = isinstance(error, PeerLost)
+                there = device_groups.current().any and not lost_one
+                if not control.aborted(CONSEQUENCE_THERE if there else CONSEQUENCE) and not lost_one:
                     raise
                 lost = str(error)
             self._part()
@@ -110,9 +118,14 @@ class Rank:
     def _part(self) -> None:
         """Drop everything that belongs to the ranks of before; a copy that is on its way becomes whole."""
         self._copier.settle()
+        self._frozen.clear()
         self._control.sockets.shut()
-        with suppress(RuntimeError, AssertionError):
-            membership.leave()
+        try:
+            with suppress(RuntimeError, AssertionError):
+                membership.leave()
+        except DeviceLost as error:
+            sys.stderr.write(f"vpipe: {error}; this process is of no more use\n")
+            os.kill(os.getpid(), signal.SIGKILL)  # which the launcher takes for what it is: a lost rank
         gc.collect()
 
     def _attempt(self, order: EpochOrder) -> int:
@@ -120,7 +133,8 @@ class Rank:
         took = Marks(order)
         if membership.current() is not None:  # it had finished, and another one had not
             self._part()
-        os.environ.update(_environment(order) | self._door.variables(order) | self._device_variables(order))
+        own = self._door.variables(order) | self._device_variables(order)
+        os.environ.update(NO_WATCHDOG | _environment(order) | own)
         with self._control.sockets.noting():
             assembly.join(self._config.parallel.timeout)
             took.mark("met")
@@ -210,7 +224,6 @@ class Rank:
             self._abroad.settle(pipeline)
         writers = sorted({ranks[0] for ranks in pipeline.placement.ranks_of})
         if order.rank in writers:
-            layers = self._fetched(kept.layers())
             frozen = {
                 (layer, f"param/{name}")
                 for layer, module in pipeline.modules().items()
@@ -218,26 +231,32 @@ class Rank:
                 if not parameter.requires_grad
             }
             part = Part(order.epoch, writers.index(order.rank), len(writers), tuple(pipeline.partition))
-            shelf = self._shelves[self._control.slot]
+            shelf, standing = self._shelves[self._control.slot], kept.standing(trainer.iteration, trainer.position)
             with self._control.undisturbed():
-                finish = shelf.begin(kept.standing(trainer.iteration, trainer.position), part, layers, frozen)
+                finish = self._begun(shelf, standing, part, kept.layers(), frozen)
                 self._copier.begin(partial(_finish, finish, shelf, self._abroad))
         if took.ends():
             trainer.log.recovered(took.iteration, order.num_ranks, order.facts or {}, took.seconds)
         self._control.stepped(trainer.iteration)
 
-    def _fetched(self, layers: Layers) -> Layers:
-        """The layers in main memory. What a device had when its communicators were ended means nothing."""
+    def _begun(
+        self, shelf: CopyShelf, standing: Standing, part: Part, layers: Layers, frozen: Collection[Key]
+    ) -> Callable[[], object]:
+        """A copy as far as the training thread must make it; the rest is for the copier. From a device everything
+        leaves by a stream of its own, and nobody but the copier waits until it has come."""
         if all(is_host(tensor.device) for tensors in layers.values() for tensor in tensors.values()):
-            return layers
-        copied, arrivals = self._staging.copy(layers)
-        landed(arrivals)
-        if self._control.aborted(0):
-            raise Aborted
-        return copied
+            return shelf.begin(standing, part, layers, frozen)
+        copied, arrivals = self._staging.copy(layers, self._frozen & set(frozen))
+        self._frozen = set(frozen)
+
+        def written() -> None:
+            landed(arrivals)
+            shelf.write(standing, part, copied, frozen)
+
+        return written
 
 
-def _finish(finish: Callable[[], int], shelf: CopyShelf, abroad: Abroad | None) -> None:
+def _finish(finish: Callable[[], object], shelf: CopyShelf, abroad: Abroad | None) -> None:
     """The part of a copy that is made beside training; when it is whole, another machine may have it."""
     finish()
     if abroad is not None:

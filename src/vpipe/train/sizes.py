@@ -104,18 +104,27 @@ def placed(config: PipelineConfig, nodes: Sequence[str]) -> PipelineConfig:
 
 def refuse_sizes(config: dict[str, Any]) -> None:
     """Before any rank starts: the run must be able to have its fewest and its most ranks, too."""
-    from vpipe.runtime.device import device_type  # torch, which a launcher need not load
-    from vpipe.train import preflight
+    from vpipe.train import preflight  # torch, which a launcher need not load
 
     checked = PipelineConfig.from_dict(config)
-    offered = device_type(checked.parallel.device)
-    if offered != "cpu":
-        raise UserError(
-            f"--elastic leads ranks that compute on the CPU, not on {offered}, which parallel.device "
-            f"{checked.parallel.device} takes here; set parallel.device: cpu, or remove launch.elastic (--elastic)"
-        )
+    _refuse_devices(checked)
     for size in all_of(checked):
         preflight.refuse(size.to_dict())
+
+
+def _refuse_devices(config: PipelineConfig) -> None:
+    """A process keeps its device, so there must be one for each rank of the most; ``launch.machines`` says which."""
+    from vpipe.runtime.device import chosen, is_host, num_devices
+
+    wanted, (_, most) = config.parallel.device, bounds(config)
+    device = chosen(wanted, 1)[0]
+    if is_host(device) or config.launch.machines or str(device) == wanted or most <= num_devices():
+        return
+    raise UserError(
+        f"launch.elastic {config.launch.elastic} allows {most} ranks, each with a device of its own, but this machine "
+        f"has {num_devices()} of the device {device.type}; lower MAX, or let all share one by parallel.device: "
+        f"{device.type}:0"
+    )
 
 
 def all_of(config: PipelineConfig) -> list[PipelineConfig]:
@@ -133,5 +142,5 @@ def _refuse(config: PipelineConfig) -> None:
             f"parallel.scheduler {parallel.scheduler} runs worker threads, which cannot be interrupted; --elastic "
             "takes the other schedules, such as --scheduler 1f1b"
         )
-    if parallel.use_orion_scheduler or parallel.device not in ("auto", "cpu"):
-        raise UserError(f"--elastic leads ranks that compute on the CPU, not on {parallel.device}{remedy}")
+    if parallel.use_orion_scheduler:
+        raise UserError(f"--elastic leads ranks without Orion, but parallel.use_orion_scheduler is true{remedy}")

@@ -106,6 +106,12 @@ struct Call {
       at::AutoDispatchBelowADInplaceOrView g;
       like = meta;
       op.callBoxed(&like);
+    } catch (py::error_already_set& e) {
+      // Some meta kernels are Python: what is raised there to end the caller (a signal's exception) is none of theirs.
+      py::gil_scoped_acquire gil;
+      if (!e.matches(PyExc_Exception)) throw;
+      like.clear();
+      return false;
     } catch (const std::exception& e) {
       like.clear();
       if (getenv("EMU_DEBUG")) fprintf(stderr, "emu: no meta for %s: %.300s\n", name.c_str(), e.what());
@@ -205,11 +211,10 @@ struct Call {
       }
     op.callBoxed(cpu_args.get());
     for (auto& [target, scratch] : scalars) target.copy_(scratch);
-    for (auto& [t, c] : late) {
-      resize_to(t, c.sizes(), c.strides());
-      alias_cpu(t).copy_(c);
-    }
+    for (auto& [t, c] : late) resize_to(t, c.sizes(), c.strides());
     make_outputs(*cpu_args);
+    st.drain();  // memory that was handed out again is overwritten by the stream: before the host writes it
+    for (auto& [t, c] : late) alias_cpu(t).copy_(c);
     for (size_t i = 0; i < gives.size(); i++) {
       if (gives[i].alias_info()) continue;
       if (outs[i].isTensor() || outs[i].isTensorList())

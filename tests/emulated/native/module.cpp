@@ -13,7 +13,7 @@ static void set(const std::string& name, double v) {
       {"lazy",
        [&](double v) {
          c.lazy = v;
-         each_stream([](StreamImpl& s) { s.nudge(); });
+         if (used) each_stream([](StreamImpl& s) { s.nudge(); });  // a process that has no device yet may still fork
        }},
       {"jitter_us", [&](double v) { c.jitter_us = v; }},
       {"seed", [&](double v) { c.seed = v; }},

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
+from types import FrameType
 from typing import Any
 
 from vpipe.runtime.ranks.sockets import Sockets
@@ -40,6 +41,8 @@ BEAT = 0.25
 INSIST = 0.5
 """Seconds from shutting the sockets to the first signal, and between two."""
 TELL_EVERY = 1.0
+_IMPORTS = "<frozen importlib._bootstrap>"
+"""The file of the functions by which Python imports a module."""
 
 
 class Aborted(BaseException):
@@ -133,8 +136,8 @@ class Control:
         """Whether this epoch is over, or is said to be over soon."""
         return self._aborted.wait(within)
 
-    def _signalled(self, *_: Any) -> None:
-        if self._inside and self._aborted.is_set() and not self._protected:
+    def _signalled(self, _: int, frame: FrameType | None) -> None:
+        if self._inside and self._aborted.is_set() and not self._protected and not _tears(frame):
             raise Aborted
 
     def _listen(self) -> None:
@@ -185,3 +188,14 @@ class Control:
         while not pause.wait(BEAT):
             number += 1
             self.tell(beat=number)
+
+
+def _tears(frame: FrameType | None) -> bool:
+    """Whether an exception would break what outlives an epoch: a module that is torn while it is imported stays half
+    for ever, and a context that is torn while it is entered or left (autocast, no_grad) is never left. The next signal
+    comes soon."""
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORTS or frame.f_code.co_name in ("__enter__", "__exit__"):
+            return True
+        frame = frame.f_back
+    return False

@@ -2,8 +2,8 @@
 
 A device's backend (NCCL) runs transfers on streams. One whose other end is gone never ends, the streams behind it wait,
 and whoever reads a number of the device waits with them: no socket can be shut and no signal comes through. So the
-groups of devices are remembered here, and ``abort`` ends their communicators; what was behind them then runs to its
-end, on numbers that mean nothing, and is thrown away with the step.
+groups of devices are remembered here, and ``abort`` ends their communicators. What was behind them then runs to its
+end, on numbers that mean nothing: whoever reads one is told so (``check``), and all of it is thrown away with the step.
 """
 
 from __future__ import annotations
@@ -14,40 +14,89 @@ from typing import Any
 
 import torch
 
+from vpipe.runtime.ranks.failure import PeerLost
+
+NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""For ranks that outlive their groups: torch's own watchdog of NCCL ends the process when a peer is gone."""
 _TRIES = 8
 """Communicators that fail one after the other each leave an error on their device."""
-_lock = threading.Lock()
-_made: list[tuple[Any, torch.device]] = []
+
+
+class DeviceLost(Exception):
+    """A device does not recover from what its kernels did to numbers that meant nothing."""
+
+
+class DeviceGroups:
+    """The groups of one meeting of the ranks; the next meeting has its own, which nobody ends by mistake."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: list[tuple[Any, torch.device]] = []
+        self.ended = False
+
+    def add(self, group: Any, device: torch.device) -> None:
+        with self._lock:
+            self._made.append((group, device))
+
+    @property
+    def any(self) -> bool:
+        return bool(self._made)
+
+    def abort(self) -> None:
+        """End all of them. Any thread may call this, and more than once."""
+        with self._lock:
+            self.ended = True  # before anybody can read what follows
+            groups = [group for group, _ in self._made]
+            backend: Any = groups[0]._get_backend(self._made[0][1]) if groups else None
+        together = hasattr(backend, "_group_start")  # NCCL's communicators, ended one by one, may wait for each other
+        if together:
+            backend._group_start()
+        for group in groups:
+            with suppress(RuntimeError):
+                group.abort()
+        if together:
+            backend._group_end()
+
+    def settle(self) -> None:
+        """After ``abort``, by the thread that trains: let the devices come to the end of what they were given. An
+        error of theirs is told once, unless it stays for good: then ``DeviceLost``."""
+        with self._lock:
+            devices = dict.fromkeys(device for _, device in self._made)
+            self._made.clear()
+        for device in devices:
+            problem: Exception | None = None
+            for _ in range(_TRIES):
+                try:
+                    torch.accelerator.synchronize(device)
+                    break
+                except Exception as error:  # whatever a kernel says of numbers that mean nothing
+                    problem = error
+            else:
+                told = str(problem).partition("\n")[0]
+                raise DeviceLost(f"{device} fails again and again after a rank was lost ({told})")
+
+
+_current = DeviceGroups()
+
+
+def current() -> DeviceGroups:
+    """Those of the ranks that this process is with now."""
+    return _current
 
 
 def remember(group: Any, device: torch.device) -> None:
     """A group of this process whose members' tensors are on devices."""
-    with _lock:
-        _made.append((group, device))
+    _current.add(group, device)
 
 
-def abort() -> None:
-    """End all of them. Any thread may call this, and more than once."""
-    with _lock:
-        groups = [group for group, _ in _made]
-        backend: Any = groups[0]._get_backend(_made[0][1]) if groups else None
-    together = hasattr(backend, "_group_start")  # NCCL's communicators, ended one by one, may wait for each other
-    if together:
-        backend._group_start()
-    for group in groups:
-        with suppress(RuntimeError):
-            group.abort()
-    if together:
-        backend._group_end()
+def check() -> None:
+    """Called when the host has read numbers of a device: they mean nothing if its communicators were ended before."""
+    if _current.ended:
+        raise PeerLost("the communicators between the devices were ended: a rank is gone")
 
 
 def forget() -> None:
-    """After ``abort``, by the thread that trains: let the devices come to the end of what they were given."""
-    with _lock:
-        devices = dict.fromkeys(device for _, device in _made)
-        _made.clear()
-    for device in devices:
-        for _ in range(_TRIES):
-            with suppress(RuntimeError):
-                torch.accelerator.synchronize(device)
-                break
+    """This process leaves the others: nothing of their step is under way on its device any more."""
+    global _current
+    _current.settle()
+    _current = DeviceGroups()

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from vpipe.runtime.ranks import device_groups
+from vpipe.runtime.ranks.device_groups import DeviceGroups
 
 Known = tuple[int, int]
 """(descriptor, inode): a descriptor alone is given to the next file."""
@@ -31,6 +32,7 @@ class Sockets:
         self._lock = threading.Lock()
         self._noted: set[Known] = set()
         self._before: set[Known] | None = None
+        self._groups: DeviceGroups | None = None
         self._shut = False
 
     @contextmanager
@@ -38,6 +40,7 @@ class Sockets:
         """Remember what the body opens. A body that comes too late, after ``shut``, is shut when it ends."""
         with self._lock:
             self._before = _open_now()
+            self._groups = device_groups.current()
         try:
             yield
         finally:
@@ -52,7 +55,10 @@ class Sockets:
         """End every connection that was noted, also inside a body that is still waiting. Any thread may call this."""
         with self._lock:
             self._shut = True
+            groups = self._groups
             found = self._noted | ((_open_now() - self._before) if self._before is not None else set())
+        if groups is not None:
+            groups.ended = True
         for descriptor, inode in found:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 if os.fstat(connection.fileno()).st_ino != inode:
@@ -60,7 +66,8 @@ class Sockets:
                 listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if not listens or connection.family == socket.AF_UNIX:
                     connection.shutdown(socket.SHUT_RDWR)
-        device_groups.abort()
+        if groups is not None:
+            groups.abort()
 
 
 def _open_now() -> set[Known]:
