@@ -22,6 +22,7 @@ from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
 from vpipe.runtime import assembly
 from vpipe.runtime.device import chosen as chosen_devices
 from vpipe.runtime.device import is_host
+from vpipe.runtime.options import Memory, Ranks, Schedule, Update
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priorities.order import Backend
 from vpipe.runtime.priorities.turns import take_turns
@@ -131,8 +132,8 @@ def refuse(config: PipelineConfig) -> None:
             f"training.gradient_accumulation is {config.training.gradient_accumulation}, but scheduler {entry.name} "
             "counts units: give parallel.schedule_options: {update_interval: N} instead"
         )
-    shared = entry.runs_threads(parallel.scheduler) or parallel.transport == "inprocess"
-    if parallel.priority != "none" and not (shared or parallel.use_orion_scheduler):
+    alone = parallel.transport != "inprocess" and not parallel.use_orion_scheduler
+    if parallel.priority != "none" and alone and not entry.runs_threads(parallel.scheduler):
         raise UserError(
             f"parallel.priority {parallel.priority} orders work that shares a device, but here every rank is a process "
             "of its own; set parallel.transport: inprocess, or parallel.priority: none"
@@ -162,27 +163,32 @@ def open_session(config: PipelineConfig, data: DataSet | None = None) -> Session
     pipeline = Pipeline(
         compiled(model.layers, spec) if config.model.compile else model.layers,
         model.loss,
-        schedule=parallel.scheduler,
-        num_microbatches=spec.num_microbatches,
-        optimizer=optimizer(training),
-        num_ranks=config.num_ranks,
-        partition=chosen.partition,
-        stages_per_rank=parallel.stages_per_rank,
-        replicas=parallel.replicas or parallel.data_parallel_size,
-        recompute=chosen.recompute,
-        swap=chosen.swap,
+        schedule=Schedule(
+            parallel.scheduler,
+            spec.num_microbatches,
+            parallel.stages_per_rank,
+            chosen.partition,
+            schedule_options=spec.options,
+        ),
+        memory=Memory(chosen.recompute, chosen.swap),
+        update=Update(
+            optimizer(training),
+            clip_norm=training.gradient_clipping or None,
+            exact_reduction=parallel.exact_reduction,
+            early_reduction=parallel.early_reduction,
+            loss_scale=loss_scale(training),
+            autocast=autocast(training, parallel.device),
+        ),
+        ranks=Ranks(
+            config.num_ranks,
+            parallel.replicas or parallel.data_parallel_size,
+            transport=parallel.transport if assembly.under_launcher() else "auto",
+            device=parallel.device,
+            device_messages=parallel.backend != "gloo",
+            timeout=parallel.timeout,
+        ),
         tied=model.tied,
         seed=training.seed,
-        clip_norm=training.gradient_clipping or None,
-        exact_reduction=parallel.exact_reduction,
-        early_reduction=parallel.early_reduction,
-        loss_scale=loss_scale(training),
-        autocast=autocast(training, parallel.device),
-        device=parallel.device,
-        device_messages=parallel.backend != "gloo",
-        transport=parallel.transport if assembly.under_launcher() else "auto",
-        timeout=parallel.timeout,
-        schedule_options=spec.options,
     )
     device = None
     if parallel.priority != "none" or parallel.use_orion_scheduler:
@@ -206,7 +212,8 @@ def _check_vocabulary(config: PipelineConfig, model: Model, data: DataSet) -> No
 def schedule_of(config: PipelineConfig) -> ScheduleSpec:
     """The schedule that the config's pipeline runs, with the options that ``parallel.schedule_options`` and older keys
     give: its entry says which it has, and its author what they may be. Nothing here knows an option's meaning."""
-    parallel, options = config.parallel, given_options(config)
+    parallel, num_readers = config.parallel, num_replicas(config)
+    options = given_options(config)
     for own in (BATCHES, "replicas"):
         if own in options:
             raise UserError(
@@ -220,7 +227,7 @@ def schedule_of(config: PipelineConfig) -> ScheduleSpec:
         parallel.stages_per_rank,
         parallel.replicas or parallel.data_parallel_size,
         options,
-        num_replicas(config),
+        num_readers,
     )
 
 
