@@ -190,7 +190,7 @@ def patience(bench: Bench, config: dict[str, Any]) -> Any:
     original = session.Pipeline
 
     def watched(*args: Any, **options: Any) -> Any:
-        told.append(options["timeout"])
+        told.append(options["ranks"].timeout)
         return original(*args, **options)
 
     bench.patch.setattr(session, "Pipeline", watched)
