@@ -170,7 +170,7 @@ def test_killed_and_stopped_ranks_on_devices_change_no_bit(tmp_path: Path) -> No
 def test_fewer_and_more_ranks_on_devices_change_no_bit(tmp_path: Path) -> None:
     """A rank is killed and two go on; then a third is asked for, and takes the device that was left."""
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
-    words = ("train", "job.yaml", "--quiet", "--set", "training.max_iterations=40", "--output-dir")
+    words = ("train", "job.yaml", "--quiet", "--set", "training.max_iterations=24", "--output-dir")
     assert vpipe(tmp_path, *words, "plain").returncode == 0
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "vpipe", *words, str(folder), "--elastic", "2:3", "--set", "launch.on_loss=shrink"]

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from emulated_ranks import vendor_environment
 
+from vpipe.launch import chaos
+
 pytestmark = pytest.mark.slow
 
 FLAT = """
@@ -95,3 +97,20 @@ def test_the_doctor_lists_what_torch_finds(tmp_path: Path) -> None:
     assert finding["status"] == "found"
     assert "2 × emulated accelerator" in finding["detail"]
     assert "backend " in finding["detail"]
+
+
+def test_layers_leave_a_device_that_is_slow_and_no_bit_changes(tmp_path: Path) -> None:
+    """``adapt`` reads the device's own times: its host only enqueues, and is as quick as the other's."""
+    (tmp_path / "slow.py").write_text(
+        "import os\nif os.environ.get('RANK') == '0':\n"
+        "    import emulated_device\n    emulated_device.settings(op_us=1000)\n"
+    )
+    (tmp_path / "job.yaml").write_text(SECTIONS.replace("num_layers: 2", "num_layers: 4"))
+    words = ["train", "job.yaml", "--set", "training.max_iterations=6", "--set", "parallel.partition=[5,1]"]
+    vpipe(tmp_path, *words, "--plugin", "slow.py", "--set", "parallel.adapt=on", "--output-dir", "moved")
+    vpipe(tmp_path, *words, "--output-dir", "plain")
+    told = [json.loads(line) for line in (tmp_path / "moved" / "metrics.jsonl").read_text().splitlines()]
+    moves = [line["partition"] for line in told if line.get("action") == "move"]
+    assert moves, "the slow device keeps its layers"
+    assert moves[0][0] < 5
+    assert chaos.differences(tmp_path / "plain", tmp_path / "moved") == []
