@@ -19,7 +19,7 @@ from runtime_models import build
 from runtime_support import Case, differing, pipeline, train_rank
 
 from vpipe.errors import UserError
-from vpipe.runtime.transport import link
+from vpipe.runtime.transport import link, wire
 from vpipe.runtime.transport.ring import ALIGN, Ring, Segment
 from vpipe.runtime.transport.ring_link import RingLink
 from vpipe.runtime.transport.stream_door import StreamDoor
@@ -89,6 +89,24 @@ def test_a_form_is_described_once_and_again_where_there_are_too_many(monkeypatch
         assert len(described) == expected
         here.close()
         there.close()
+
+
+X = torch.zeros(2, 3)
+LOOKALIKES: list[Any] = [
+    (None, X), (None, X, X), (X, None), (0, X), (1, X), (True, X), (1.0, X), ("1", X), (None, X.double()), (None, X.view(3, 2)),
+    (None, X.clone().requires_grad_()), (None, X.t()), (None, [X]), (None, (X,)), (None, {"x": X}), [None, X], X, None, (), (None, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("before", range(len(LOOKALIKES)))
+def test_a_message_is_described_as_if_none_had_come_before(before: int) -> None:
+    for after in LOOKALIKES:
+        pack(Envelope(0, 0, 1, 0, 0), LOOKALIKES[before])
+        found = pack(Envelope(0, 0, 1, 1, 0), after)
+        wire._latest.clear()
+        alone = pack(Envelope(0, 0, 1, 1, 0), after)
+        assert found.layout == alone.layout
+        assert [id(tensor) for tensor in found.tensors] == [id(tensor) for tensor in alone.tensors]
 
 
 @given(st.lists(st.integers(1, 2048), max_size=60), st.data())

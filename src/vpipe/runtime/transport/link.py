@@ -36,6 +36,8 @@ RECORD = struct.Struct("<IIQQqiiiiI4x")
 NO_MESSAGE = (0, 0, 0, 0, 0, 0)
 RING, FORM, MESSAGE, CREDIT, ASK, AWAY = range(1, 7)
 MESSAGES = (MESSAGE, FORM)
+addressed = tuple.__new__
+"""``Envelope`` of a record's numbers, without a call of Python."""
 BUFFER = 256 * RECORD.size
 UNDER_WAY = 128
 START_BYTES = 128 * 1024

@@ -27,6 +27,7 @@ from vpipe.runtime.transport.link import (
     UNDER_WAY,
     WINDOW,
     Link,
+    addressed,
 )
 from vpipe.runtime.transport.ring import Ring, Segment
 from vpipe.runtime.transport.wire import Envelope, Packed
@@ -96,12 +97,14 @@ class RingLink(Link):
             self.gone = True
             return False
         # The kernel takes and gives records whole: each is one small send, and the buffer holds a whole number of them.
-        for kind, generation, first, second, *envelope, form in RECORD.iter_unpack(data):
+        for record in RECORD.iter_unpack(data):
+            kind, generation, first, second, form = record[0], record[1], record[2], record[3], record[9]
             if kind in MESSAGES:
                 assert self._incoming is not None, "a ring comes before its messages"
                 if kind == FORM:
                     self._known[form:] = [self._incoming[1].layout(first)]
-                self._unread.append((Envelope(*envelope), self._known[form], *self._incoming, first, second))
+                envelope = addressed(Envelope, record[4:9])
+                self._unread.append((envelope, self._known[form], *self._incoming, first, second))
             elif kind == RING:  # the kernel ends a read at a descriptor, so this is the last record, and the only ring
                 self._adopt(generation, first, attached)
             else:

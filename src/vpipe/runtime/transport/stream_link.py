@@ -15,19 +15,31 @@ import socket
 import struct
 import threading
 from collections import deque
-from contextlib import suppress
+from collections.abc import Sequence
 from ctypes import c_char
 from typing import Any
 
 from torch import contiguous_format, empty_like
 
-from vpipe.runtime.transport.link import BUFFER, FORM, MESSAGE, MESSAGES, RECORD, START_BYTES, UNDER_WAY, WINDOW, Link
-from vpipe.runtime.transport.wire import Envelope, Packed, parsed, unflatten
+from vpipe.runtime.transport.link import (
+    BUFFER,
+    FORM,
+    MESSAGE,
+    MESSAGES,
+    RECORD,
+    START_BYTES,
+    UNDER_WAY,
+    WINDOW,
+    Link,
+    addressed,
+)
+from vpipe.runtime.transport.wire import Envelope, Memory, Packed, parsed, unflatten
 
 STREAMED = 512 * 1024
 """Bytes of a message up to which it goes by a stream."""
 RECEIVE_BUFFER = 4 * STREAMED
 """What the kernel is asked to hold for a rank that computes; it grants less where it is told to."""
+_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _TIME = struct.Struct("@ll")
 
 
@@ -89,7 +101,8 @@ class StreamLink(Link):
             data = self._heard_bytes + data
         at, end = 0, len(data)
         while at + RECORD.size <= end:
-            kind, generation, first, second, *envelope, form = RECORD.unpack_from(data, at)
+            record = RECORD.unpack_from(data, at)
+            kind, generation, first, second, form = record[0], record[1], record[2], record[3], record[9]
             after = at + RECORD.size
             if kind == FORM:
                 if after + first > end:
@@ -97,7 +110,7 @@ class StreamLink(Link):
                 self._known[form:] = [parsed(data[after : after + first])]
                 after += first
             if kind in MESSAGES:
-                self._unread.append((Envelope(*envelope), self._known[form], second))
+                self._unread.append((addressed(Envelope, record[4:9]), self._known[form], second))
             else:
                 self._heard(kind, generation, first, second)
             at = after
@@ -112,7 +125,7 @@ class StreamLink(Link):
         for template, _, num_bytes, fact, dense in layout.copying:
             tensor = empty_like(template, memory_format=contiguous_format)
             if num_bytes:
-                places.append(memoryview((c_char * num_bytes).from_address(tensor.data_ptr())).cast("B"))
+                places.append((c_char * num_bytes).from_address(tensor.data_ptr()))
             if not dense:
                 tensor = tensor.as_strided(fact.shape, fact.strides, fact.shift)
             tensors.append(tensor.requires_grad_() if fact.needs_grad else tensor)
@@ -125,11 +138,12 @@ class StreamLink(Link):
         self._num_read += 1
         return envelope, unflatten(layout.structure, iter(tensors).__next__)
 
-    def _fill(self, places: list[memoryview]) -> None:
+    def _fill(self, places: list[Memory]) -> None:
         """Wait for the bytes of a message. Its sender has begun to send them."""
-        while places:
+        left: Sequence[Memory | memoryview] = places
+        while left:
             try:
-                count = self._data.recvmsg_into(places, 0, socket.MSG_WAITALL)[0]
+                count = self._data.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
                 raise TimeoutError("half of a message has come") from None
             except OSError:  # a network that is gone has many names
@@ -137,7 +151,7 @@ class StreamLink(Link):
             if not count:
                 self.gone = True
                 raise ConnectionResetError("a message has no end")
-            places = _after(places, count)
+            left = _after(left, count)
 
     def drain(self, patience: float) -> bool:
         return self._outlet.drain(patience)
@@ -160,17 +174,21 @@ class Outlet:
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
 
-    def send(self, parts: list[memoryview]) -> None:
+    def send(self, parts: list[Memory]) -> None:
         """The parts may be changed or dropped afterwards."""
-        if parts and not self._waiting:  # the thread takes away what it has sent, not what it is about to send
-            with suppress(BlockingIOError):
-                parts = _after(parts, self._connection.sendmsg(parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
-        if not parts:
+        left = sum(map(len, parts))
+        if left and not self._waiting:  # the thread takes away what it has sent, not what it is about to send
+            try:
+                sent = self._connection.sendmsg(parts, (), _AT_ONCE)
+            except BlockingIOError:
+                sent = 0
+            left -= sent
+        if not left:
             return
         with self._changed:
             if self._error is not None:
                 raise self._error
-            self._waiting.append(b"".join(parts))
+            self._waiting.append(b"".join(parts)[-left:])
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="vpipe outlet", daemon=True)
                 self._thread.start()
@@ -199,10 +217,10 @@ class Outlet:
             return self._changed.wait_for(lambda: not self._waiting, patience)
 
 
-def _after(parts: list[memoryview], count: int) -> list[memoryview]:
+def _after(parts: Sequence[Memory | memoryview], count: int) -> Sequence[Memory | memoryview]:
     """What is left of some memory after its first ``count`` bytes."""
     for index, part in enumerate(parts):
         if count < len(part):
-            return [part[count:], *parts[index + 1 :]]
+            return [memoryview(part).cast("B")[count:], *parts[index + 1 :]]
         count -= len(part)
-    return []
+    return ()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from ctypes import c_char, memmove, string_at
+from ctypes import Array, c_char, memmove, string_at
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -42,6 +42,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _SCALARS: dict[type, str] = {type(None): "none", bool: "bool", int: "int", float: "float", str: "str"}
 
+Memory = Array[c_char]
+"""Some bytes, where they are."""
 Structure = tuple[Any, ...]
 """A value without its tensors: nested tuples that hash. ``("T",)`` stands for the next tensor."""
 _TENSOR: Structure = ("T",)
@@ -240,7 +242,7 @@ class Packed(NamedTuple):
             memmove(address + begin, tensor.data_ptr(), num_bytes)
         return True
 
-    def memory(self) -> list[memoryview]:
+    def memory(self) -> list[Memory]:
         """The tensors' bytes one after the other, where they are; copies of those whose bytes do not lie as they
         travel."""
         found = []
@@ -252,7 +254,7 @@ class Packed(NamedTuple):
             if num_bytes:
                 place = (c_char * num_bytes).from_address(tensor.data_ptr())
                 place.tensor = tensor  # type: ignore[attr-defined]  # whoever has the bytes keeps their memory
-                found.append(memoryview(place).cast("B"))
+                found.append(place)
         return found
 
     def head(self) -> bytes:
