@@ -132,6 +132,24 @@ def lose_node(cluster: Cluster, index: int, pid: int) -> None:
             process.kill()
 
 
+def lose_first_node(job: Job, pid: int) -> None:
+    """The same, with the script of the job and the launcher, which that node has as well."""
+    train = [sys.executable, "-m", "vpipe", "train", str(job.config)]
+    launcher = next(each for each in psutil.process_iter() if _command(each)[: len(train)] == train)
+    script = launcher.parents()[1]
+    lost = [script, *script.children(recursive=True)]
+    lose_node(job.cluster, 1, pid)
+    for process in lost:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
 def test_a_lost_rank_a_lost_node_and_fewer_nodes_after_that_change_no_bit(cluster: Cluster, tmp_path: Path) -> None:
     """A killed rank comes back; the others go on without a node that is lost; queued again, the job takes what is left."""
     job = Job(cluster, tmp_path, "2:3", "--nodes", "2-3")
@@ -184,6 +202,30 @@ def test_nodes_that_are_taken_away_shrink_the_job_and_change_no_bit(cluster: Clu
     assert " NodeList=n1 " in job.facts
     assert second.pids[0] == first.pids[0], "who is well is not restarted"
     assert cluster.state(job.number) == "RUNNING"
+    job.stop(1)
+    cluster.call("scancel", str(job.number))
+    job.assert_equal(tmp_path)
+
+
+def test_a_job_whose_first_node_is_lost_comes_back_by_itself_and_changes_no_bit(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The launcher is gone with it. When SLURM says so, the other nodes make a checkpoint of what they have together,
+    of which the lost node's part is a copy, and one of them has the job queued again."""
+    job = Job(cluster, tmp_path, "2:3", "--nodes", "2-3")
+    first = job.crew(3)
+    lose_first_node(job, first.pids[0])
+    job.until(lambda: not any(map(psutil.pid_exists, first.pids.values())), "the ranks to end")
+    assert cluster.state(job.number) == "RUNNING"
+    assert not checkpoints(job.folder / "checkpoints"), "before SLURM's word the launcher may live"
+    cluster.call("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=lost")
+    job.until(lambda: " Restarts=1 " in job.facts, "the job to be queued again")
+    assert "n1, where the launcher was, is lost" in job.said
+    assert len(checkpoints(job.folder / "checkpoints")) == 1
+    job.start_again()
+    job.crew(2, after=first)
+    assert "2 nodes: 2 ranks instead of 3" in job.said
+    assert "resumed from" in job.said
     job.stop(1)
     cluster.call("scancel", str(job.number))
     job.assert_equal(tmp_path)

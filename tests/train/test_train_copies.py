@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,3 +174,26 @@ def test_a_copy_that_fails_is_told_where_it_is_awaited() -> None:
     with pytest.raises(ZeroDivisionError):
         copier.settle()
     copier.settle()
+
+
+def test_copies_of_several_machines_become_one_generation_on_the_disk(memory: list[Pair], tmp_path: Path) -> None:
+    """Each leaves what it has; a part that both have is written once, and one that is torn does not count."""
+    first, second = shelves(memory)
+    write(first, 0, 1)
+    write(second, 1, 1)
+    write(second, 1, 2)
+    first.leave(tmp_path)
+    assert newest(on_disk(tmp_path)) == []
+    for _ in range(2):
+        second.leave(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-1-0.copy", "1-1-1.copy", "2-1-1.copy"]
+    found = newest(on_disk(tmp_path))
+    assert [copy.iteration for copy in found] == [1, 1]
+    assert torch.equal(found[1].read(1)["param/weight"], layer(1.1)["param/weight"])
+    torn = tmp_path / "1-1-0.copy"
+    torn.write_bytes(torn.read_bytes()[:-1] + b"?")
+    assert newest(on_disk(tmp_path)) == []
+
+
+def on_disk(folder: Path) -> list[CopyShelf]:
+    return [CopyShelf([os.open(path, os.O_RDWR)]) for path in sorted(folder.glob("*.copy"))]

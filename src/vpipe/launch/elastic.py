@@ -254,7 +254,7 @@ class ElasticLaunch(MemberLaunch):
     def close(self) -> None:
         """A run that did not end in order leaves what its copies hold on the disk, where that is asked for."""
         if not self._rescues or self._zygote is None or self._ended_in_order():
-            self._tell_zygote({"forget": True})
+            self._tell_zygote({"rescue": ""})
         else:
             self._control.close()
             with suppress(subprocess.TimeoutExpired):

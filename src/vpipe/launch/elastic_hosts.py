@@ -170,6 +170,7 @@ class FarLaunch(ElasticLaunch):
             "secret": secret,
             "address": link.hello.address,
             "saves": bool(self._elastic.rescue),
+            "launcher": self._links[0].node.host if launch.through == "srun" else "",
         }
 
     # --- what the machines say ----------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ class FarLaunch(ElasticLaunch):
     def _tell_zygote(self, order: dict[str, Any], fds: Any = ()) -> None:
         if "kill" in order:
             self._link(int(order["kill"])).send(order)
-        elif "forget" not in order:
+        elif "rescue" not in order:
             for link in self._links:
                 link.send(order)
 

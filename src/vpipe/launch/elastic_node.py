@@ -9,7 +9,8 @@
 
 **Lease.** The node sends its clock with every beat, and the launcher sends it back. What it sees of its own clock is
 how old the launcher's last word is at most; a node whose launcher is silent for ``LEASE`` seconds ends its ranks. The
-launcher, which takes the machine for lost, waits as long before it lets others go on: there are never two groups.
+launcher, which takes the machine for lost, waits as long before it lets others go on: there are never two groups. In a
+SLURM job the node then waits for SLURM's word about the launcher's node (``slurm_return``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -31,12 +33,15 @@ from vpipe.launch.members import SHELVES, STOPPED_FOR, Member, MemberLaunch, mak
 from vpipe.launch.output import Output
 from vpipe.launch.process import is_stopped
 from vpipe.launch.remote import hello
+from vpipe.launch.slurm_return import SAVED_WITHIN, LostJob
 from vpipe.network import GLOO
 from vpipe.parcel import Keeper
+from vpipe.rundir.layout import LEFT, SAVED
 
 LEASE = 6.0
 """Seconds that a machine's ranks go on without a word from the launcher."""
 BEAT = 0.5
+RESCUE = "vpipe.train.rescue:save_together"
 LISTEN = "VPIPE_LISTEN_ON"
 """The address by which other machines reach this one; a rank opens the store there when its turn comes."""
 
@@ -52,7 +57,7 @@ class NodeLaunch(MemberLaunch):
         self._lease = monotonic() + LEASE
         self._beat_at = 0.0
         self._orders = JsonLines()
-        self._is_over = self._is_abandoned = False
+        self._is_over = self._is_abandoned = self._is_dismissed = False
         self._waiting: list[int] | None = []
         """Slots to be forked when the zygote can take descriptors; ``None`` from then on."""
 
@@ -72,7 +77,23 @@ class NodeLaunch(MemberLaunch):
             self._turn()
         if self._broken:
             self._say({"broken": self._broken, "code": self._code})
+        elif self._order["launcher"] and not self._is_dismissed:
+            self._signal(signal.SIGKILL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            LostJob.here(self._order["launcher"], os.environ).come_back(self._save)
         return 0
+
+    def _save(self) -> bool:
+        """Make a checkpoint of what this node and the others have; whether one of them has done so."""
+        if not self._order["saves"]:
+            return True
+        arguments = self._order["spec"]["arguments"]
+        if self._control.fileno() >= 0 and self._zygote is not None:
+            self._tell_zygote({"rescue": RESCUE})
+            self._control.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._zygote.wait(SAVED_WITHIN)
+        return Path(arguments["directory"], LEFT, arguments["run"], SAVED).exists()
 
     def _say(self, message: dict[str, Any]) -> None:
         try:
@@ -114,7 +135,7 @@ class NodeLaunch(MemberLaunch):
         elif "fork" in message:
             self._fork(int(message["fork"]))
         elif "over" in message:
-            self._is_over = True
+            self._is_over = self._is_dismissed = True
         else:
             self._tell_zygote(message)
 

@@ -11,7 +11,7 @@ It speaks with the launcher over a socket, one JSON object a line:
     launcher → zygote   descriptors, behind empty lines, and the spec, which numbers them; then {"signal": 15} for all
                         living ranks; the end of the stream means: kill everything
                         in an elastic run also {"kill": rank}, {"fork": rank} with the descriptors of a new one, and
-                        {"forget": true}: all went well, so nothing needs to be rescued when the stream ends
+                        {"rescue": function}: what is called when the stream ends; where all went well, nothing
     zygote → launcher   {"started": [pids]}, {"forked": rank, "pid": pid}, {"ended": rank, "status": code}; instead
                         {"failed": sentence} where it cannot start them, {"refused": sentence} where the user must mend
                         something first
@@ -132,7 +132,7 @@ class Zygote:
             if reader in ready:
                 os.read(reader, 4096)
             if self._control.fileno() in ready:
-                data, given, _, _ = socket.recv_fds(self._control, 4096, MOST_DESCRIPTORS)
+                data, given = self._receive()
                 if not data:
                     self._abandoned()
                 self._unread += data
@@ -143,6 +143,14 @@ class Zygote:
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     _close([reader, writer])
                     return rank
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        """What the launcher says; nothing where it is gone, also with words of ours unread."""
+        try:
+            data, given, _, _ = socket.recv_fds(self._control, 4096, MOST_DESCRIPTORS)
+        except ConnectionResetError:
+            return b"", []
+        return data, given
 
     def _reap(self) -> None:
         while True:
@@ -160,8 +168,8 @@ class Zygote:
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
             order = json.loads(line)
-            if "forget" in order:
-                self._spec["rescue"] = None
+            if "rescue" in order:
+                self._spec["rescue"] = order["rescue"]
                 continue
             if "fork" in order:
                 if self._fork_one(int(order["fork"])):

@@ -9,6 +9,7 @@ run.json                what runs: schedule, program, placement, stages, version
 metrics.jsonl           one line per training iteration or evaluation, and one where a run was resumed
 events/rank<r>.jsonl    the last steps of a rank, action by action; rank<r>.steps.jsonl: one short line per step
 crew.json, wanted.json  of an elastic run: its processes, and how many its user wants (``crew``)
+left/<run>/             copies of several machines whose launcher is lost, until they are a checkpoint; then ``saved``
 summary.json            written at the end, however the run ends, with its ending (``endings``)
 checkpoints/iteration-<n>/, logs/rank<r>.log, report.html, trace.json.gz
 """
@@ -27,6 +28,8 @@ METRICS = "metrics.jsonl"
 EVENTS = "events"
 CREW = "crew.json"
 WANTED = "wanted.json"
+LEFT = "left"
+SAVED = "saved"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
@@ -34,7 +37,7 @@ REPORT = "report.html"
 TRACE = "trace.json.gz"
 
 OF_A_RUN = (
-    *(CONFIG, PLAN, LINEAGE, STATE, RUN, METRICS, EVENTS, CREW, WANTED, SUMMARY, CHECKPOINTS, LOGS),
+    *(CONFIG, PLAN, LINEAGE, STATE, RUN, METRICS, EVENTS, CREW, WANTED, LEFT, SUMMARY, CHECKPOINTS, LOGS),
     *(REPORT, TRACE, "tensorboard", "wandb", "command_history.log", "machinefile", "output.log.0"),
 )
 """What ``--overwrite`` removes; files of other names are the user's own."""

@@ -25,6 +25,7 @@ import os
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ _MAGIC = b"vpcopy\x00\x01"
 _ALIGN = 64
 BUFFER = "buffer/"
 """How the names of those tensors begin that a forward may change."""
+PIECE = ".copy"
+"""How the names of those end that are on the disk."""
 _ROOM = 4096
 """Bytes of the table beyond its entries."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -106,6 +109,15 @@ class CopyShelf:
         finish = piece.begin(standing, part, layers, frozen)
         self._last = piece
         return finish
+
+    def leave(self, folder: Path) -> None:
+        """Write the whole ones to the disk, unless they are there already: each is again a piece, of a shelf of one."""
+        for copy in self.copies():
+            path = folder / f"{copy.iteration}-{copy.part.epoch}-{copy.part.number}{PIECE}"
+            if not path.exists():
+                fresh = path.with_suffix(f".{os.getpid()}")
+                fresh.write_bytes(copy.memory.numpy())
+                fresh.rename(path)
 
     def copies(self) -> list[Copy]:
         """The whole ones."""

@@ -1,33 +1,75 @@
 """The last thing that is done for an elastic run whose launcher, or every rank, was killed: the copies that its ranks
-left in memory become a checkpoint. It runs in a child of the zygote, when no rank lives any more."""
+left in memory become a checkpoint. It runs in a child of the zygote, when no rank lives any more.
+
+Where the run was on several machines, none of them has all copies. Each leaves what it has in the run directory, and
+the one that finds a whole generation there makes the checkpoint."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from vpipe import plugins
 from vpipe.config import PipelineConfig
 from vpipe.rundir import lineage
-from vpipe.rundir.layout import CHECKPOINTS
+from vpipe.rundir.layout import CHECKPOINTS, LEFT, SAVED
 from vpipe.rundir.lineage import Line
 from vpipe.rundir.state import Beat
 from vpipe.train import copies
 from vpipe.train.checkpoints.writer import CheckpointPlace, Save, Saver
-from vpipe.train.copies import SHELVES, CopyShelf
+from vpipe.train.copies import PIECE, SHELVES, Copy, CopyShelf
 from vpipe.train.session import load_data, load_model
 
 
 def save(config: dict[str, Any], directory: str, run: str, **_: Any) -> None:
     """Write the newest generation that is whole, unless it is on the disk already."""
-    found = copies.newest([CopyShelf(pair) for pair in json.loads(os.environ[SHELVES])])
-    where = Path(directory)
+    found = copies.newest(_shelves())
+    if found:
+        _write(found, PipelineConfig.from_dict(config), Path(directory), run)
+
+
+def save_together(config: dict[str, Any], directory: str, run: str, **_: Any) -> None:
+    """The same by several machines, one after the other: who finds the parts of all others makes the checkpoint."""
+    folder = Path(directory, LEFT, run)
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.enter_context(_alone(folder))
+        if (folder / SAVED).exists():
+            return
+        for shelf in _shelves():
+            shelf.leave(folder)
+        pieces = sorted(folder.glob(f"*{PIECE}"))
+        files = [stack.enter_context(piece.open("r+b")) for piece in pieces]
+        found = copies.newest([CopyShelf([file.fileno()]) for file in files])
+        if found and _write(found, PipelineConfig.from_dict(config), Path(directory), run):
+            (folder / SAVED).touch()
+            for piece in pieces:
+                piece.unlink()
+
+
+def _shelves() -> list[CopyShelf]:
+    return [CopyShelf(pair) for pair in json.loads(os.environ[SHELVES])]
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One machine at a time, where the file system knows locks; without them two may write the same checkpoint."""
+    with (folder / "lock").open("w") as lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _write(found: Sequence[Copy], checked: PipelineConfig, where: Path, run: str) -> bool:
+    """Make a checkpoint of a generation; whether it is on the disk."""
     beat = Beat.read(where)
-    if not found or (beat is not None and beat.run == run and beat.saved == found[0].iteration):
-        return
-    checked = PipelineConfig.from_dict(config)
+    if beat is not None and beat.run == run and beat.saved == found[0].iteration:
+        return True
     plugins.load(checked.plugins)
     values = checked.to_dict()
     vocabulary = load_model(checked, load_data(checked).vocab_size).vocab_size
@@ -45,3 +87,4 @@ def save(config: dict[str, Any], directory: str, run: str, **_: Any) -> None:
     if beat is not None and wanted.path is not None:
         beat.saved, beat.checkpoint = wanted.standing.iteration, str(wanted.path)
         beat.write(where)
+    return wanted.path is not None
