@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import os
 import random
+from pathlib import Path
 
 from vpipe.launch.crew import Crew, MemberState
 from vpipe.launch.elastic import Elastic, ElasticLaunch
 from vpipe.launch.loop import Grace
 from vpipe.launch.output import Output
+from vpipe.rundir.crew import want
 
 
 def running(num_ranks: int, least: int = 1, by: int = 1) -> Crew:
@@ -110,6 +112,45 @@ def test_a_run_that_has_lost_its_last_rank_ends() -> None:
     launch._ended(1, -9)
     assert launch._verdict.all_ended
     assert launch._verdict.failed
+    for fd in (*given, *launch._shared):
+        os.close(fd)
+
+
+def test_a_number_that_is_wanted_early_counts_and_one_after_the_end_does_not(tmp_path: Path) -> None:
+    """Before the first epoch it was dropped; after the last one processes were started that had nothing to do, again
+    and again, or waited for one that had left."""
+    output = Output(io.BytesIO(), io.BytesIO(), 3, None, False)
+    launch = ElasticLaunch(2, output, Grace(lambda: 1.0), Elastic(1, 3, directory=tmp_path))
+    forked: list[int] = []
+    given: list[int] = []
+
+    def fork(slot: int) -> None:
+        forked.append(slot)
+        given.extend(launch._streams(slot))
+
+    launch._fork = fork  # type: ignore[method-assign]
+    for slot in (0, 1):
+        fork(slot)
+    want(tmp_path, 3)
+    launch._judge(0.0)
+    assert forked == [0, 1, 2]
+    for slot in range(3):
+        launch._said(slot, {"ready": True})
+    assert len(launch._crew.ranks) == 3
+    want(tmp_path, 2)
+    launch._judge(0.0)
+    for slot in range(3):
+        launch._said(slot, {"ready": True})
+    launch._ended(2, 0)
+    for slot in range(2):
+        launch._said(slot, {"finished": 2})
+    want(tmp_path, 3)
+    launch._judge(0.0)
+    assert forked == [0, 1, 2]
+    launch._ended(0, 0)
+    launch._ended(1, -9)
+    assert launch._verdict.all_ended
+    assert not launch._verdict.failed
     for fd in (*given, *launch._shared):
         os.close(fd)
 

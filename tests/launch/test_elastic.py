@@ -278,6 +278,10 @@ def test_what_is_wanted_from_outside_is_taken_once(tmp_path: Path) -> None:
     assert crew.take_wanted(tmp_path) == crew.OutsideWish(3)
     crew.want_back(tmp_path, ["n2"])
     assert crew.take_wanted(tmp_path) == crew.OutsideWish(without=("n2",))
+    crew.want(tmp_path, 3)
+    crew.want_back(tmp_path, ["n2"])
+    crew.want(tmp_path, 2)
+    assert crew.take_wanted(tmp_path) == crew.OutsideWish(2, without=("n2",)), "two kinds; of each the last"
 
 
 @pytest.mark.parametrize(

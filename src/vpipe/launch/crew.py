@@ -42,6 +42,8 @@ class Crew:
     lost: list[str] = field(default_factory=list)
     """Why there must be another epoch, in words."""
     in_vain: int = 0
+    is_over: bool = False
+    """All have finished and were told to leave: nobody joins any more, whatever is asked for."""
     unwelcome: set[int] = field(default_factory=set)
     """Slots of machines that are given back: their processes leave with the next epoch."""
 
@@ -60,8 +62,9 @@ class Crew:
             self.in_vain = 0
 
     def gone(self, slot: int) -> bool:
-        """A process has ended; whether it had done its part."""
-        return self.states.pop(slot, None) is MemberState.FINISHED and self.all_finished
+        """A process has ended; whether it had done its part, or none was left to do."""
+        finished = self.states.pop(slot, None) is MemberState.FINISHED and self.all_finished
+        return finished or self.is_over
 
     @property
     def all_finished(self) -> bool:
@@ -101,7 +104,11 @@ class Crew:
 
     @property
     def can_begin(self) -> bool:
-        return self.num_ranks >= self.least and all(state is MemberState.READY for state in self.states.values())
+        return (
+            not self.is_over
+            and self.num_ranks >= self.least
+            and all(state is MemberState.READY for state in self.states.values())
+        )
 
     def begin(self) -> dict[int, dict[str, Any]]:
         """Begin the next epoch: slot → order. Who is not needed waits as a spare."""

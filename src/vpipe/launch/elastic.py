@@ -115,6 +115,7 @@ class ElasticLaunch(MemberLaunch):
         if "finished" in message:
             crew.finished(slot, int(message["finished"]))
             if crew.all_finished:
+                crew.is_over = True
                 for each in self._members:
                     self._tell(each, {"leave": True})
         if message.get("lost") == crew.epoch and not crew.lost:
@@ -187,7 +188,7 @@ class ElasticLaunch(MemberLaunch):
     def _resize(self, wanted: int) -> None:
         """The user wants another number of ranks."""
         crew = self._crew
-        if not self._elastic.least <= wanted <= self._elastic.most or wanted % crew.by or not crew.ranks:
+        if not self._elastic.least <= wanted <= self._elastic.most or wanted % crew.by:
             return
         before, crew.wanted = len(crew.ranks), wanted
         self._fill()
@@ -224,9 +225,9 @@ class ElasticLaunch(MemberLaunch):
 
     def _judge(self, now: float) -> None:
         if self._elastic.directory is not None and (wanted := take_wanted(self._elastic.directory)) is not None:
-            if wanted.num_ranks:
+            if wanted.num_ranks and not self._crew.is_over:
                 self._resize(wanted.num_ranks)
-            if wanted.without:
+            if wanted.without and not self._crew.is_over:
                 self._give_back(wanted.without)
             for slot in [slot for slot, rank in self._crew.ranks.items() if rank == 0 and wanted.wish]:
                 self._tell(slot, {"wish": wanted.wish})

@@ -62,27 +62,35 @@ class OutsideWish:
 
 
 def want(directory: Path, num_ranks: int) -> None:
-    writing.replace(directory / WANTED, {"ranks": num_ranks})
+    _ask(directory, {"ranks": num_ranks})
 
 
 def want_back(directory: Path, machines: Sequence[str]) -> None:
     """Ask for machines: their ranks go elsewhere, or the others go on without them."""
-    writing.replace(directory / WANTED, {"without": list(machines)})
+    _ask(directory, {"without": list(machines)})
 
 
 def want_layout(directory: Path, partition: Sequence[int], ranks: Sequence[int]) -> None:
     """Ask for other layers per stage, and ``ranks[r]`` in the place of rank ``r``."""
     wish = json.dumps({"partition": list(partition), "ranks": list(ranks)})
-    writing.replace(directory / WANTED, {"wish": wish})
+    _ask(directory, {"wish": wish})
+
+
+def _ask(directory: Path, wish: Mapping[str, Any]) -> None:
+    """Beside what was asked for and not taken yet; of the same kind the last one counts."""
+    path = directory / WANTED
+    writing.replace(path, (writing.read(path) or {}) | wish)
 
 
 def take_wanted(directory: Path) -> OutsideWish | None:
     """What was asked for since the last call, if anything was."""
-    path = directory / WANTED
-    if not path.exists():
+    path, taken = directory / WANTED, directory / f".{WANTED}.taken"
+    try:
+        path.rename(taken)  # what is asked for from now on is another wish
+    except OSError:
         return None
-    found = writing.read(path) or {}
-    path.unlink(missing_ok=True)
+    found = writing.read(taken) or {}
+    taken.unlink(missing_ok=True)
     ranks, wish, without = found.get("ranks", 0), found.get("wish", ""), found.get("without", [])
     return OutsideWish(
         ranks if isinstance(ranks, int) and ranks > 0 else 0,

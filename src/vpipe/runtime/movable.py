@@ -9,6 +9,7 @@ from vpipe.runtime import moving
 from vpipe.runtime.ahead import Ahead, Notice
 from vpipe.runtime.builder import Builder
 from vpipe.runtime.engine import Engine
+from vpipe.runtime.held import HeldTensors
 from vpipe.runtime.holdings import Holdings
 from vpipe.runtime.job import Compiled
 from vpipe.runtime.moving import Moved
@@ -24,13 +25,15 @@ class Movable(Holdings):
     programs: Programs
     _compiled: dict[tuple[int, int], Compiled]
     _ahead: Ahead | None
+    held: HeldTensors | None
+    """Copies that all ranks can read, on every rank or on none: what is in them is not sent when layers move."""
 
     def prepare_move(self, layout: Layout, *, notice: Notice = lambda step: None) -> bool:
         """Send ahead, beside training, what a move to ``layout`` needs and nothing writes: frozen weights. Whether
         there are any; ``move`` to the same layout takes what has come. Between two steps, on every rank."""
         self._forget_ahead()
         host = self.builder.wires.host
-        if host is None or layout.num_ranks != self.programs.flow.layout.num_ranks:
+        if self.held is not None or host is None or layout.num_ranks != self.programs.flow.layout.num_ranks:
             return False
         ahead = Ahead(self.engines[0], layout, self.builder.apart(), host.patience, notice)
         if any(self.gather("some" if ahead.has_any else "")):
@@ -57,7 +60,14 @@ class Movable(Holdings):
                 programs = self.builder.programs(layout, self.programs.spec)
                 programs.training()
                 engines, moved = moving.move(
-                    self.builder, self.engines, programs, self.gather, lambda do: self._on_all(do), notice, ahead
+                    self.builder,
+                    self.engines,
+                    programs,
+                    self.gather,
+                    lambda do: self._on_all(do),
+                    notice,
+                    ahead,
+                    self.held,
                 )
         finally:
             self._forget_ahead()

@@ -26,6 +26,7 @@ from vpipe.runtime import layer_state
 from vpipe.runtime.ahead import Ahead, Notice, Shelf, pairs
 from vpipe.runtime.builder import Builder
 from vpipe.runtime.engine import Engine
+from vpipe.runtime.held import HeldTensors, filled, left_out
 from vpipe.runtime.layer_state import State
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks.failure import PeerLost
@@ -54,10 +55,16 @@ class Move:
     """One move of the ranks of this process."""
 
     def __init__(
-        self, builder: Builder, engines: list[Engine], new: Layout, notice: Notice, ahead: Ahead | None = None
+        self,
+        builder: Builder,
+        engines: list[Engine],
+        new: Layout,
+        notice: Notice,
+        ahead: Ahead | None = None,
+        held: HeldTensors | None = None,
     ) -> None:
         self._builder, self._old, self._notice = builder, engines, notice
-        self._ahead = ahead
+        self._ahead, self._held = ahead, held
         self.layout = new
         self.before = engines[0].flow.layout
         self.difference = difference(self.before, new)
@@ -111,7 +118,7 @@ class Move:
             layer_state.refuse_hooks(layer, stage.modules[layer])
         for name in self._ahead.names(layer) if self._ahead is not None else ():
             del states[str(layer)]["parameters"][name]  # its new holder has it already
-        block = layer_state.packed(states)
+        block = layer_state.packed(states if self._held is None else left_out(states, self._held))
         if leaves:
             self._going[engine.rank].lay(layer, block)
         return block
@@ -120,6 +127,8 @@ class Move:
         self._notice(f"receive layer {layer} on rank {rank}")
         if not block.numel():
             return  # its sender says why
+        if self._held is not None:
+            filled(layer_state.unpacked(block), self._held)  # what is not there must show before anything is dropped
         self._coming[rank].lay(layer, block)
 
     def _attempt(self, problems: list[str], do: Callable[[], Tensor | None]) -> Tensor | None:
@@ -193,6 +202,7 @@ class Move:
     def _states(self, rank: int, layer: int, *, gone: bool = False) -> list[tuple[int, State]]:
         """What has come to a rank for a layer, or has gone; with what was sent ahead."""
         found = (self._going if gone else self._coming)[rank].fetch(layer)
+        found = found if self._held is None else filled(found, self._held)
         ahead = None if self._ahead is None else self._ahead.going if gone else self._ahead.coming
         if ahead is not None and layer in ahead:
             found[str(layer)]["parameters"] |= ahead.fetch(layer)["parameters"]
@@ -285,13 +295,14 @@ def move(
     on_all: Callable[[Callable[[Engine], str]], list[str]],
     notice: Notice,
     ahead: Ahead | None = None,
+    held: HeldTensors | None = None,
 ) -> tuple[list[Engine], Moved]:
     """From the layout of ``engines`` to that of ``programs``; a ``UserError`` where it stays the old one. ``ahead`` is
-    what was sent for it already."""
+    what was sent for it already, ``held`` what all ranks can read."""
     begin = perf_counter()
     if ahead is not None:
         ahead.settle(gather)
-    moving = Move(builder, engines, programs.flow.layout, notice, ahead)
+    moving = Move(builder, engines, programs.flow.layout, notice, ahead, held)
     try:
         problem, updates = verdict(gather(report(next(filter(None, on_all(moving.prepare)), ""), engines)))
         if problem:

@@ -103,7 +103,7 @@ class Pipeline(Movable):
         self.num_updates = 0
         self._ran: tuple[Program, dict[int, Result]] | None = None
         self._torn: str | None = None
-        self._ahead = None
+        self._ahead = self.held = None
         self._on_all(lambda engine: assembly.share_initial_weights(engine, self.builder.parts.tied))
 
     def _hold(self, programs: Programs, engines: list[Engine]) -> None:

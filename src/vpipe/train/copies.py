@@ -110,13 +110,29 @@ class CopyShelf:
         self._last = piece
         return finish
 
+    def find(self, tensor: Tensor) -> tuple[int, Entry] | None:
+        """Where the newest copy has a tensor that it was made of, if they are still the same: its piece and entry."""
+        piece = self._last
+        key = piece.origins.get(tensor.data_ptr()) if piece is not None else None
+        if piece is None or key is None:
+            return None
+        copied = piece.views[key]
+        same = copied.dtype == tensor.dtype and copied.shape == tensor.shape and _is_equal(copied, tensor)
+        return (self._pieces.index(piece), piece.table[key[0]][key[1]]) if same else None
+
+    def at(self, piece: int, entry: Entry) -> Tensor:
+        """What a piece has at a place."""
+        descriptor = self._pieces[piece].descriptor
+        memory = torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
+        return _view(memory, entry).clone()
+
     def leave(self, folder: Path) -> None:
         """Write the whole ones to the disk, unless they are there already: each is again a piece, of a shelf of one."""
         for copy in self.copies():
             path = folder / f"{copy.iteration}-{copy.part.epoch}-{copy.part.number}{PIECE}"
             if not path.exists():
                 fresh = path.with_suffix(f".{os.getpid()}")
-                fresh.write_bytes(copy.memory.numpy())
+                fresh.write_bytes(copy.memory.numpy().data)
                 fresh.rename(path)
 
     def copies(self) -> list[Copy]:
@@ -129,12 +145,14 @@ class _Piece:
         self.descriptor = descriptor
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._form: list[Any] = []
-        self._table: dict[int, dict[str, Entry]] = {}
-        self._views: dict[Key, Tensor] = {}
+        self.table: dict[int, dict[str, Entry]] = {}
+        self.views: dict[Key, Tensor] = {}
         """Where each tensor goes: a fifth of the time of a copy was spent on finding it again."""
         self._text = b""
         self._begin = self._end = 0
         self._frozen: set[Key] = set()
+        self.origins: dict[int, Key] = {}
+        """Address of a tensor → which of the copied it is."""
 
     def order(self) -> tuple[int, int]:
         """(iteration, epoch); nothing, or a torn copy, is older than any."""
@@ -162,9 +180,10 @@ class _Piece:
         for layer, tensors in layers.items():
             for name, tensor in tensors.items():
                 if (layer, name) not in self._frozen or (layer, name) not in frozen:
-                    (now if name.startswith(BUFFER) else later).append((self._views[layer, name], tensor))
+                    (now if name.startswith(BUFFER) else later).append((self.views[layer, name], tensor))
         _copy(now)
         self._frozen = set(frozen)
+        self.origins = {t.data_ptr(): (layer, name) for layer, tensors in layers.items() for name, t in tensors.items()}
         head = (standing.iteration, part.epoch, self._begin, self._end)
         memory = self._memory
         size = sum(place.nbytes for place, _ in (*now, *later))
@@ -187,21 +206,21 @@ class _Piece:
                 offset = _aligned(offset + tensor.nbytes)
         self._begin = _aligned(_HEAD.size + _ROOM + sum(len(name) + 160 for _, name in places))
         self._end = self._begin + offset
-        self._table = {
+        self.table = {
             layer: {
                 name: (str(t.dtype).removeprefix("torch."), list(t.shape), self._begin + places[layer, name])
                 for name, t in tensors.items()
             }
             for layer, tensors in layers.items()
         }
-        self._text = json.dumps(self._table, separators=(",", ":")).encode()
+        self._text = json.dumps(self.table, separators=(",", ":")).encode()
         self._frozen = set()
         if os.fstat(self.descriptor).st_size < self._end:
             os.ftruncate(self.descriptor, self._end)
         self._memory = torch.frombuffer(mmap.mmap(self.descriptor, 0), dtype=torch.uint8)
-        self._views = {
+        self.views = {
             (layer, name): _view(self._memory, entry)
-            for layer, entries in self._table.items()
+            for layer, entries in self.table.items()
             for name, entry in entries.items()
         }
 
@@ -221,6 +240,22 @@ class _Piece:
         return Copy(iteration, part, Standing.parse(standing), table, memory)
 
 
+class HeldCopies:
+    """The copies of a machine's ranks, for layers that move between them (``runtime.held``)."""
+
+    def __init__(self, shelves: Sequence[CopyShelf], slot: int) -> None:
+        self._shelves, self._slot = shelves, slot
+
+    def find(self, tensor: Tensor) -> list[Any] | None:
+        found = self._shelves[self._slot].find(tensor)
+        return None if found is None else [self._slot, found[0], *found[1]]
+
+    def read(self, place: Sequence[Any]) -> Tensor:
+        slot, piece, dtype, shape, offset = place
+        shelf: CopyShelf = self._shelves[slot]
+        return shelf.at(piece, (dtype, shape, offset))
+
+
 def newest(shelves: Sequence[CopyShelf]) -> list[Copy]:
     """The newest generation of which all parts are whole; empty where there is none."""
     found: dict[tuple[int, int], dict[int, Copy]] = {}
@@ -238,6 +273,11 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     tensor makes training wait as often."""
     if pairs:
         torch._foreach_copy_([place for place, _ in pairs], [tensor for _, tensor in pairs])
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """By their bytes: a NaN is what it is."""
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
 def _aligned(offset: int) -> int:

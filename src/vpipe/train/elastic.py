@@ -42,7 +42,7 @@ from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.train import abroad, copies
 from vpipe.train.abroad import Abroad, Generation, StoreDoor
 from vpipe.train.copier import Copier
-from vpipe.train.copies import SHELVES, CopyShelf, Key, Layers, Part
+from vpipe.train.copies import SHELVES, CopyShelf, HeldCopies, Key, Layers, Part
 from vpipe.train.session import load_data, open_session, schedule_of
 from vpipe.train.sizes import resized
 from vpipe.train.trainer import Trainer
@@ -153,6 +153,8 @@ class Rank:
             trainer.updated = partial(self._keep, trainer, order, took)
             trainer.around_move = self._around_move
             session.pipeline.each_engine(self._copier.watch)
+            if "meet" not in (order.facts or {}):
+                session.pipeline.held = HeldCopies(self._shelves, self._control.slot)
             self._control.wished = partial(setattr, trainer.stop_requests, "wish")
             trainer.run()
             self._copier.settle()
