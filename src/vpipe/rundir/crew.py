@@ -76,7 +76,7 @@ def want_layout(directory: Path, partition: Sequence[int], ranks: Sequence[int])
     _ask(directory, {"wish": wish})
 
 
-def _ask(directory: Path, wish: Mapping[str, Any]) -> None:
+def _ask(directory: Path, wish: dict[str, Any]) -> None:
     """Beside what was asked for and not taken yet; of the same kind the last one counts."""
     path = directory / WANTED
     writing.replace(path, (writing.read(path) or {}) | wish)
