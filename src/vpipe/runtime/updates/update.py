@@ -21,7 +21,7 @@ from vpipe.runtime.device import HOST, Number, beside, floats, is_host, number, 
 from vpipe.runtime.modes import forget_casts
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.updates import uncompiled
+from vpipe.runtime.updates.flat import FlatStep
 from vpipe.runtime.updates.losses import LossBlocks, LossKey
 from vpipe.runtime.updates.norm_exchange import NormExchange, counted, promoted
 from vpipe.runtime.updates.norms import (
@@ -118,6 +118,7 @@ class Updater:
         self._verdict: tuple[bool | Tensor, Tensor | None] | None = None
         self._told: list[Tensor] | None = None
         """Every rank's losses, still on the device: read when the step is over."""
+        self._flat: dict[int, FlatStep] = {}
         self._take_back: list[TakeBack] = []
         self._need: SkipNeed | None = None
         self._start: Start | None = None
@@ -241,20 +242,27 @@ class Updater:
             dtype = promoted([p.dtype for p in parameters])
             finite, factor = self._verdict_of(*judge_here(parameters, dtype)) if self._judges else (True, None)
             self._skipped[0] = self._skipped[0] + (1.0 - finite if isinstance(finite, bool) else 1.0 - finite.double())
-        stage.weights.before_update()
-        optimizer = self.optimizers[stage.index]
+        optimizer, flat = self.optimizers[stage.index], self._flat_step(stage)
+        stage.weights.before_update(flat.prepare())
 
         def update() -> None:
             if factor is not None and gradients:
                 multiply(gradients, beside(factor, gradients[0]))
             self._set_learning_rate(stage.index, self.num_updates[stage.index])
-            uncompiled.step(optimizer)
+            flat.step()
 
         self._step_if(finite, optimizer, update)
-        uncompiled.clear(optimizer)
+        flat.clear()
         self.num_updates[stage.index] += 1
         stage.weights.after_update()
         forget_casts()
+
+    def _flat_step(self, stage: Stage) -> FlatStep:
+        """What updates a stage by its optimizer; a move may have brought another one."""
+        found, optimizer = self._flat.get(stage.index), self.optimizers[stage.index]
+        if found is None or found.optimizer is not optimizer:
+            found = self._flat[stage.index] = FlatStep(optimizer, stage.weights.parameters.values())
+        return found
 
     def _step_if(self, finite: bool | Tensor, optimizer: Optimizer, update: Callable[[], None]) -> None:
         """``update`` if the gradients are finite; see ``skipping`` for what a device is asked."""

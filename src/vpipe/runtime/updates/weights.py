@@ -22,6 +22,7 @@ from torch import Tensor, UntypedStorage, nn
 from vpipe.errors import UserError
 from vpipe.runtime.memory.swap import Slot, worth_moving
 from vpipe.runtime.split.promise import accumulate
+from vpipe.runtime.updates.blocks import Block
 
 
 class Weights:
@@ -52,8 +53,8 @@ class Weights:
     def gather(self, version: int) -> None:
         """A unit's backward at this version is complete: its gradient belongs to the parameters."""
 
-    def before_update(self) -> None:
-        """The parameters are about to change."""
+    def before_update(self, blocks: Sequence[Block] = ()) -> None:
+        """The parameters are about to change; those of a block are changed together."""
 
     def after_update(self) -> None:
         """The parameters are the next version."""
@@ -124,28 +125,53 @@ class VersionedWeights(Weights):
 
     def gather(self, version: int) -> None:
         for name, leaf in self._leaves[version].items():
-            if leaf.grad is not None:
-                accumulate(self.parameters[name], _hooked(self.parameters[name], leaf.grad))
-                leaf.grad = None
-                _call_hooks(name, self.parameters[name])
+            gradient = leaf.grad
+            if gradient is None:
+                continue
+            leaf.grad = None
+            parameter = self.parameters[name]
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                accumulate(parameter, _hooked(parameter, gradient))
+                _call_hooks(name, parameter)
+            elif parameter.grad is None:
+                parameter.grad = gradient  # autograd has made it for a leaf of the parameter's form
+            else:
+                parameter.grad.add_(gradient)
         self._uses[version] -= 1
         self._drop_unused()
 
-    def before_update(self) -> None:
+    def before_update(self, blocks: Sequence[Block] = ()) -> None:
+        blocks = blocks if not self._swapped else ()  # what leaves memory leaves it parameter by parameter
         if self._uses[self._newest] > 0:
+            joined = {id(p) for block in blocks for p in block.parameters}
             for parameter in self.parameters.values():
-                parameter.data = parameter.data.clone()
+                if id(parameter) not in joined:
+                    parameter.data = parameter.data.clone()
+            for block in blocks:
+                block.move_together()
             self._own.add(self._newest + 1)
-        elif self._newest in self._own:
-            self._own.add(self._newest + 1)
+        else:
+            for block in blocks:
+                if not block.is_together:
+                    block.move_together()
+            if self._newest in self._own:
+                self._own.add(self._newest + 1)
 
     def after_update(self) -> None:
-        self._newest += 1
-        self._leaves[self._newest] = self._fresh()
+        last, self._newest = self._newest, self._newest + 1
+        if self._uses[last] == 0 and self._share_memory(self._leaves[last]):
+            self._leaves[self._newest] = self._leaves.pop(last)  # nobody reads the old version, and this is the new one
+            self._installed = self._newest if self._installed == last else self._installed
+        else:
+            self._leaves[self._newest] = self._fresh()
         if len(self._uses) <= self._newest:
             self._uses.append(0)
         self._drop_unused()
         self.most_versions = max(self.most_versions, len(self._leaves))
+
+    def _share_memory(self, leaves: Mapping[str, Tensor]) -> bool:
+        """Whether these are the parameters' own values."""
+        return all(leaf.data_ptr() == self.parameters[name].data_ptr() for name, leaf in leaves.items())
 
     def _drop_unused(self) -> None:
         for version in self._unused():
