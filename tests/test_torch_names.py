@@ -102,11 +102,28 @@ def profiler() -> bool:
     return _ExperimentalConfig(profile_all_threads=True) is not None
 
 
+def optimizer_hooks() -> bool:
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+    from torch.optim.optimizer import register_optimizer_step_post_hook as after
+    from torch.optim.optimizer import register_optimizer_step_pre_hook as ahead
+
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
+    before = not _global_optimizer_pre_hooks and not _global_optimizer_post_hooks
+    handles = [ahead(lambda *_: None), after(lambda *_: None)]
+    found = bool(_global_optimizer_pre_hooks) and bool(_global_optimizer_post_hooks)
+    for handle in handles:
+        handle.remove()
+    return before and found and not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+
+
 CHECKS: dict[str, Callable[[], bool]] = {
     "_foreach_mul_": foreach,
     "_foreach_div_": foreach,
     "_foreach_norm": foreach,
     "_foreach_copy_": foreach,
+    "_nn": lambda: torch._C._nn.flatten_dense_tensors([torch.ones(2), torch.zeros(1, 2)]).tolist() == [1, 1, 0, 0],
+    "_global_optimizer_pre_hooks": optimizer_hooks,
+    "_global_optimizer_post_hooks": optimizer_hooks,
     "_pytree": pytree,
     "_python_dispatch": dispatch,
     "_len_torch_dispatch_stack": dispatch,

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _C: Any = torch._C
+_STRIDED = torch.strided
+_address = Tensor.data_ptr
 
 
 class Block:
@@ -35,6 +36,8 @@ class Block:
         for parameter in self.parameters:
             self._forms.append((parameter.shape, parameter.stride(), begin))
             begin += parameter.numel()
+        self._shapes = [(shape, strides) for shape, strides, _ in self._forms]
+        self._dtype = self.parameters[0].dtype
         self._addresses: list[int] = []
         held = [states[parameter] for parameter in self.parameters]
         self._names = list(held[0])
@@ -59,24 +62,21 @@ class Block:
     def is_as_it_was(self, optimizer: Any) -> bool:
         """Whether parameters and states are still those of the block, and all gradients can be joined."""
         held = list(map(optimizer.state.get, self.parameters))
-        if not all(held) or any(len(state) != len(self._names) for state in held):
-            return False
-        for name in self._names:
-            if not all(name in state for state in held):
-                return False
-            tensors = list(map(itemgetter(name), held))
-            if not all(type(t) is Tensor for t in tensors) or _addresses(tensors) != self._places[name]:
-                return False
-        if any(len(set(counts.tolist())) > 1 for counts, _ in self._counts.values()):
-            return False
         if not any(group is self.group for group in optimizer.param_groups):
             return False
-        dtype, strided = self.parameters[0].dtype, torch.strided
-        for parameter in self.parameters:
-            gradient = parameter.grad
-            if gradient is None or gradient.dtype is not dtype or gradient.layout is not strided:
+        if any(state is None or len(state) != len(self._names) for state in held):
+            return False
+        for name, places in self._places.items():
+            tensors = [state.get(name) for state in held]
+            if set(map(type, tensors)) != {Tensor} or list(map(_address, tensors)) != places:
                 return False
-        return all(map(_has_form, self.parameters, self._forms))
+        for counts, _ in self._counts.values():
+            if len(set(counts.tolist())) > 1:
+                return False
+        gradients = [parameter.grad for parameter in self.parameters]
+        if any(each is None or each.dtype is not self._dtype or each.layout is not _STRIDED for each in gradients):
+            return False
+        return [(each.shape, each.stride()) for each in self.parameters] == self._shapes
 
     def state(self) -> dict[str, Tensor]:
         """The state of the block as that of one parameter."""
@@ -129,8 +129,4 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
-
-
-def _has_form(parameter: Tensor, form: tuple[torch.Size, tuple[int, ...], int]) -> bool:
-    return parameter.shape == form[0] and parameter.stride() == form[1]
+    return list(map(_address, tensors))
