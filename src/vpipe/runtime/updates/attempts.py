@@ -18,6 +18,7 @@ from vpipe.errors import UserError
 from vpipe.runtime.device import Number, beside, is_host
 from vpipe.runtime.modes import forget_casts
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.updates import uncompiled
 from vpipe.runtime.updates.losses import LossKey
 from vpipe.runtime.updates.norm_exchange import counted
 from vpipe.runtime.updates.norms import divide, judge, judge_there, multiply
@@ -61,7 +62,6 @@ class AgreeingAfterwards(Updater):
         """The update as it is right if no rank objects. A gradient that is not finite is an objection of one's own."""
         self.before_update()
         optimizer, update = self.optimizers[stage.index], self.num_updates[stage.index]
-        flat = self._flat_step(stage)
         gradients = [p.grad for p in stage.weights.parameters.values() if p.grad is not None]
         if self.loss_scale != 1.0:
             divide(gradients, self.loss_scale)
@@ -72,10 +72,9 @@ class AgreeingAfterwards(Updater):
             hopeless = self._skips and is_host(self._device) and not bool(torch.isfinite(sizes).all())
         if not hopeless:
             self._set_learning_rate(stage.index, update)
-            flat.prepare()
-            flat.step()
+            uncompiled.step(optimizer)
         if not self._judges:
-            flat.clear()
+            uncompiled.clear(optimizer)
         self.num_updates[stage.index] = update + 1
         forget_casts()
 
@@ -95,7 +94,6 @@ class AgreeingAfterwards(Updater):
         self._learn(finite)
         wrong = not finite or (factor is not None and float(factor) != 1.0)
         for index, attempt in self._attempts.items():
-            flat = self._flat_step(self._stages[index])
             if wrong:
                 attempt.take_back()
             if wrong and finite and attempt.gradients:
@@ -103,9 +101,8 @@ class AgreeingAfterwards(Updater):
                 multiply(attempt.gradients, beside(factor, attempt.gradients[0]))
             if wrong and finite:
                 self._set_learning_rate(index, self.num_updates[index] - 1)
-                flat.prepare()
-                flat.step()
-            flat.clear()
+                uncompiled.step(attempt.optimizer)
+            uncompiled.clear(attempt.optimizer)
         self._attempts.clear()
         forget_casts()
         return wrong or self.loss_scale != scale

@@ -4,8 +4,11 @@ An optimizer of torch goes through its parameters one by one, a dozen calls each
 cost more than the numbers. Those optimizers that treat every number alike may be given one tensor instead of forty:
 
     state of p, q, r …      lie one behind the other in one tensor; the user's state tensors are views of it
-    gradients of p, q, r …  are joined for the length of one step
-    p, q, r … themselves    lie together where versions move them anyway (``weights``); else they are copied in and out
+    gradients of p, q, r …  are copied together for the length of one step
+    p, q, r … themselves    lie together as well: versions move them anyway (``weights``)
+
+This is for asynchronous stages, which update often. Where weights stay where they are, copying them in and out costs
+what the fewer calls save (``benchmarks/updates``), so synchronous stages step as ever.
 
 The step is that of the user's optimizer, class, settings and code; its groups, state and ``state_dict()`` keep their
 meaning, and every tensor that somebody holds stays that tensor: only its memory moves. What a block is made of is
@@ -30,7 +33,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from vpipe.runtime.updates.blocks import Block, are_apart, joined
+from vpipe.runtime.updates.blocks import Block, are_apart
 from vpipe.runtime.updates.uncompiled import uncompiled
 
 NUMBERWISE = tuple(
@@ -45,7 +48,7 @@ EXTRAS = ("foreach", "fused", "capturable", "differentiable")
 SMALL = 1 << 17
 """Numbers of the largest parameter that is joined: of a larger one the calls are a small part, and copies are not."""
 LARGEST = 1 << 20
-"""Numbers of a block: what a step takes beside the plain one is two or three times this, whatever the model."""
+"""Numbers of a block: a step takes three times this beside the plain one, whatever the model."""
 TAILLESS = 64
 """Numbers that the widest of torch's loops takes at a time."""
 
@@ -54,9 +57,10 @@ class FlatStep:
     """The updates of one optimizer of one stage."""
 
     def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+        """Of ``parameters`` those that are small may lie together."""
         self.optimizer = optimizer
         self._own = {id(parameter) for parameter in parameters}
-        self._fits = type(optimizer) in NUMBERWISE
+        self._fits = type(optimizer) in NUMBERWISE and bool(self._own)
         self._seen: list[Tensor] = []
         """The parameters that had a gradient in the last update."""
         self._sizes: list[int] = []
@@ -65,6 +69,7 @@ class FlatStep:
         self._blocks: list[Block] = []
         self._ready: list[Block] = []
         """Those of this update."""
+        self._room = torch.empty(0)
         self._rest: list[tuple[Mapping[str, Any], list[Tensor]]] = []
         """(group, its parameters that are not in a block and have a gradient)."""
 
@@ -101,7 +106,7 @@ class FlatStep:
 
     def clear(self) -> None:
         """``optimizer.zero_grad(set_to_none=True)``"""
-        if not self._fits:
+        if type(self.optimizer) not in NUMBERWISE:
             with uncompiled(type(self.optimizer)):
                 self.optimizer.zero_grad(set_to_none=True)
             return
@@ -110,18 +115,23 @@ class FlatStep:
                 parameter.grad = None
 
     def _update(self, block: Block) -> None:
-        together = block.is_together
-        numbers = block.memory if together else joined(block.parameters)
+        assert block.is_together, "weights lay the blocks of an update together"
+        numbers = block.memory
         assert numbers is not None
-        numbers.grad = joined([p.grad for p in block.parameters])  # type: ignore[misc]
+        numbers.grad = self._gradients(block)
         state = block.state()
         self._run(block.group, [numbers], {numbers: state})
         block.count(state)
         numbers.grad = None
-        if together:
-            increment_version(block.parameters)
-        else:
-            torch._foreach_copy_(block.parameters, block.views(numbers))
+        increment_version(block.parameters)
+
+    def _gradients(self, block: Block) -> Tensor:
+        """Those of a block, one behind the other, always in the same memory: it is in the cache when the step reads."""
+        parts = [p.grad.reshape(-1) for p in block.parameters if p.grad is not None]
+        size, dtype = sum(part.numel() for part in parts), parts[0].dtype
+        if self._room.dtype is not dtype or self._room.numel() < size:
+            self._room = torch.empty(size, dtype=dtype)
+        return torch.cat(parts, out=self._room[:size])
 
     def _run(self, group: Mapping[str, Any], parameters: list[Tensor], state: Any) -> None:
         """The optimizer's own step, on other parameters."""

@@ -261,7 +261,7 @@ class Updater:
         """What updates a stage by its optimizer; a move may have brought another one."""
         found, optimizer = self._flat.get(stage.index), self.optimizers[stage.index]
         if found is None or found.optimizer is not optimizer:
-            found = self._flat[stage.index] = FlatStep(optimizer, stage.weights.parameters.values())
+            found = self._flat[stage.index] = FlatStep(optimizer, stage.weights.may_lie_together)
         return found
 
     def _step_if(self, finite: bool | Tensor, optimizer: Optimizer, update: Callable[[], None]) -> None:

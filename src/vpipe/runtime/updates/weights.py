@@ -40,6 +40,11 @@ class Weights:
     def num_versions(self) -> int:
         return 1
 
+    @property
+    def may_lie_together(self) -> Collection[Tensor]:
+        """The parameters whose memory is taken anew by updates, so that it may be one piece."""
+        return ()
+
     def begin(self, uses: Sequence[int]) -> None:
         """A program begins; version ``v`` will be read by ``uses[v]`` units."""
 
@@ -99,6 +104,10 @@ class VersionedWeights(Weights):
     def num_versions(self) -> int:
         return len(self._leaves)
 
+    @property
+    def may_lie_together(self) -> Collection[Tensor]:
+        return () if self._swapped else self.parameters.values()  # what leaves memory leaves parameter by parameter
+
     def begin(self, uses: Sequence[int]) -> None:
         self._uses = list(uses)
         self._newest = 0
@@ -141,7 +150,6 @@ class VersionedWeights(Weights):
         self._drop_unused()
 
     def before_update(self, blocks: Sequence[Block] = ()) -> None:
-        blocks = blocks if not self._swapped else ()  # what leaves memory leaves it parameter by parameter
         if self._uses[self._newest] > 0:
             joined = {id(p) for block in blocks for p in block.parameters}
             for parameter in self.parameters.values():
