@@ -82,18 +82,22 @@ def rank(task: dict[str, Any]) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
+    shown = [side for side in SIDES if any(side in row["sides"] for row in result["rows"].values())]
     lines = [
         f"measured step over simulated step, median (quartiles); {MICROBATCHES} microbatches, "
         f"messages of {NUMBERS * 4 // 1024} KB; and milliseconds of processor per step and rank",
-        f"{'':28}{'simulated':>10}" + "".join(f"{side:>24}{'cpu':>6}" for side in SIDES),
+        f"{'':28}{'simulated':>10}" + "".join(f"{side:>24}{'cpu':>6}" for side in shown),
     ]
-    return "\n".join([*lines, *(line(name, row) for name, row in result["rows"].items())])
+    return "\n".join([*lines, *(line(name, row, shown) for name, row in result["rows"].items())])
 
 
-def line(name: str, row: dict[str, Any]) -> str:
+def line(name: str, row: dict[str, Any], shown: list[str]) -> str:
+    """A row; a side that it lacks stays empty."""
     found = f"{name:28}{row['simulated'] * 1e3:7.0f} ms"
-    for side in SIDES:
-        if side in row["sides"]:
+    for side in shown:
+        if side not in row["sides"]:
+            found += " " * 30
+        else:
             facts, cpu = row["sides"][side]["ratio"], row["sides"][side]["cpu"]["median"]
             spread = f"{facts['median']:.3f} ({facts['low']:.3f}–{facts['high']:.3f})"
             found += f"{spread:>24}{cpu * 1e3:6.0f}"
@@ -145,7 +149,7 @@ def main() -> None:
             for schedule in arguments.schedules:
                 name = f"{schedule} p={num_ranks}, {speed} ms"
                 rows[name] = measured(schedule, num_ranks, speed, arguments.sides, repeats)
-                print(line(name, rows[name]), file=sys.stderr)  # the whole takes minutes
+                print(line(name, rows[name], arguments.sides), file=sys.stderr)  # the whole takes minutes
     common.finish(arguments, {"question": "emulated", "rows": rows}, table)
 
 
