@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from vpipe import Pipeline
 from vpipe.runtime.updates import flat
 from vpipe.runtime.updates.flat import FlatStep
+from vpipe.train.checkpoints import layer_file
 
 Make = Callable[[Any], optim.Optimizer]
 WAYS: dict[str, Make] = {
@@ -263,3 +265,33 @@ def test_a_version_is_one_block_of_memory_and_users_keep_their_parameters() -> N
     assert all(one is other for one, other in zip(held, pipe.parameters().values(), strict=True))
     storages = {p.untyped_storage().data_ptr() for p in held if p.dim() == 2}
     assert len(storages) == 2, "the weights of each stage lie together"
+
+
+def _dream() -> Pipeline:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    return Pipeline(
+        layers, nn.functional.mse_loss, schedule="pipedream", num_microbatches=6, num_ranks=3, optimizer=WAYS["adamw"]
+    )
+
+
+def _train(pipe: Pipeline, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        pipe.train_step(torch.randn(12, 8, generator=generator), torch.randn(12, 8, generator=generator))
+
+
+def test_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
+    """A run that goes on from files and one without a break have the same bits; moves: ``test_runtime_move``."""
+    whole, first = _dream(), _dream()
+    _train(whole, range(4))
+    _train(first, range(2))
+    second = _dream()
+    for held, after in zip(first.held_layers(), second.held_layers(), strict=True):
+        tensors = layer_file.tensors_of(held.module, held.optimizer)
+        path = tmp_path / layer_file.name_of(held.layer)
+        layer_file.load_into(after.module, after.optimizer, layer_file.read(path, layer_file.write(path, tensors)))
+    second.resume(first.num_units, first.num_updates)
+    second.step = first.step
+    _train(second, range(2, 4))
+    assert not differing(second.state_dict(), whole.state_dict())
