@@ -133,6 +133,9 @@ def test_a_number_that_is_wanted_early_counts_and_one_after_the_end_does_not(tmp
         fork(slot)
     want(tmp_path, 3)
     launch._judge(0.0)
+    assert forked == [0, 1], "its zygote reads the spec, and would take an order for a part of it"
+    launch._heard({"started": [0, 0]})
+    launch._judge(0.0)
     assert forked == [0, 1, 2]
     for slot in range(3):
         launch._said(slot, {"ready": True})

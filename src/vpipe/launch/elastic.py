@@ -205,8 +205,8 @@ class ElasticLaunch(MemberLaunch):
 
     def _begin_if_all_are_ready(self) -> None:
         crew = self._crew
-        if not crew.can_begin or self._verdict.ended_by_us:
-            return
+        if not crew.can_begin or (self._verdict.ended_by_us and not self._stop_signal):
+            return  # who is asked to stop during a recovery ends it first: there is an update to save
         facts = {"since": monotonic() - self._noticed} if crew.lost else {}
         orders = crew.begin()
         seats = self._seats(list(orders))
@@ -224,7 +224,8 @@ class ElasticLaunch(MemberLaunch):
         return {}
 
     def _judge(self, now: float) -> None:
-        if self._elastic.directory is not None and (wanted := take_wanted(self._elastic.directory)) is not None:
+        directory = self._elastic.directory if self._can_fork() else None
+        if directory is not None and (wanted := take_wanted(directory)) is not None:
             if wanted.num_ranks and not self._crew.is_over:
                 self._resize(wanted.num_ranks)
             if wanted.without and not self._crew.is_over:
@@ -237,6 +238,10 @@ class ElasticLaunch(MemberLaunch):
             if stopped or silent > max(SILENT_FOR, 3 * member.longest):
                 self._end_silent(slot, f"{'is stopped' if stopped else 'gives no sign'} for {silent:.1f} s")
         super()._judge(now)
+
+    def _can_fork(self) -> bool:
+        """Whether the zygote takes orders: it reads its spec first, and what is wanted before waits."""
+        return self._begun
 
     def _give_back(self, machines: Sequence[str]) -> None:
         """Somebody outside wants to have machines back."""

@@ -240,6 +240,9 @@ class FarLaunch(ElasticLaunch):
             for link in self._links:
                 link.send(order)
 
+    def _can_fork(self) -> bool:
+        return True  # a node keeps orders until its zygote takes them
+
     def _free_slots(self) -> list[int]:
         return [slot for slot in super()._free_slots() if self._link(slot) in self._staying()]
 
