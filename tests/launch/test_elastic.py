@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -108,6 +109,26 @@ def test_fewer_and_more_ranks_and_a_killed_launcher_change_no_bit(config: Path, 
     assert done.returncode == 0, done.stderr
     assert vpipe("train", *words, "--output-dir", tmp_path / "plain", "--quiet").returncode == 0
     assert chaos.differences(tmp_path / "plain", folder) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_that_is_asked_to_stop_during_a_recovery_saves_and_leaves(config: Path, tmp_path: Path) -> None:
+    """Its ranks waited for an order until they were killed, and nothing was saved."""
+    folder = tmp_path / "run"
+    words = ("--elastic", "3:3", "--set", "checkpoint.interval=1000", "--output-dir", str(folder))
+    running = Running(tmp_path, sys.executable, "-m", "vpipe", "train", str(config), *words)
+    while (roster := Roster.read(folder)) is None or not roster.has_stepped:
+        assert running.process.poll() is None, running.out + running.err
+        time.sleep(0.02)
+    lost = roster.pids[1]
+    os.kill(lost, signal.SIGKILL)
+    while (roster := Roster.read(folder)) is None or roster.pids.get(1, lost) == lost:
+        time.sleep(0.01)
+    running.process.terminate()
+    assert running.process.wait() == 75, running.out + running.err
+    running.assert_clean(60)
+    assert len(checkpoints(folder / "checkpoints")) == 1
 
 
 def test_the_judge_sees_one_stale_tensor(tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ class Rank:
             trainer.run()
             self._copier.settle()
         finally:
+            self._control.heard = trainer.stop_requests.heard or self._control.heard  # the next epoch obeys
             trainer.checkpoints.abandon()
             if self._abroad is not None:
                 self._abroad.close()
