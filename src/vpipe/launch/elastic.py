@@ -140,7 +140,10 @@ class ElasticLaunch(MemberLaunch):
             self._released.discard(rank)
             self._fill()
             return
-        if done or rank in self._verdict.reports or self._stop_signal or self._verdict.ended_by_us or status > 0:
+        # a replacement that the request to stop met before it could listen: the recovery needs another one
+        deaf = bool(self._crew.lost) and self._stop_signal > 0 and status == -self._stop_signal
+        ends = (self._stop_signal or self._verdict.ended_by_us) and not deaf
+        if done or rank in self._verdict.reports or ends or status > 0:
             self._verdict.ended(rank, 0 if done and status < 0 else status)
             return
         why = f"rank {shown} {self._how(rank, status)}"
