@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,10 @@ from runtime_models import build
 from runtime_support import Case, differing, pipeline, train_rank
 
 from vpipe.errors import UserError
+from vpipe.runtime.ranks.failure import PeerLost
+from vpipe.runtime.ranks.sockets import Sockets
 from vpipe.runtime.transport import link, wire
+from vpipe.runtime.transport.neighbours import Door
 from vpipe.runtime.transport.ring import ALIGN, Ring, Segment
 from vpipe.runtime.transport.ring_link import RingLink
 from vpipe.runtime.transport.stream_door import StreamDoor
@@ -269,3 +273,26 @@ def test_the_same_bits_by_every_way(schedule: str, model: str, worlds: Worlds) -
             assert losses == expected
             assert not differing(state, expected_state)
             assert rows == expected_rows
+
+
+def test_a_rank_that_waits_for_a_knock_can_be_freed() -> None:
+    """Between two epochs: its neighbour is gone before it has knocked. (``accept`` would spin, deaf to signals.)"""
+    sockets, door, found = Sockets(), Door("shm"), []
+    meets = threading.Event()
+
+    def wait() -> None:
+        with sockets.noting():
+            door.open(2)
+            meets.set()
+            try:
+                door.connect(0, [door.card, door.card], patience=600.0)
+            except PeerLost as lost:
+                found.append(str(lost))
+
+    rank = threading.Thread(target=wait, daemon=True)
+    rank.start()
+    assert meets.wait(60)
+    sockets.shut()
+    rank.join(60)
+    door.close()
+    assert found == ["rank 0 has waited for rank 1, and its door was shut"]

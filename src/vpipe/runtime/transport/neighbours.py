@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 import torch
@@ -69,15 +71,19 @@ class Door:
         if self._listener is None:
             return {}
         found = {peer: _knock(rank, peer, cards[peer].door) for peer in peers if peer < rank}
-        self._listener.settimeout(patience)
+        end = monotonic() + patience
         while missing := [peer for peer in peers if peer not in found]:
             try:
-                connection, _ = self._listener.accept()
+                connection = _next_knock(self._listener, end)
                 connection.settimeout(patience)
                 peer = _welcomed(connection)
             except TimeoutError:
                 what = f"rank {missing[0]} has not opened its shared memory to rank {rank} within {patience:g} s"
                 raise PeerLost(what, missing[0]) from None
+            except ConnectionAbortedError:
+                raise PeerLost(
+                    f"rank {rank} has waited for rank {missing[0]}, and its door was shut", missing[0]
+                ) from None
             if peer in missing:
                 found[peer] = connection
             else:
@@ -111,6 +117,23 @@ def _knock(rank: int, peer: int, door: str) -> socket.socket:
         connection.close()
         raise PeerLost(f"rank {rank} connects to rank {peer}, but that is gone: {error.strerror}", peer) from None
     return connection
+
+
+def _next_knock(listener: socket.socket, end: float) -> socket.socket:
+    """Whoever knocks before ``end``. Not by ``accept`` with a timeout: where somebody shuts the listener (``sockets``),
+    the kernel says both "hang-up" and "try again", so that ``accept`` spins inside itself, and no signal ends it."""
+    waiting = select.poll()
+    waiting.register(listener, select.POLLIN)
+    listener.setblocking(False)
+    while (left := end - monotonic()) > 0:
+        for _, event in waiting.poll(1000 * left):
+            if event & (select.POLLHUP | select.POLLERR):
+                raise ConnectionAbortedError
+            try:
+                return listener.accept()[0]
+            except BlockingIOError:
+                continue  # it has left again
+    raise TimeoutError
 
 
 def _welcomed(connection: socket.socket) -> int | None:
