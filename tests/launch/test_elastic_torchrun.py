@@ -44,6 +44,12 @@ def workers(run: Running) -> list[psutil.Process]:
     return [each for each in psutil.Process(run.process.pid).children() if "vpipe" in each.cmdline()]
 
 
+def keeps_the_store(agent: Running, port: int) -> bool:
+    """Whether it was this agent that came first."""
+    found = psutil.Process(agent.process.pid).net_connections()
+    return any(each.status == psutil.CONN_LISTEN and each.laddr[1] == port for each in found)
+
+
 def until(holds: Callable[[], object], *runs: Running) -> None:
     end = time.monotonic() + 120
     while not holds():
@@ -87,6 +93,7 @@ def test_an_agent_that_is_lost_leaves_fewer_ranks_and_changes_no_bit(config: Pat
     try:
         saved = tmp_path / "run" / "checkpoints"
         until(lambda: saved.exists() and checkpoints(saved), *agents)
+        agents.sort(key=lambda agent: keeps_the_store(agent, port), reverse=True)  # without its store no agent goes on
         lost = agents[1].process
         for process in [psutil.Process(lost.pid), *psutil.Process(lost.pid).children(recursive=True)]:
             process.kill()

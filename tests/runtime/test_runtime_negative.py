@@ -10,6 +10,7 @@ from runtime_support import Case, check
 from torch import Tensor
 
 from vpipe.runtime import region, stage
+from vpipe.runtime.updates.blocks import Block
 from vpipe.runtime.updates.weights import VersionedWeights
 
 ASYNCHRONOUS = Case("pipedream", "plain", 3, 6, num_steps=3)
@@ -22,7 +23,9 @@ def test_the_controls_are_right_without_the_mistakes() -> None:
 def test_no_stashing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward with the newest weights: ``p.data`` is exchanged under the graph, as PyTorch silently allows."""
 
-    def before_update(self: VersionedWeights) -> None:
+    def before_update(self: VersionedWeights, blocks: Sequence[Block] = ()) -> None:
+        for block in blocks:
+            block.move_together()
         for leaves in self._leaves.values():
             for name, leaf in leaves.items():
                 leaf.data = self.parameters[name].data
