@@ -131,6 +131,50 @@ def test_a_run_that_is_asked_to_stop_during_a_recovery_saves_and_leaves(config: 
     assert len(checkpoints(folder / "checkpoints")) == 1
 
 
+STUCK = """
+import ctypes, os
+from pathlib import Path
+from torch import nn
+
+HERE, FORWARD = Path({here!r}), nn.LayerNorm.forward
+
+
+def forward(self, x):
+    if os.environ.get("VPIPE_SLOT") == "1" and (HERE / "now").exists() and not (HERE / "stuck").exists():
+        (HERE / "stuck").touch()
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)  # no signal ends this, and the process is well
+    return FORWARD(self, x)
+
+
+nn.LayerNorm.forward = forward
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_cannot_be_interrupted_is_replaced(config: Path, tmp_path: Path) -> None:
+    """It is in a wait that no signal ends when another one is lost (as in gloo's, while ranks meet)."""
+    (tmp_path / "stuck.py").write_text(STUCK.format(here=str(tmp_path)))
+    words = (str(config), "--plugin", str(tmp_path / "stuck.py"))
+    assert vpipe("train", *words, "--output-dir", tmp_path / "plain").returncode == 0
+    folder = tmp_path / "run"
+    train = (sys.executable, "-m", "vpipe", "train", *words, "--elastic", "2:3", "--output-dir", str(folder))
+    running = Running(tmp_path, *train)
+    while (roster := Roster.read(folder)) is None or not roster.has_stepped:
+        assert running.process.poll() is None, running.out + running.err
+        time.sleep(0.02)
+    (tmp_path / "now").touch()
+    while not (tmp_path / "stuck").exists():
+        assert running.process.poll() is None, running.out + running.err
+        time.sleep(0.02)
+    os.kill(roster.pids[2], signal.SIGKILL)
+    assert running.wait() == 0, running.err
+    assert "rank 1 has not left what it waits for within 10 s; it is ended" in running.err
+    assert chaos.differences(tmp_path / "plain", folder) == []
+
+
 def test_the_judge_sees_one_stale_tensor(tmp_path: Path) -> None:
     """Negative control: a run that differs in one number of one layer's optimizer state is not equal."""
     for name in ("left", "right", "stale", "loss"):

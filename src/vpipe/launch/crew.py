@@ -82,6 +82,10 @@ class Crew:
             self.states[slot] = MemberState.LEAVING
         return told
 
+    def is_leaving(self, slot: int) -> bool:
+        """Whether it was told that its epoch is over, and has not answered."""
+        return self.states.get(slot) is MemberState.LEAVING
+
     @property
     def has_newcomers(self) -> bool:
         """Whether more could train than do, and nobody is on the way."""

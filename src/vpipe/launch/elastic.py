@@ -29,6 +29,9 @@ from vpipe.rundir.crew import Roster, take_wanted
 
 SILENT_FOR = 30.0
 """The same as ``STOPPED_FOR`` for a process that the kernel runs: on a busy machine a well one may be late."""
+LEAVES_WITHIN = 10.0
+"""Seconds in which a rank leaves an epoch that is over. One that waits where neither sockets nor signals reach (gloo,
+for a connection that nobody will make) is well and never answers; a new process takes its place and its copies."""
 RESCUE_WITHIN = 60.0
 """Seconds that the zygote gets to write what the copies of a broken run hold."""
 
@@ -61,6 +64,8 @@ class ElasticLaunch(MemberLaunch):
         self._released: set[int] = set()
         """Slots whose process was told to leave for good."""
         self._noticed = 0.0
+        self._told: dict[int, float] = {}
+        """Slot → when it was told to leave its epoch."""
         self._rescues = False
         self._shelves = make_shelves(elastic.most) if self.keeps_copies else []
         self._shared = [fd for pair in self._shelves for fd in pair]
@@ -205,6 +210,7 @@ class ElasticLaunch(MemberLaunch):
         epoch = self._crew.epoch
         for slot in self._crew.interrupt(why):
             self._tell(slot, {"abort": epoch})
+            self._told[slot] = monotonic()
 
     def _begin_if_all_are_ready(self) -> None:
         crew = self._crew
@@ -240,6 +246,9 @@ class ElasticLaunch(MemberLaunch):
             stopped = silent > STOPPED_FOR and self._seems_stopped(member)
             if stopped or silent > max(SILENT_FOR, 3 * member.longest):
                 self._end_silent(slot, f"{'is stopped' if stopped else 'gives no sign'} for {silent:.1f} s")
+            elif self._crew.is_leaving(slot) and now - self._told[slot] > LEAVES_WITHIN:
+                self._end_silent(slot, f"has not left what it waits for within {LEAVES_WITHIN:g} s")
+                self._told[slot] = now
         super()._judge(now)
 
     def _can_fork(self) -> bool:
