@@ -375,6 +375,17 @@ def test_under_another_launcher_the_run_takes_the_ranks_that_there_are(
         train._as_started(config, tmp_path, None)
 
 
+def test_ranks_that_are_started_for_the_first_time_go_on_from_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks for the latest run gets it; a first start under another launcher has not asked."""
+    (tmp_path / "runs" / "other").mkdir(parents=True)
+    monkeypatch.setattr(train.manifest, "find", lambda place: place if place.name == "other" else None)
+    config = PipelineConfig.from_dict(CONFIG | {"observe": {"directory": str(tmp_path / "runs")}})
+    assert train._resume_from(config, tmp_path / "new", "latest") == (tmp_path / "runs" / "other").resolve()
+    assert train._resume_from(config, tmp_path / "new", "latest", other_runs=False) is None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_that_torchrun_starts_again_may_be_fewer_and_change_no_bit(config: Path, tmp_path: Path) -> None:

@@ -119,9 +119,10 @@ def run(
     if not rank:
         for warning in warnings:
             click.echo(f"vpipe: warning: {warning}", err=True)
+    asked = resume is not None
     config, resume = _as_started(_on_nodes(config), output_dir, resume)
     elastic = _elastic(config) if "RANK" not in os.environ else None
-    start = _resume_from(config, output_dir, resume)
+    start = _resume_from(config, output_dir, resume, other_runs=asked)
     arguments: dict[str, Any] = {"resume": str(start) if start else None, "quiet": quiet}
     if rank is not None:
         from vpipe.train import session, worker
@@ -342,8 +343,11 @@ def _enter_container(config: configs.PipelineConfig) -> None:
         ) from None
 
 
-def _resume_from(config: configs.PipelineConfig, output_dir: Path | None, resume: str | None) -> Path | None:
-    """The directory to go on from; ``latest`` is the newest run with a checkpoint."""
+def _resume_from(
+    config: configs.PipelineConfig, output_dir: Path | None, resume: str | None, other_runs: bool = True
+) -> Path | None:
+    """The directory to go on from; ``latest`` is the newest run with a checkpoint, of ``other_runs`` too where the user
+    has asked for it: who did not ask means the run that was broken off, and no other."""
     if resume is None:
         return None
     if resume != "latest":
@@ -352,7 +356,7 @@ def _resume_from(config: configs.PipelineConfig, output_dir: Path | None, resume
         return Path(resume).resolve()
     kept = config.checkpoint.directory
     places = [Path(kept)] if kept else [output_dir] if output_dir else []
-    if not any(lineage.current(place) for place in places):  # one that a run has used is the only one that is meant
+    if other_runs and not any(lineage.current(place) for place in places):  # one that a run has used is the one meant
         runs = Path(config.observe.directory)
         places += (
             sorted((path for path in runs.glob("*") if path.is_dir() and not path.is_symlink()), key=_age)
