@@ -358,11 +358,7 @@ def _resume_from(
     places = [Path(kept)] if kept else [output_dir] if output_dir else []
     if other_runs and not any(lineage.current(place) for place in places):  # one that a run has used is the one meant
         runs = Path(config.observe.directory)
-        places += (
-            sorted((path for path in runs.glob("*") if path.is_dir() and not path.is_symlink()), key=_age)
-            if runs.is_dir()
-            else []
-        )
+        places += sorted((path for path in runs.glob("*") if path.is_dir() and not path.is_symlink()), key=_age)
     for place in places:
         with suppress(UserError):
             if manifest.find(place):
