@@ -46,7 +46,7 @@ HALL: dict[str, set[str]] = {
     "balance": {"errors"},
     "errors": set(),
     "interfaces": {"errors", "layer", "registry", "models", "data"},
-    "layer": set(),
+    "layer": {"errors"},
     "network": {"errors"},
     "parcel": set(),
     "plugins": {"errors"},

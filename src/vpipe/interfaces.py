@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -216,6 +216,14 @@ def stage_sizes(model: ModelInterface, num_stages: int) -> list[int]:
     return [len(stage) for stage in partition]
 
 
+def model_options(section: ModelConfig, known: Collection[str]) -> dict[str, Any]:
+    """The options of a config for a builder that takes ``known``: a size it does not have is left out, unless somebody
+    set it. What is set but not known stays in, so that the builder can refuse it by name."""
+    fields = {name: value for name, value in section if name not in ("name", "compile", "extra")}
+    default = {name: field.default for name, field in type(section).model_fields.items()}
+    return {key: value for key, value in fields.items() if key in known or value != default[key]} | section.extra
+
+
 def registered_model(config: ModelConfig, vocab_size: int | None = None, seed: int = 0) -> Model:
     """The model that ``config.name`` has in ``MODEL_REGISTRY``: a ``ModelInterface``, or a function that gives a Model.
 
@@ -230,7 +238,7 @@ def registered_model(config: ModelConfig, vocab_size: int | None = None, seed: i
         stage = STAGE_REGISTRY.create(config.name) if config.name in STAGE_REGISTRY else None
         return adapt_model(found(config), stage, seed)
     known = inspect.signature(found).parameters
-    options = config.options(known) | ({"seed": seed} if "seed" in known else {})
+    options = model_options(config, known) | ({"seed": seed} if "seed" in known else {})
     unknown = next((name for name in options if name not in known), None)
     if unknown is not None:
         raise UserError(f"model.{unknown} is not an option of {config.name!r}; it takes {', '.join(known)}")

@@ -23,6 +23,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vpipe.errors import UserError
+
 FLOW = "x"
 """The name of what a plain module reads and writes."""
 
@@ -68,6 +70,24 @@ def input_names(layers: Sequence[Layer]) -> tuple[str, ...]:
         needed.update(dict.fromkeys(name for name in layer.reads if name not in written))
         written.update(layer.writes)
     return tuple(needed)
+
+
+def bind_inputs(names: Sequence[str], inputs: object) -> dict[str, object]:
+    """The inputs of a model that reads ``names``: a single one takes whatever was given, several come from a dict by
+    name."""
+    if not names or tuple(names) == (FLOW,):
+        return {FLOW: inputs}
+    if len(names) == 1 and not (isinstance(inputs, dict) and names[0] in inputs):
+        return {names[0]: inputs}
+    if not isinstance(inputs, dict):
+        kind = type(inputs).__name__
+        raise UserError(
+            f"the model reads {', '.join(names)}; give its inputs as a dict of these names, not as a {kind}"
+        )
+    missing = [name for name in names if name not in inputs]
+    if missing:
+        raise UserError(f"the model reads {missing[0]!r}, but its inputs have only {', '.join(map(str, inputs))}")
+    return {name: inputs[name] for name in names}
 
 
 class _Collector(threading.local):

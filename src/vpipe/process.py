@@ -1,4 +1,4 @@
-"""Which process is it, and how large is this one? A pid alone says little: it is given to the next one.
+"""Which process is it, is it one of several, and how large is it? A pid alone says little: it is given to the next one.
 
 A process is known by its machine (until the next start of it), its pid namespace (a container has pids of its own), its
 pid and its start, in clock ticks after the machine's. ``alive`` answers only where it can know.
@@ -9,11 +9,19 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+
+def under_launcher() -> bool:
+    """Whether this process is one of several: a launcher has described them, or torch has a group of processes."""
+    distributed = sys.modules.get("torch.distributed")  # who has not loaded it has no group
+    described = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return described or (distributed is not None and bool(distributed.is_initialized()))
 
 
 @dataclass(frozen=True)

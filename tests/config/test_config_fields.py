@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from vpipe.config import PipelineConfig, commented, load, reference, schema
 from vpipe.config.document import parse, plain
 from vpipe.config.problems import expects, section_of
+from vpipe.interfaces import model_options
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {"model": {"name": "gpt"}, "dataset": {"name": "text"}}
@@ -201,4 +202,4 @@ def test_orion_can_be_asked_for_by_the_environment(tmp_path: Path) -> None:
 
 def test_options_for_a_builder_leave_out_sizes_it_does_not_have() -> None:
     model = PipelineConfig.from_dict({**MINIMAL, "model": {"name": "x", "num_layers": 3, "extra": {"a": 1}}}).model
-    assert model.options(["hidden_size"]) == {"hidden_size": 512, "num_layers": 3, "a": 1}
+    assert model_options(model, ["hidden_size"]) == {"hidden_size": 512, "num_layers": 3, "a": 1}

@@ -10,6 +10,7 @@ import pytest
 
 from vpipe.config import load
 from vpipe.data import catalog as data
+from vpipe.interfaces import model_options
 from vpipe.models import catalog as models
 from vpipe.schedule import catalog as schedules
 
@@ -38,7 +39,7 @@ def test_model_data_and_schedule_accept_what_the_config_says(file: Path) -> None
     entry.build(num_ranks, config.training.num_microbatches)
 
     known = inspect.signature(models.builder(config.model.name)).parameters
-    model = models.build(config.model.name, config.model.options(known), vocab_size=2048)
+    model = models.build(config.model.name, model_options(config.model, known), vocab_size=2048)
     assert len(model.layers) >= num_stages
     if config.parallel.partition != "auto":
         assert len(config.parallel.partition) == num_stages

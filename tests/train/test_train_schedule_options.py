@@ -159,8 +159,8 @@ def test_traits() -> None:
     assert get("pipedream").chains is Chain.UNITS
     assert get("2bw").chains is Chain.BATCHES
     assert get("1f1b").chains is Chain.NOT
-    assert get("async_threaded").runs_threads("async_threaded")
-    assert not get("gpipe").runs_threads("gpipe")
+    assert get("async_threaded").runs_threads
+    assert not get("gpipe").runs_threads
     assert {each.name for each in entries() if each.two_ways} == {"chimera", "dualpipe"}
 
 

@@ -8,11 +8,14 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vpipe import config as configs
 from vpipe.config import Loaded, PipelineConfig, Problem
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, OPTIMIZER_REGISTRY, SCHEDULE_REGISTRY
+
+if TYPE_CHECKING:
+    from vpipe.train.session import Materials
 
 KNOWN: dict[str, Callable[[], Collection[str]]] = {
     "parallel.scheduler": SCHEDULE_REGISTRY.names,
@@ -72,10 +75,11 @@ def check_sizes(config: PipelineConfig) -> dict[str, Any]:
     return {"function": "vpipe.train.sizes:refuse_sizes", "arguments": {"config": config.to_dict()}}
 
 
-def refuse(config: PipelineConfig, parallel: bool = True, here: bool = True) -> None:
-    """The same, asked here and now; ``here`` also says that the ranks will be."""
+def refuse(config: PipelineConfig, parallel: bool = True, here: bool = True) -> Materials | None:
+    """The same, asked here and now; ``here`` also says that the ranks will be. What was gathered for the answer."""
     from vpipe.train import preflight
 
-    found = preflight.problems(config, parallel=parallel, here=here)
-    if found:
-        raise configs.ConfigError(found)
+    found = preflight.check(config, parallel=parallel, here=here)
+    if found.problems:
+        raise configs.ConfigError(found.problems)
+    return found.materials

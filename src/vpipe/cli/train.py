@@ -31,6 +31,7 @@ from vpipe.rundir.state import Beat
 if TYPE_CHECKING:
     from vpipe.launch.elastic import Elastic
     from vpipe.launch.loop import Grace as LaunchGrace
+    from vpipe.train.session import Materials
 
 
 @click.command()
@@ -141,17 +142,16 @@ def run(
         arguments |= {"directory": str(taken.directory), "run": taken.run}
         if elastic is not None:
             elastic = replace(elastic, directory=taken.directory)
-        if not _forks(config):
-            _refuse(config, taken)
+        materials = None if _forks(config) else _refuse(config, taken)
         if _elsewhere(config):
             return _by_ssh(config, taken, start, quiet, arguments, elastic)
-        return _here(config, taken, arguments, elastic, source)
+        return _here(config, taken, arguments, elastic, source, materials)
 
 
-def _refuse(config: configs.PipelineConfig, taken: Claim) -> None:
-    """Raise where the config cannot train, and let the run directory say so."""
+def _refuse(config: configs.PipelineConfig, taken: Claim) -> Materials | None:
+    """Raise where the config cannot train, and let the run directory say so; what the check has gathered."""
     try:
-        loading.refuse(config, here=not _elsewhere(config))
+        return loading.refuse(config, here=not _elsewhere(config))
     except UserError as error:
         _conclude(taken, Ending.of(EndingKind.FAILED, on_one_line(error.sentence), endings.MISTAKE))
         raise
@@ -226,6 +226,7 @@ def _here(
     arguments: dict[str, Any],
     elastic: Elastic | None,
     source: Path | None,
+    materials: Materials | None,
 ) -> int:
     """All ranks on this machine: threads of this process, or processes."""
     from vpipe.launch import hosts
@@ -233,13 +234,13 @@ def _here(
     from vpipe.rundir import claim
 
     forks = _forks(config)
-    hosts.keep(taken.directory, config, claim.command(), source, forks)
-    devices = hosts.device_variables(config.launch.machines)
+    taken.keep(config, source, forks)
+    devices = hosts.device_variables(config.launch.machines) if config.launch.machines else {}
     if not forks:
         from vpipe.train import worker
 
         os.environ.update(devices)
-        return worker.run(config, **arguments)
+        return worker.run(config, **arguments, materials=materials)
     from vpipe.launch import local
     from vpipe.launch.early import PRELOAD
 

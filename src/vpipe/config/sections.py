@@ -6,7 +6,6 @@ The text under each field is its documentation: ``docs/config.md``, the JSON sch
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -42,17 +41,6 @@ class ModelConfig(Section):
     extra: dict[str, Any] = Field(default_factory=dict)
     """Options of this model alone. gpt: head_size, ff_low_rank, dropout; llama: num_kv_heads, intermediate_size,
     rms_norm_eps, rope_theta."""
-
-    def options(self, known: Collection[str]) -> dict[str, Any]:
-        """The options for a builder that takes ``known``: a size it does not have is left out, unless somebody set it.
-
-        What is set but not known stays in, so that the builder can refuse it by name.
-        """
-        fields = {
-            name: getattr(self, name) for name in type(self).model_fields if name not in ("name", "compile", "extra")
-        }
-        default = {name: field.default for name, field in type(self).model_fields.items()}
-        return {key: value for key, value in fields.items() if key in known or value != default[key]} | self.extra
 
 
 class DatasetConfig(Section):

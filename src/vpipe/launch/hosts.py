@@ -1,4 +1,4 @@
-"""Machines, as VPipe lists them, the network between them, and the files that VPipe kept of a run.
+"""Machines, as VPipe lists them, and the network between them.
 
 ``machines`` has one ``host:gpu`` per rank. A node is a host; nodes are numbered in the order of first appearance:
 
@@ -8,19 +8,13 @@
 
 from __future__ import annotations
 
-import shlex
-import shutil
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.launch import valid
 from vpipe.network import is_loopback
-from vpipe.rundir.layout import LOGS, OF_A_RUN
 
 DEVICES = "VPIPE_DEVICES"
 """An index for every local rank: see ``runtime.device.DEVICES``, which a launcher does not load."""
@@ -91,20 +85,3 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def keep(
-    directory: Path, config: PipelineConfig, command: Sequence[str], source: Path | None, in_processes: bool
-) -> None:
-    """``command_history.log``, ``machinefile``, ``output.log.0`` and the file as it was given.
-
-    ``output.log.0`` is the log of rank 0, where ranks are processes and have one."""
-    with (directory / "command_history.log").open("a", encoding="utf-8") as history:
-        history.write(f"{shlex.join(command)}\n")
-    machines = config.launch.machines or tuple(f"localhost:{rank}" for rank in range(config.num_ranks))
-    (directory / "machinefile").write_text(machinefile(machines), encoding="utf-8")
-    if source is not None and source.is_file():
-        shutil.copyfile(source, directory / (f"given-{source.name}" if source.name in OF_A_RUN else source.name))
-    if in_processes:
-        with suppress(FileExistsError):
-            (directory / "output.log.0").symlink_to(Path(LOGS) / "rank0.log")

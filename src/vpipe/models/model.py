@@ -69,12 +69,7 @@ class Model:
     @cached_property
     def _sizes(self) -> tuple[int, int]:
         """(parameters, weights of matrix products)."""
-        modules = self.blank()
-        parameters = sum(p.numel() for module in modules for p in module.parameters())
-        for tied in self.tied:
-            parameters -= sum(modules[layer].get_parameter(name).numel() for layer, name in tied.owners[1:])
-        products = sum(p.numel() for module in modules for p in _in_products(module) if p.ndim == 2)
-        return parameters, products
+        return _counted(self.blank(), self.tied)
 
     def build(self) -> list[nn.Module]:
         """All layers, built here: for one process, tests and counting."""
@@ -98,6 +93,10 @@ class Skeleton:
     weight_bytes: list[int]
     work: list[float]
     """Per layer, about how much it computes: the weights of its matrix products; an embedding has none."""
+    num_parameters: int = 0
+    """Of the whole model, tied ones once."""
+    flops_per_token: float = 0.0
+    """See ``Model.flops_per_token``."""
 
     @classmethod
     def of(cls, name: str, model: Model) -> Skeleton:
@@ -107,7 +106,10 @@ class Skeleton:
         weight_bytes = [sum(p.numel() * p.element_size() for p in module.parameters()) for module in modules]
         products = [sum(p.numel() for p in _in_products(module) if p.dim() > 1) for module in modules]
         smallest = max(products, default=0) * 0.01 or 1.0
-        return cls(name, modules, names, parameters, weight_bytes, [amount + smallest for amount in products])
+        work = [amount + smallest for amount in products]
+        in_all, multiplied = _counted(modules, model.tied)
+        flops = 6.0 * multiplied + model.attention_flops
+        return cls(name, modules, names, parameters, weight_bytes, work, in_all, flops)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -121,6 +123,14 @@ class Skeleton:
         return f"{self.name} of {len(self.modules)} layers and {sum(self.parameters):,} weights, {digest}"
 
 
+def _counted(modules: Sequence[nn.Module], tied: Sequence[TiedWeight]) -> tuple[int, int]:
+    """(parameters, tied ones once; weights of matrix products)."""
+    parameters = sum(p.numel() for module in modules for p in module.parameters())
+    for weight in tied:
+        parameters -= sum(modules[layer].get_parameter(name).numel() for layer, name in weight.owners[1:])
+    return parameters, sum(p.numel() for module in modules for p in _in_products(module) if p.ndim == 2)
+
+
 def _in_products(module: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of all but embeddings, which are looked up."""
     for part in module.modules():
@@ -130,11 +140,10 @@ def _in_products(module: nn.Module) -> Iterator[nn.Parameter]:
 
 @dataclass(frozen=True)
 class Seeded:
-    """A factory whose random numbers come from ``(seed, index)`` and leave no trace in the process' own generator."""
+    """A factory whose random numbers come from ``seed`` and leave no trace in the process' own generator."""
 
     factory: Factory
     seed: int
-    index: int
 
     def __call__(self) -> nn.Module:
         if building_on_meta():
@@ -142,7 +151,7 @@ class Seeded:
         generator = torch.default_generator
         with _random_state, torch.device("cpu"):  # an accelerator's generator would give other weights
             before = generator.get_state()
-            generator.manual_seed(derived_seed(self.seed, self.index))
+            generator.manual_seed(self.seed)
             try:
                 return self.factory()
             finally:
@@ -151,7 +160,7 @@ class Seeded:
 
 def seeded(factory: Factory, seed: int, index: int) -> Factory:
     """``factory`` with the random numbers of layer ``index`` of a model with this ``seed``."""
-    return Seeded(factory, seed, index)
+    return Seeded(factory, derived_seed(seed, index))
 
 
 def seed_layers(layers: Sequence[Layer], seed: int) -> list[Layer]:

@@ -30,7 +30,7 @@ from vpipe.plan.costs import LayerCost
 from vpipe.plan.transfer import Nothing, Told, now
 from vpipe.runtime.device import HOST, is_host, place
 from vpipe.runtime.edges import Pending, detached
-from vpipe.runtime.flow import Flow, Value, bind_inputs, resolve
+from vpipe.runtime.flow import Flow, Value, resolve
 from vpipe.runtime.memory.live import LiveBytes
 from vpipe.runtime.region import Run
 from vpipe.runtime.stage import Loss, Stage, StageOptions, Unit
@@ -106,7 +106,7 @@ def measure_layers(
     """The cost of every layer for one microbatch, and the bytes of the microbatch itself."""
     flow = resolve(layers, Layout.chain([1] * len(layers)))
     inputs, targets = measuring.there(inputs), measuring.there(targets)
-    values = {value: given for value, given in bind_inputs(flow.inputs, inputs).items() if _readers(flow, value)}
+    values = {value: given for value, given in flow.bound(inputs).items() if _readers(flow, value)}
     input_bytes = sum(num_bytes(given) for given in values.values())
     nothing = _time_of_nothing(measuring)
     known: dict[object, tuple[LayerCost, dict[str, Any]]] = {}

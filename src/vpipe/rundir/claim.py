@@ -25,7 +25,7 @@ from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.process import Process
 from vpipe.rundir import lineage, manifest, writing
-from vpipe.rundir.layout import CHECKPOINTS, CONFIG, LATEST, LOCK, METRICS, OF_A_RUN, PLAN, RUN, STATE
+from vpipe.rundir.layout import CHECKPOINTS, CONFIG, LATEST, LOCK, LOGS, METRICS, OF_A_RUN, PLAN, RUN, STATE
 from vpipe.rundir.state import SILENT_AFTER, Beat
 
 COMMAND = "VPIPE_COMMAND"
@@ -52,6 +52,20 @@ class Claim:
     def release(self) -> None:
         if self.lock is not None:
             self.lock.release()
+
+    def keep(self, config: PipelineConfig, source: Path | None, in_processes: bool) -> None:
+        """``command_history.log``, ``machinefile``, ``output.log.0`` and the file as it was given, as VPipe kept them
+        of a run here. ``output.log.0`` is the log of rank 0, where ranks are processes and have one."""
+        directory = self.directory
+        with (directory / "command_history.log").open("a", encoding="utf-8") as history:
+            history.write(f"{shlex.join(command())}\n")
+        machines = config.launch.machines or tuple(f"localhost:{rank}" for rank in range(config.num_ranks))
+        (directory / "machinefile").write_text("".join(f"{machine}\n" for machine in machines), encoding="utf-8")
+        if source is not None and source.is_file():
+            shutil.copyfile(source, directory / (f"given-{source.name}" if source.name in OF_A_RUN else source.name))
+        if in_processes:
+            with suppress(FileExistsError):
+                (directory / "output.log.0").symlink_to(Path(LOGS) / "rank0.log")
 
 
 def command() -> list[str]:

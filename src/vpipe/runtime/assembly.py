@@ -27,6 +27,7 @@ from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
+from vpipe.process import under_launcher
 from vpipe.runtime.device import DEVICES, chosen, is_host
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.options import Ranks
@@ -52,11 +53,6 @@ MOST = 32 * 2**20
 LARGE = 2**20
 """Blocks from this size on are given back where a pipeline swaps. A GPT stage with tensors of 1 to 4 MiB took a quarter
 more processor time at 128 KiB, and half more memory at 2 MiB."""
-
-
-def under_launcher() -> bool:
-    """Whether this process is one of several: a process group exists, or a launcher has described one."""
-    return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def join(timeout: float, wanted: int | None = None) -> int:

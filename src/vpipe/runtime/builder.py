@@ -243,7 +243,7 @@ def prepared(
     num_microbatches = chosen.num_microbatches
     if num_microbatches is None:
         num_microbatches = entry.num_microbatches or DEFAULT_MICROBATCHES
-    policy = choose_executor(chosen.executor, entry.runs_threads(chosen.name), chosen.priority)
+    policy = choose_executor(chosen.executor, entry.runs_threads, chosen.priority)
     wires = assembly.connect(ranks, threads=policy is not None, blocking=chosen.blocking or entry.blocking)
     spec = ScheduleSpec(
         chosen.name,

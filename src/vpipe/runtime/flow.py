@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from vpipe.errors import UserError
-from vpipe.layer import FLOW, Layer, input_names
+from vpipe.layer import Layer, bind_inputs, input_names
 from vpipe.schedule.layout import Layout
 
 Value = tuple[str, int]
@@ -41,6 +41,10 @@ class Flow:
     def stage_of(self, value: Value) -> int:
         """The stage that holds the writer of a value; the inputs are with the first layer, the loss with the last."""
         return self.layout.stages[min(max(value[1], 0), len(self.layers) - 1)]
+
+    def bound(self, inputs: object) -> dict[Value, object]:
+        """The model's inputs as values."""
+        return {(name, INPUT): value for name, value in bind_inputs(self.inputs, inputs).items()}
 
     def outputs(self) -> tuple[Value, ...]:
         """What the last layer writes: the model's output."""
@@ -88,21 +92,3 @@ def resolve(layers: Sequence[Layer], layout: Layout) -> Flow:
         reads.append(tuple((name, writer[name]) for name in layer.reads))
         writer.update(dict.fromkeys(layer.writes, index))
     return Flow(tuple(layers), layout, tuple(reads), input_names(layers))
-
-
-def bind_inputs(names: Sequence[str], inputs: object) -> dict[Value, object]:
-    """The inputs of a model that reads ``names``, as values: a single input takes whatever was given, several come from
-    a dict by name."""
-    if not names or tuple(names) == (FLOW,):
-        return {(FLOW, INPUT): inputs}
-    if len(names) == 1 and not (isinstance(inputs, dict) and names[0] in inputs):
-        return {(names[0], INPUT): inputs}
-    if not isinstance(inputs, dict):
-        kind = type(inputs).__name__
-        raise UserError(
-            f"the model reads {', '.join(names)}; give its inputs as a dict of these names, not as a {kind}"
-        )
-    missing = [name for name in names if name not in inputs]
-    if missing:
-        raise UserError(f"the model reads {missing[0]!r}, but its inputs have only {', '.join(map(str, inputs))}")
-    return {(name, INPUT): inputs[name] for name in names}

@@ -20,7 +20,7 @@ from vpipe.runtime import assembly
 from vpipe.runtime.builder import prepared
 from vpipe.runtime.device import is_host
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.flow import Flow, bind_inputs
+from vpipe.runtime.flow import Flow
 from vpipe.runtime.job import Compiled, Job, Result
 from vpipe.runtime.microbatches import check_counts, check_rows, copies_of, mean_loss, torn, units_of, without_gradient
 from vpipe.runtime.modes import Modes
@@ -67,6 +67,8 @@ class Pipeline(Movable):
     """Whether this process does what only one should: it holds rank 0."""
     in_process: bool
     """Whether all ranks are in this process."""
+    updates_per_step: int
+    """How often ``train_step`` updates a stage, as long as it is not told another number of microbatches."""
     is_first: bool
     """Whether this process holds the first stage, and with it the inputs."""
     is_last: bool
@@ -90,7 +92,7 @@ class Pipeline(Movable):
         self.builder = prepared(layers, loss_fn, tied, options)
         self.num_microbatches = self.builder.spec.num_microbatches
         programs = self.builder.programs(self.builder.layout(options.schedule.partition))
-        programs.training()  # a wrong program is refused here, not by the first step
+        self.updates_per_step = programs.training().num_updates  # a wrong program is refused here, not by a step
         if not self.builder.wires.in_process:
             assembly.agree(programs, seed)
         self._hold(programs, self.builder.engines(programs))
@@ -251,9 +253,7 @@ class Pipeline(Movable):
         return Job(
             self.step,
             self.num_units,
-            lambda microbatch: dict(
-                bind_inputs(self.flow.inputs, without_gradient(units(microbatch)) if training else units(microbatch))
-            ),
+            lambda microbatch: self.flow.bound(without_gradient(units(microbatch)) if training else units(microbatch)),
             goals,
             shares.__getitem__,
             self.programs.gradient_weights(program) if training else None,

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from vpipe.layer import TiedWeight, collecting
-from vpipe.runtime.flow import Flow, Value, bind_inputs
+from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.randomness import seed_layer, undisturbed
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import VersionTable, agrees_after, forward_orders, update_groups, version_table
@@ -205,7 +205,7 @@ class Replay:
     def _forward(self, flight: Flight, stage: int, weights: Mapping[str, Tensor]) -> None:
         """One stage of a unit's way; its graph goes on where the stage before has ended."""
         if not stage:
-            flight.values = dict(bind_inputs(self.flow.inputs, flight.unit.inputs))
+            flight.values = self.flow.bound(flight.unit.inputs)
         leaves = {name: leaf.detach().clone().requires_grad_(leaf.requires_grad) for name, leaf in weights.items()}
         flight.leaves |= leaves
         with self._autocast():

@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Collection
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def get(name: str) -> Entry:
         return from_file(str(name))
     found = _NAMES.get(str(name).lower(), name)
     if found in SCHEDULE_REGISTRY:
-        return _entry(found)
+        entry = _entry(found)
+        return replace(entry, runs_threads=True) if str(name).lower() in entry.threaded_names else entry
     known = SCHEDULE_REGISTRY.list_registered()
     hint = nearest(str(name).lower(), [*_NAMES, *known]) or ";"
     if "." in str(name):

@@ -65,6 +65,8 @@ class Entry:
     """How several batches run without a drain between them."""
     num_microbatches: int | None = None
     """The only m that it builds for: a program of the user's own has its number in itself."""
+    runs_threads: bool = False
+    """Whether the name by which the user asked for it is one of ``threaded_names``."""
 
     @property
     def asynchronous(self) -> bool:
@@ -74,10 +76,6 @@ class Entry:
     def chains_with(self, options: Mapping[str, Any]) -> Chain:
         """The same with these options: batches that are agreed on afterwards follow each other."""
         return Chain.BATCHES if options.get(POST_VALIDATION) is True else self.chains
-
-    def runs_threads(self, name: object) -> bool:
-        """Whether what the user called the schedule asks for worker threads."""
-        return isinstance(name, str) and name.lower() in self.threaded_names
 
     @property
     def options(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from vpipe.train import abroad, copies
 from vpipe.train.abroad import Abroad, Generation, StoreDoor
 from vpipe.train.copier import Copier
 from vpipe.train.copies import SHELVES, CopyShelf, HeldCopies, Key, Layers, Part
-from vpipe.train.session import load_data, open_session, schedule_of
+from vpipe.train.session import gather, load_data, open_session, schedule_of
 from vpipe.train.sizes import resized
 from vpipe.train.trainer import Trainer
 from vpipe.train.worker import make_console
@@ -140,7 +140,7 @@ class Rank:
             took.mark("met")
             found = self._newest(order)
             config = self._config_of(order, found)
-            session = open_session(config, self._data)
+            session = open_session(config, gather(config, self._data))
         session.epoch = order.epoch
         took.mark("groups")
         console = make_console(config, self._quiet) if order.rank == 0 else None

@@ -53,6 +53,9 @@ class StopRequests:
 
     def agreed(self) -> signal.Signals | None:
         """The signal that any rank has heard; ``granted`` is what any has been asked for. Every rank calls this."""
+        if self._pipeline.in_process:  # nobody else is asked
+            self.granted, self.wish = self.wish, ""
+            return signal.Signals(self.heard) if self.heard else None
         wish = self.wish
         told = self._pipeline.gather_numbers([self.heard, bool(wish)])
         self.granted = self._pipeline.gather_first(wish) if any(numbers[1] for numbers in told) else ""

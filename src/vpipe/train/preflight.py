@@ -11,38 +11,37 @@ with its traceback.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from vpipe import plugins
 from vpipe.config import PipelineConfig
 from vpipe.config.problems import ConfigError, Key, Problem
 from vpipe.data.dataset import Batch, DataSet
-from vpipe.errors import UserError, printable
-from vpipe.layer import describe, input_names
-from vpipe.models.model import Model, Skeleton, run
+from vpipe.errors import UserError
+from vpipe.layer import bind_inputs, input_names
+from vpipe.models import trial
+from vpipe.models.model import Model, Skeleton
 from vpipe.registry import MODEL_REGISTRY
 from vpipe.runtime.device import chosen
-from vpipe.runtime.flow import bind_inputs, resolve
+from vpipe.runtime.flow import resolve
 from vpipe.runtime.updates.update import checked_scale
 from vpipe.schedule.layout import Layout
 from vpipe.schedule.placement import Placement
+from vpipe.schedule.spec import ScheduleSpec
 from vpipe.train.optimizers import loss_scale
-from vpipe.train.partition import cut
-from vpipe.train.session import feed_of, load_data, load_model, schedule_of
+from vpipe.train.partition import Cut, cut
+from vpipe.train.session import Materials, feed_of, load_data, load_model, schedule_of
 from vpipe.train.session import refuse as refuse_unsupported
 
 T = TypeVar("T")
 STAND_IN = 1 << 20
 """The vocabulary of data that could not be read: large, so that nothing is told of it."""
-MOST_NUMBERS = 1 << 23
-"""Numbers of a model's output that the loss is asked with."""
 FEW_PARAMETERS = 1 << 22
 """Of a model that is built to be tried."""
 TOKENS = ("tokens", "source", "target_in")
@@ -51,9 +50,10 @@ TOKENS = ("tokens", "source", "target_in")
 
 @dataclass
 class Findings:
-    """What is wrong so far."""
+    """What is wrong so far, and what a session can be made of where nothing is."""
 
     problems: list[Problem] = field(default_factory=list)
+    materials: Materials | None = None
 
     def attempt(self, action: Callable[[], T], *sections: str) -> T | None:
         """The result, or ``None`` with the sentence noted; ``sections`` are those of the config that it reads."""
@@ -80,28 +80,37 @@ def refuse(config: dict[str, Any], parallel: bool = True) -> None:
 
 
 def problems(config: PipelineConfig, *, parallel: bool = True, here: bool = True, ends: bool = False) -> list[Problem]:
-    """Every reason why the config cannot train. ``parallel`` asks for the stages too, ``here`` says that it would run
-    on this machine; elsewhere, files that are not here are not asked for. ``ends``: this process does nothing else."""
+    """Every reason why the config cannot train."""
+    return check(config, parallel=parallel, here=here, ends=ends).problems
+
+
+def check(config: PipelineConfig, *, parallel: bool = True, here: bool = True, ends: bool = False) -> Findings:
+    """The same, with what was gathered on the way. ``parallel`` asks for the stages too, ``here`` says that it would
+    run on this machine; elsewhere, files that are not here are not asked for. ``ends``: this process does nothing
+    else."""
     found = Findings()
     found.attempt(partial(plugins.load, config.plugins), "plugins")
     absent = set() if here else {key[0] for key, _ in missing_files(config)}
     data = None if "dataset" in absent else found.attempt(partial(load_data, config), "dataset", "model")
     vocab_size = data.vocab_size if data is not None else max(config.model.vocab_size, 0) or STAND_IN
-    model = skeleton = None
+    model = skeleton = stages = None
     if "model" not in absent:
         model = found.attempt(partial(load_model, config, vocab_size), "model", *(["dataset"] if data else []))
     if model is not None:
         skeleton = found.attempt(partial(Skeleton.of, config.model.name, model), "model")
     if parallel:
-        _stages(found, config, here, model, skeleton if "parallel" not in absent else None)
+        stages = _stages(found, config, here, model, skeleton if "parallel" not in absent else None)
     if data is not None:
         _vocabulary(found, config, data, model)
         feed = found.attempt(partial(feed_of, config, data), "dataset", "training", "parallel")
         if model is not None and skeleton is not None:
             _together(found, config, data, model, skeleton, ends)
-        if feed is not None:
+            if feed is not None and stages is not None:
+                found.materials = Materials(data, model, skeleton, *stages, feed)
+        if feed is not None and (found.problems or found.materials is None):
             feed.close()
-    return _once(found.problems)
+    found.problems = _once(found.problems)
+    return found
 
 
 def missing_files(config: PipelineConfig) -> list[tuple[Key, str]]:
@@ -119,26 +128,28 @@ def missing_files(config: PipelineConfig) -> list[tuple[Key, str]]:
 
 def _stages(
     found: Findings, config: PipelineConfig, here: bool, model: Model | None, skeleton: Skeleton | None
-) -> None:
-    """Whether there are ranks for the schedule, and the layers can be cut as it wants them."""
+) -> tuple[ScheduleSpec, Cut] | None:
+    """Whether there are ranks for the schedule, and the layers can be cut as it wants them; both, if so."""
 
-    def placement_of() -> Placement:
+    def placed() -> tuple[ScheduleSpec, Placement]:
         spec = schedule_of(config)
         placement = spec.placement
         checked_scale(scale, spec.synchronous)
-        return placement
+        return spec, placement
 
     scale = loss_scale(config.training)
-    placement = found.attempt(placement_of, "parallel", "training")
+    schedule = found.attempt(placed, "parallel", "training")
     if here:
         found.attempt(partial(chosen, config.parallel.device, 1, 0), "parallel")
         found.attempt(partial(refuse_unsupported, config), "parallel")
-    if placement is None or skeleton is None or model is None:
-        return
-    layers, num_stages = model.layers, placement.num_stages
-    made = found.attempt(partial(cut, config, skeleton, num_stages), "parallel", "model", "training")
-    if made is not None:
-        found.attempt(lambda: resolve(layers, Layout.of(made.partition, placement)), "parallel", "model")
+    if schedule is None or skeleton is None or model is None:
+        return None
+    layers, (spec, placement) = model.layers, schedule
+    made = found.attempt(partial(cut, config, skeleton, placement.num_stages), "parallel", "model", "training")
+    if made is None:
+        return None
+    found.attempt(lambda: resolve(layers, Layout.of(made.partition, placement)), "parallel", "model")
+    return spec, made
 
 
 def _together(
@@ -154,18 +165,23 @@ def _together(
         if built_in and isinstance(rows.inputs, Mapping) and not set(names) <= set(rows.inputs):
             given = ", ".join(map(str, rows.inputs))
             raise UserError(f"the model reads {', '.join(names)}, the data are {given}")
-        named = bind_inputs(names, rows.inputs)
+        values = bind_inputs(names, rows.inputs)
     except UserError as error:
         pair = f"the data set {config.dataset.name} does not fit the model {config.model.name}"
         found.note(f"{pair}: {error.sentence}", "model", "dataset")
         return
     if 0 < model.vocab_size < data.vocab_size or not _ids(found, config, rows, model):
         return
-    values = {name: value for (name, _), value in named.items()}
     small = ends and sum(skeleton.parameters) <= FEW_PARAMETERS
-    through = _by_value if small else _by_shape
-    output = found.attempt(lambda: through(model, skeleton, _first(values, 1)), "model", "dataset")
-    _loss(found, config, model, rows, output)
+    modules = None if small else skeleton.modules  # built, which is quicker than shapes: these load 1.4 s of torch
+    output = found.attempt(lambda: trial.output(model, modules, values), "model", "dataset")
+    if problem := trial.problem_of_loss(model, rows.targets, output):
+        found.note(
+            f"the loss of the model {config.model.name} cannot use the targets of the data set {config.dataset.name} "
+            f"{problem}; choose a data set for this model",
+            "model",
+            "dataset",
+        )
 
 
 def _vocabulary(found: Findings, config: PipelineConfig, data: DataSet, model: Model | None) -> None:
@@ -198,82 +214,6 @@ def _ids(found: Findings, config: PipelineConfig, rows: Batch, model: Model) -> 
                 "model",
             )
     return len(found.problems) == before
-
-
-def _by_shape(model: Model, skeleton: Skeleton, inputs: Mapping[str, Any]) -> Any:
-    """The model's output for these inputs, by shapes alone."""
-    with torch.no_grad(), torch.device("meta"):
-        return run(model.layers, skeleton.modules, _mapped(inputs, lambda tensor: tensor.to("meta")))
-
-
-def _by_value(model: Model, skeleton: Skeleton, inputs: Mapping[str, Any]) -> Any:
-    """The same of a small model, which is quicker than its shapes: the first of these load 1.4 s of torch."""
-    with torch.no_grad():
-        return run(model.layers, model.build(), inputs)
-
-
-def _loss(found: Findings, config: PipelineConfig, model: Model, rows: Batch, output: Any) -> None:
-    """Ask the loss with the real targets of the first rows, and numbers in the place of what the model says; where
-    shapes did not tell what it says (``None``), only whether the targets can be counted."""
-    numbers = sum(tensor.numel() for tensor in _tensors(output))
-    by_row = all(tensor.shape[0] == 1 for tensor in _tensors(output) if tensor.ndim)
-    count = max(1, min(_rows(rows.targets), MOST_NUMBERS // max(1, numbers))) if by_row else 1
-    random = torch.Generator().manual_seed(0)
-
-    def said(tensor: Tensor) -> Tensor:
-        shape = (count * tensor.shape[0], *tensor.shape[1:]) if tensor.ndim else ()
-        return torch.rand(shape, generator=random).to(tensor.dtype)  # also where probabilities are wanted
-
-    targets = _first(rows.targets, count)
-    for_output = f", for an output of {_told(output)}" if output is not None else ""
-    answer = _mapped(output, said)
-    try:
-        with torch.no_grad():
-            model.count(targets)
-            if output is not None:
-                model.loss(answer, targets)
-    except Exception as error:
-        found.note(
-            f"the loss of the model {config.model.name} cannot use the targets of the data set {config.dataset.name} "
-            f"({_told(targets)}{for_output}): {type(error).__name__}: "
-            f"{printable(str(error), 300)}; choose a data set for this model",
-            "model",
-            "dataset",
-        )
-
-
-def _told(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return " and ".join(f"{name}: {describe(each)}" for name, each in value.items())
-    return " and ".join(map(describe, value)) if isinstance(value, tuple | list) else describe(value)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same mapping, list or tuple with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {name: _mapped(each, change) for name, each in value.items()}
-    return type(value)(_mapped(each, change) for each in value) if isinstance(value, tuple | list) else value
-
-
-def _first(value: Any, count: int) -> Any:
-    """The first rows of everything."""
-    return _mapped(value, lambda tensor: tensor[:count] if tensor.ndim else tensor)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _rows(value: Any) -> int:
-    return min((tensor.shape[0] for tensor in _tensors(value) if tensor.ndim), default=1)
 
 
 def _once(found: list[Problem]) -> list[Problem]:

@@ -15,11 +15,11 @@ from vpipe.config.pipeline import given_options
 from vpipe.data import catalog as data_catalog
 from vpipe.data.dataset import DataSet
 from vpipe.errors import UserError
-from vpipe.interfaces import registered_dataset, registered_model
+from vpipe.interfaces import model_options, registered_dataset, registered_model
 from vpipe.models import catalog as model_catalog
 from vpipe.models.model import Model, Skeleton
+from vpipe.process import under_launcher
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
-from vpipe.runtime import assembly
 from vpipe.runtime.device import chosen as chosen_devices
 from vpipe.runtime.device import is_host
 from vpipe.runtime.options import Memory, Ranks, Schedule, Update
@@ -33,7 +33,7 @@ from vpipe.schedule.spec import ScheduleSpec
 from vpipe.train.compiling import compiled
 from vpipe.train.feed import Feed, Position, Units
 from vpipe.train.optimizers import autocast, loss_scale, optimizer
-from vpipe.train.partition import cut
+from vpipe.train.partition import Cut, cut
 
 
 @dataclass
@@ -117,7 +117,7 @@ def load_model(config: PipelineConfig, vocab_size: int | None) -> Model:
     if MODEL_REGISTRY.is_own(section.name):
         return registered_model(section, vocab_size, seed)
     known = inspect.signature(model_catalog.builder(section.name)).parameters
-    return model_catalog.build(section.name, section.options(known), vocab_size=vocab_size, seed=seed)
+    return model_catalog.build(section.name, model_options(section, known), vocab_size=vocab_size, seed=seed)
 
 
 def refuse(config: PipelineConfig) -> None:
@@ -133,7 +133,7 @@ def refuse(config: PipelineConfig) -> None:
             "counts units: give parallel.schedule_options: {update_interval: N} instead"
         )
     alone = parallel.transport != "inprocess" and not parallel.use_orion_scheduler
-    if parallel.priority != "none" and alone and not entry.runs_threads(parallel.scheduler):
+    if parallel.priority != "none" and alone and not entry.runs_threads:
         raise UserError(
             f"parallel.priority {parallel.priority} orders work that shares a device, but here every rank is a process "
             "of its own; set parallel.transport: inprocess, or parallel.priority: none"
@@ -148,18 +148,37 @@ def _need_accelerator(device: str) -> None:
         )
 
 
-def open_session(config: PipelineConfig, data: DataSet | None = None) -> Session:
-    """Build everything that this rank needs; ``data`` where it is loaded already."""
+@dataclass(frozen=True)
+class Materials:
+    """What a session is made of: everything that a config says, but the pipeline."""
+
+    data: DataSet
+    model: Model
+    skeleton: Skeleton
+    spec: ScheduleSpec
+    cut: Cut
+    feed: Feed
+
+
+def gather(config: PipelineConfig, data: DataSet | None = None) -> Materials:
+    """All of it, or what is wrong first; ``data`` where it is loaded already."""
     plugins.load(config.plugins)
     refuse(config)
     data = data or load_data(config)
     model = load_model(config, data.vocab_size)
     _check_vocabulary(config, model, data)
     skeleton = Skeleton.of(config.model.name, model)
-    parallel, training = config.parallel, config.training
     spec = schedule_of(config)
-    chosen = cut(config, skeleton, spec.placement.num_stages)
-    feed = feed_of(config, data)
+    return Materials(
+        data, model, skeleton, spec, cut(config, skeleton, spec.placement.num_stages), feed_of(config, data)
+    )
+
+
+def open_session(config: PipelineConfig, materials: Materials | None = None) -> Session:
+    """Build everything that this rank needs; of ``materials`` where somebody has gathered them already."""
+    made = materials or gather(config)
+    parallel, training = config.parallel, config.training
+    model, spec, chosen = made.model, made.spec, made.cut
     pipeline = Pipeline(
         compiled(model.layers, spec) if config.model.compile else model.layers,
         model.loss,
@@ -182,7 +201,7 @@ def open_session(config: PipelineConfig, data: DataSet | None = None) -> Session
         ranks=Ranks(
             config.num_ranks,
             parallel.replicas or parallel.data_parallel_size,
-            transport=parallel.transport if assembly.under_launcher() else "auto",
+            transport=parallel.transport if under_launcher() else "auto",
             device=parallel.device,
             device_messages=parallel.backend != "gloo",
             timeout=parallel.timeout,
@@ -198,7 +217,7 @@ def open_session(config: PipelineConfig, data: DataSet | None = None) -> Session
             use_orion=parallel.use_orion_scheduler,
             num_microbatches=training.num_microbatches,
         )
-    return Session(config, data, model, skeleton, pipeline, feed, device)
+    return Session(config, made.data, model, made.skeleton, pipeline, made.feed, device)
 
 
 def _check_vocabulary(config: PipelineConfig, model: Model, data: DataSet) -> None:

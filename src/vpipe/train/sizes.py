@@ -137,7 +137,7 @@ def _refuse(config: PipelineConfig) -> None:
     remedy = "; remove launch.elastic (--elastic)"
     if parallel.transport == "inprocess" or config.num_ranks == 1:
         raise UserError(f"--elastic needs a process for every rank, and at least two, but this run has one{remedy}")
-    if catalog.get(parallel.scheduler).runs_threads(parallel.scheduler):
+    if catalog.get(parallel.scheduler).runs_threads:
         raise UserError(
             f"parallel.scheduler {parallel.scheduler} runs worker threads, which cannot be interrupted; --elastic "
             "takes the other schedules, such as --scheduler 1f1b"

@@ -25,6 +25,7 @@ from vpipe.rundir import lineage
 from vpipe.rundir.endings import Ending
 from vpipe.rundir.manifest import Standing
 from vpipe.rundir.state import ENDING
+from vpipe.runtime.holdings import Stats
 from vpipe.runtime.moving import Moved
 from vpipe.runtime.options import Memory
 from vpipe.schedule.catalog import short_name
@@ -62,8 +63,7 @@ class Trainer:
         most = training.max_iterations
         whole = training.epochs * session.feed.num_batches
         self.num_iterations = whole if most < 0 else min(whole, most)
-        per_iteration = pipeline.programs.training().num_updates
-        self.num_updates = -(-self.num_iterations // training.gradient_accumulation) * per_iteration
+        self.num_updates = -(-self.num_iterations // training.gradient_accumulation) * pipeline.updates_per_step
         self.rate = learning_rate(training, self.num_updates)
         pipeline.set_learning_rate(self.rate)
         self.run_id = run or lineage.new_id()
@@ -142,8 +142,7 @@ class Trainer:
                         self.updated()
                     if training.exit_after_profile and self._profiles(self.iteration - 1):
                         break
-            self.checkpoints.settle()
-            unsaved = self.session.pipeline.gather_first(self.checkpoints.unsaved)
+            unsaved = self.checkpoints.end()
             summary = self._summary(facts["model"])
             self.ended = self.log.finish(summary, self._asked, self.iteration, unsaved)
             return summary
@@ -243,7 +242,7 @@ class Trainer:
                 update=self._ends_update(self.iteration + 1) or count > 1,
                 num_microbatches=session.prepare(count),
             )
-        seconds = perf_counter() - begin
+        seconds, stats = perf_counter() - begin, pipeline.stats
         self.iteration += count
         self.position = session.feed.next(positions[-1])
         if units is not None:
@@ -256,7 +255,7 @@ class Trainer:
             self._updates.append(perf_counter() - self._since_update)
         beat = {"phase": "training", "iteration": self.iteration, "iterations": self.num_iterations}
         beat["update_seconds"] = max(self._updates, default=0.0)
-        self.log.iteration(self._line(positions[-1][0], loss, tokens, seconds, count), beat)
+        self.log.iteration(self._line(positions[-1][0], loss, tokens, seconds, count, stats), beat)
         self.checkpoints.poll()
         self._adapt(seconds / count)
 
@@ -308,8 +307,7 @@ class Trainer:
     def _profiles(self, iteration: int) -> bool:
         return iteration == self.session.config.training.profile_iteration
 
-    def _line(self, epoch: int, loss: float, tokens: int, seconds: float, count: int) -> dict[str, Any]:
-        stats = self.session.pipeline.stats
+    def _line(self, epoch: int, loss: float, tokens: int, seconds: float, count: int, stats: Stats) -> dict[str, Any]:
         return {
             "iteration": self.iteration,
             "epoch": epoch,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from vpipe import plugins
 from vpipe.config import PipelineConfig
 from vpipe.observe.console import Console, QuietConsole
+from vpipe.process import under_launcher
 from vpipe.rundir import claim
 from vpipe.rundir.claim import CLAIMED, Claim
 from vpipe.rundir.endings import Ending
@@ -23,7 +24,7 @@ from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.ranks.membership import Membership
 from vpipe.train import ending
-from vpipe.train.session import open_session
+from vpipe.train.session import Materials, open_session
 from vpipe.train.trainer import Trainer
 
 
@@ -42,23 +43,25 @@ def run(
     continues: bool = False,
     quiet: bool = False,
     told: Callable[[Claim], object] | None = None,
+    materials: Materials | None = None,
 ) -> int:
     """Train as one of the ranks that a launcher started, or alone; the exit code.
 
     ``directory`` is the one that our launcher has taken for ``run``; without it rank 0 takes one. ``continues`` allows
     one that a run has used: the user said ``--resume``, even if there was no checkpoint yet.
-    ``told`` is called with the directory that was taken here.
+    ``told`` is called with the directory that was taken here. ``materials`` are what the check of this process has
+    gathered.
     """
     plugins.load(config.plugins)
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     rank, member = 0, None
-    if assembly.under_launcher():
+    if under_launcher():
         assembly.join(config.parallel.timeout)
         rank, member = dist.get_rank(), membership.current()
     taken = Claim(Path(directory), run) if directory and run else None
     with _concluding(taken, rank, member) as conclusion:
-        session = open_session(config)
+        session = open_session(config, materials)
         if taken is None:
             chosen, source = Path(output_dir) if output_dir else None, Path(resume) if resume else None
             take = partial(claim.take, config, chosen, resume=continues, source=source, overwrite=overwrite)

@@ -48,7 +48,7 @@ class CheckpointManager:
         self._place = CheckpointPlace(self.directory, *processes, section.keep, session.epoch)
         self._saver: Saver | None = None
         self._pending = False
-        self.unsaved = ""
+        self._unsaved = ""
         """Why the latest checkpoint could not be written, where it could not."""
         self._whole: frozenset[int] = frozenset()
 
@@ -90,7 +90,7 @@ class CheckpointManager:
         save = self._saver.done() if self._saver is not None else None
         if save is None:
             return
-        self.unsaved = save.problem
+        self._unsaved = save.problem
         if save.path is not None:
             iteration, path, seconds = save.standing.iteration, save.path, save.seconds
             self._beat(lambda beat: _note(beat, iteration, path, seconds))
@@ -110,6 +110,13 @@ class CheckpointManager:
             self._saver.call_off()
         self._saver.wait()
         self.poll()
+
+    def end(self) -> str:
+        """Wait for the last save; why it could not be written, on whichever rank. Every rank calls this."""
+        if self._saver is None:  # and on no rank
+            return ""
+        self.settle()
+        return self._session.pipeline.gather_first(self._unsaved)
 
     def abandon(self) -> None:
         """The ranks part in the middle of whatever they did: nobody waits for another one's receipt."""

@@ -20,7 +20,7 @@ from vpipe.plan.profile import SavedBytes, crossing, num_bytes
 from vpipe.plan.units import parse_bytes
 from vpipe.runtime.device import own_memory
 from vpipe.runtime.edges import detached, mapped
-from vpipe.runtime.flow import Value, bind_inputs, resolve
+from vpipe.runtime.flow import Value, resolve
 from vpipe.schedule.layout import Layout
 from vpipe.train.adapt import Cap
 from vpipe.train.measure.profile import first_unit
@@ -30,7 +30,7 @@ from vpipe.train.session import Session
 def footprint(model: Model, skeleton: Skeleton, inputs: Any) -> Profile | None:
     """The bytes of all layers for a unit of these inputs, without times; ``None`` where shapes do not tell."""
     flow = resolve(model.layers, Layout.chain([1] * len(model.layers)))
-    values: dict[Value, Any] = dict(bind_inputs(flow.inputs, tree_map(_on_meta, inputs)))
+    values: dict[Value, Any] = flow.bound(tree_map(_on_meta, inputs))
     input_bytes = sum(map(num_bytes, values.values()))
     costs = []
     for index, (layer, module) in enumerate(zip(model.layers, skeleton.modules, strict=True)):

@@ -26,7 +26,7 @@ from torch import Tensor, UntypedStorage
 from torch.profiler import ProfilerActivity, profile
 
 from vpipe.config import PipelineConfig
-from vpipe.process import resident_bytes
+from vpipe.process import resident_bytes, under_launcher
 from vpipe.runtime import assembly
 from vpipe.runtime.memory.swap import Slot
 from vpipe.runtime.updates.weights import count_bytes
@@ -72,7 +72,7 @@ def steps(config: dict[str, Any], directory: str, num_steps: int) -> int:
     checked = PipelineConfig.from_dict(config)
     if checked.launch.threads:
         torch.set_num_threads(checked.launch.threads)
-    if assembly.under_launcher():
+    if under_launcher():
         assembly.join(checked.parallel.timeout)
     empty = _empty()
     session = open_session(checked)

@@ -239,7 +239,7 @@ def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
     pipeline, config, skeleton = session.pipeline, session.config, session.skeleton
     program = pipeline.programs.training(num_microbatches=num_microbatches)
     written, layout = to_csv(program), pipeline.layout.as_document()
-    model = {"parameters": session.model.num_parameters, "flops_per_token": session.model.flops_per_token}
+    model = {"parameters": skeleton.num_parameters, "flops_per_token": skeleton.flops_per_token}
     return {
         "vpipe": __version__,
         "torch": torch.__version__,
