@@ -113,4 +113,5 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("python docs/learn/pages.py FOLDER")
     folder = Path(sys.argv[1])
-    print(f"wrote {len(write(folder))} pages: open {folder / 'index.html'} in a browser, no server is needed")
+    pages = write(folder)
+    sys.stdout.write(f"wrote {len(pages)} pages: open {folder / 'index.html'} in a browser, no server is needed\n")
