@@ -93,7 +93,7 @@ def given(name: str, rows: int) -> Given:
     slow = float(STRETCH)
     profile = Profile(
         tuple(layers), size, microbatch_rows=rows, link_latency=LATENCY * 1e-6 * slow, link_bandwidth=LINK / slow,
-        swap_bandwidth=COPY / slow,
+        swap_bandwidth=COPY / slow, device={"name": "emulated", "memory_bytes": 1e12},
     )  # fmt: skip
     return Given(model, unit, data.pad_id, profile)
 
@@ -163,8 +163,9 @@ def least_cap(profile: Any, recompute: bool) -> float:
     from vpipe.plan.predict import Machine, Pipe, stage_facts
     from vpipe.plan.shortfall import shortfall
 
-    program = Pipe.of("1f1b", RANKS, MICROBATCHES).program
-    return shortfall(profile, stage_facts(program, Machine.of(RANKS, 1.0)), Options(recompute, False)).missing + 1
+    pipe = Pipe.of("1f1b", RANKS, MICROBATCHES)
+    facts = stage_facts(pipe.program, Machine.of(RANKS, 1.0), messages=pipe.messages)
+    return shortfall(profile, facts, Options(recompute, False)).missing + 1
 
 
 def planned(profile: Any, schedule: str, cap: float | None, **may: bool) -> Any:

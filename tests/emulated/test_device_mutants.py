@@ -270,11 +270,15 @@ def test_with_all_waits_the_same_programs_are_right(file: str, emulated: Any, mo
 
 
 BETWEEN = {
-    "the stream's wait for a message": ("            work.wait()\n", "            pass\n"),
+    "the stream's wait for a message": (
+        "        for work in works:\n            work.wait()\n        here",
+        "        here",
+    ),
     "the hold on what leaves": (
-        "self._under_way.append((self._transfer(dist.isend, memory, route, target_rank), memory))",
+        "leaving.append((self._transfer(dist.isend, memory, route, target_rank), memory))",
         "self._transfer(dist.isend, memory, route, target_rank)",
     ),
+    "the stream's wait for what leaves": ("                work.wait()\n", "                pass\n"),
     "the snapshot": (
         "[snapshot(tensor, fact) for tensor, fact in zip(moving, form.moving, strict=True)]",
         "[tensor.detach().view(torch.uint8) for tensor in moving]",

@@ -23,7 +23,8 @@ def explain_limit(profile: Profile, layout: PlannedLayout, prediction: Predictio
     time = prediction.stage_times[stage]
     ranks = pipe.program.placement.ranks_of
     links = {
-        cut: profile.cut_bytes[cut] * machine.seconds_per_byte(profile, ranks[s], ranks[s + 1])
+        cut: max(profile.cut_bytes[cut], profile.back_bytes[cut])
+        * machine.seconds_per_byte(profile, ranks[s], ranks[s + 1])
         for s, cut in enumerate(layout.cuts[1:-1])
     }
     if links and max(links.values()) > time:

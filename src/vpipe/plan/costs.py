@@ -54,10 +54,17 @@ class LayerCost:
     """What a forward or backward of the layer needs for a moment, beyond what stays."""
     spread: float = 0.0
     """Spread of the measured times, as a share of their median. Information only."""
+    gradient_bytes: int | None = None
+    """What comes back over the boundary: a gradient from every layer behind it that reads a value, since they are
+    summed in one order wherever the model is cut; ``None``: as many bytes as went."""
 
     @property
     def total(self) -> float:
         return self.forward + self.input_grad + self.weight_grad
+
+    @property
+    def returned_bytes(self) -> int:
+        return self.boundary_bytes if self.gradient_bytes is None else self.gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,16 @@ class Profile:
         """``cut_bytes[i]`` crosses a boundary before layer ``i``; index 0 is the model's input."""
         return (self.input_bytes, *(layer.boundary_bytes for layer in self.layers))
 
+    @cached_property
+    def back_bytes(self) -> tuple[int, ...]:
+        """``back_bytes[i]`` are the gradients that cross a boundary before layer ``i``, on their way back."""
+        return (self.input_bytes, *(layer.returned_bytes for layer in self.layers))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether an accelerator was measured: it has memory of its own."""
+        return "memory_bytes" in self.device
+
     def scaled(self, rows: int) -> Profile:
         """The same model with microbatches of ``rows`` rows: times, activations and boundaries in proportion."""
         share = rows / self.microbatch_rows
@@ -108,6 +125,7 @@ class Profile:
                 weight_grad=layer.weight_grad * share,
                 saved_bytes=math.ceil(layer.saved_bytes * share),
                 boundary_bytes=math.ceil(layer.boundary_bytes * share),
+                gradient_bytes=math.ceil(layer.returned_bytes * share),
                 deferred_bytes=math.ceil(layer.deferred_bytes * share),
                 workspace_bytes=math.ceil(layer.workspace_bytes * share),
             )
@@ -293,12 +311,13 @@ class _Reader:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{self.where}: {key} is {_short(repr(value))}; it must be a number")
-        positive = "None" in kind or key.endswith("rows")
-        most = MOST_BYTES if kind == "int" or "None" in kind else MOST_SECONDS
+        whole = kind.startswith("int")
+        positive = ("None" in kind and not whole) or key.endswith("rows")
+        most = MOST_BYTES if whole or "None" in kind else MOST_SECONDS
         if not 0 <= value <= most or (positive and value == 0):
             wants = "positive" if positive else "zero or more"
             raise UserError(
                 f"{self.where}: {key} is {_short(repr(value))}; it must be finite, {wants} and at most {most:g}: "
                 "measure again or correct the file"
             )
-        return int(value) if kind == "int" else float(value)
+        return int(value) if whole else float(value)

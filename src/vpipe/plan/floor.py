@@ -257,7 +257,8 @@ class Floor:
         for stage, table in enumerate(self.tables):
             work = self.paths.work[stage]
             time = work[table.stops, None] - work[table.starts] + table.again
-            hops = 2 * self.judge.per_byte[0][stage] * self.judge.cut_bytes[table.stops]  # none behind the last stage
+            there_and_back = self.judge.cut_bytes + self.judge.back_bytes
+            hops = self.judge.per_byte[0][stage] * there_and_back[table.stops]  # none behind the last stage
             cost = time + _EVEN * time * time / max(most, 1e-300) + sums[table.starts] + hops[:, None]
             sums, origin = table.through(sums, np.where(table.need <= most, cost, inf))
             origins.append(origin)

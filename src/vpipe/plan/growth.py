@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.plan.costs import Profile
-from vpipe.plan.memory import Options, StageFacts, lasting_bytes
+from vpipe.plan.memory import Options, StageFacts, bytes_before, bytes_behind, lasting_bytes
 
 Floats = NDArray[np.float64]
 
@@ -54,7 +54,9 @@ class Growth:
         needs no less.
         """
         facts, cut = self.facts, np.array(self.profile.cut_bytes, dtype=np.float64)
-        before = np.zeros_like(cut) if self.first else 2.0 * cut
+        back = np.array(self.profile.back_bytes, dtype=np.float64)
+        before = np.zeros_like(cut) if self.first else bytes_before(cut, back, facts)
+        behind = np.zeros_like(cut) if self.last else bytes_behind(cut, back, facts)
         price = np.array([1.0, *(price for price, _ in self.prices)])[:, None]
         seconds = np.array([0.0] + [1.0] * len(self.prices))[:, None]
         lane = np.array([0.0, *(lane for _, lane in self.prices)])[:, None]
@@ -85,9 +87,7 @@ class Growth:
             if begin >= starts.stop:
                 return
             if gone < len(good):
-                edge = before[begin : live.stop] + (
-                    layer.workspace_bytes + (0.0 if self.last else 2.0 * cut[index + 1])
-                )
+                edge = before[begin : live.stop] + (layer.workspace_bytes + behind[index + 1])
                 room = facts.memory - fixed[begin : live.stop] - edge
                 again = held[1:, gone:] - price[1:] * room if self.prices else held[1:, gone:]
                 yield begin, index + 1, short[gone:] + edge, again

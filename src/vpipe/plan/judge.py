@@ -65,6 +65,7 @@ class Judge:
         )
         """``[stage, layer]``: what the layers before this one cost where the stage runs."""
         self.cut_bytes = np.array(self.profile.cut_bytes, dtype=np.float64)
+        self.back_bytes = np.array(self.profile.back_bytes, dtype=np.float64)
         self.overhead = np.array([site.overhead for site in self.sites])
         links = [[site.ahead for site in self.sites], [site.back for site in self.sites]]
         self.per_byte = np.array([[link.per_byte for link in way] for way in links])
@@ -145,7 +146,7 @@ class Judge:
         if any(candidate.swap for candidate in candidates):
             swap = np.array([candidate.swap or (0.0,) * stages for candidate in candidates]).T
             price[CODE[Kind.OUT]] = price[CODE[Kind.IN]] = swap
-        sides = self.cut_bytes[cuts[:, 1:]].T, self.cut_bytes[cuts[:, :-1]].T
+        sides = self.cut_bytes[cuts[:, 1:]].T, self.back_bytes[cuts[:, :-1]].T
         hop = np.stack([side * per_byte[:, None] for side, per_byte in zip(sides, self.per_byte, strict=True)])
         return price, hop
 

@@ -14,8 +14,12 @@ gradient, and ``V`` weight versions:
 | recomputed     | min(N, w) × saved, over the recomputed layers: materialised before the backward               |
 | swapped        | min(N, w+1) × saved, over the swapped layers: those in use, and one on its way                |
 | deferred       | d × what a unit holds more while its weight gradient waits                                    |
-| buffers        | 2 × (cut before a + cut before b), without the ends of the pipe: an activation and a gradient |
+| buffers        | messages before a: i × what comes, and a gradient that leaves; behind b: an activation that   |
+|                | leaves, and j × the gradients that come; nothing at the ends of the pipe                      |
 | workspace      | what the last layer needs for a moment: at its turn all that the others save is there         |
+
+On the host one message of each kind lies there (``i = j = 1``). A device makes room for a message when its receive is
+posted, which is early enough for the sender never to wait: ``i`` and ``j`` are then counted in the lowered program.
 
 ``w`` is 1 and ``d`` is 0 where ``B`` computes both gradients; a zero-bubble schedule lets ``W`` of ``d = w`` units
 wait. A run of consecutive recomputed layers is one segment: it keeps its input and nothing else. Lowering puts one
@@ -28,6 +32,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vpipe.plan.costs import LayerCost, Profile
 
@@ -66,6 +74,10 @@ class StageFacts:
 
     deferred: int = 0
     """Those of them whose weight gradient waits: none where a backward is whole."""
+    inputs: int = 1
+    """Inputs of other units that lie there during a backward."""
+    gradients: int = 1
+    """Gradients from behind that lie there then, that of the unit itself included."""
 
     @property
     def recomputed(self) -> int:
@@ -141,9 +153,25 @@ def stage_memory(
         recomputed=facts.recomputed * saved[Choice.RECOMPUTE],
         swapped=facts.resident * saved[Choice.SWAP],
         deferred=facts.deferred * sum(layer.deferred_bytes for layer in layers),
-        buffers=2 * ((0 if first else cut[start]) + (0 if last else cut[stop])),
+        buffers=(
+            (0 if first else bytes_before(cut[start], profile.back_bytes[start], facts))
+            + (0 if last else bytes_behind(cut[stop], profile.back_bytes[stop], facts))
+        ),
         workspace=layers[-1].workspace_bytes,
     )
+
+
+Bytes = TypeVar("Bytes", int, NDArray[np.float64])
+
+
+def bytes_before(there: Bytes, back: Bytes, facts: StageFacts) -> Bytes:
+    """Messages at a stage's beginning, where ``there`` and ``back`` cross the cut."""
+    return facts.inputs * there + back
+
+
+def bytes_behind(there: Bytes, back: Bytes, facts: StageFacts) -> Bytes:
+    """Messages at its end."""
+    return there + facts.gradients * back
 
 
 def rank_bytes(terms: Mapping[int, MemoryTerms], facts: Sequence[StageFacts], peaks: Iterable[Peak]) -> int:

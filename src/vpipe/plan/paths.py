@@ -60,7 +60,7 @@ class Paths:
         """Per stage the least that a message waits on its way to it (0: forwards, 1: backwards from it), summed from
         the first stage on."""
         judge = self.judge
-        inner = judge.cut_bytes[1:-1]
+        inner = (judge.back_bytes if way else judge.cut_bytes)[1:-1]
         least = float(inner.min()) if len(inner) else 0.0
         if judge.pipe.entry.blocking:
             return np.zeros(judge.pipe.num_stages)

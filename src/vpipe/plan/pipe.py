@@ -7,6 +7,8 @@ are counted in the schedule's own program, so a schedule of another package is p
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,10 +18,11 @@ from vpipe.plan.machine import Machine
 from vpipe.plan.memory import Peak, StageFacts
 from vpipe.schedule.action import Kind
 from vpipe.schedule.catalog import get
+from vpipe.schedule.communication import communicate
 from vpipe.schedule.entry import Chain, Entry
 from vpipe.schedule.program import Program
 from vpipe.schedule.replicas import replicate
-from vpipe.schedule.semantics import WEIGHT_GRADIENT, live_versions, most_open, units_in_flight
+from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, live_versions, most_open, units_in_flight
 
 MOST_ACTIONS = 2_000_000
 """Forwards of a program that is still planned: each becomes several actions of a few hundred bytes."""
@@ -128,6 +131,24 @@ class Pipe:
         """Per rank, the moments at which it holds most: none is below another in every stage."""
         return tuple(_peaks(self.program, rank) for rank in range(self.program.num_ranks))
 
+    @cached_property
+    def messages(self) -> tuple[tuple[int, int], ...]:
+        """Per stage, the inputs and the gradients that a backward finds room made for, at most."""
+        lowered = communicate(self.program)
+        found = [(0, 0)] * self.num_stages
+        for row in lowered.rows:
+            posted: Counter[tuple[int, Kind]] = Counter()
+            for stage, kind, _ in row:
+                if kind in (Kind.RECV_F, Kind.RECV_B):
+                    posted[stage, kind] += 1
+                elif kind is Kind.F:
+                    posted[stage, Kind.RECV_F] -= 1
+                elif kind in INPUT_GRADIENT:
+                    here = posted[stage, Kind.RECV_F], posted[stage, Kind.RECV_B]
+                    found[stage] = max(found[stage][0], here[0]), max(found[stage][1], here[1])
+                    posted[stage, Kind.RECV_B] -= 1
+        return tuple((max(1, inputs), max(1, gradients)) for inputs, gradients in found)
+
 
 def _peaks(program: Program, rank: int) -> tuple[Peak, ...]:
     held = dict.fromkeys(program.placement.stages_of[rank], 0)
@@ -145,13 +166,18 @@ def _peaks(program: Program, rank: int) -> tuple[Peak, ...]:
     return tuple(most)
 
 
-def stage_facts(program: Program, machine: Machine, share: float = 1.0) -> list[StageFacts]:
-    """What the schedule and the ranks say about each stage; a stage may use ``share`` of its rank's memory."""
+def stage_facts(
+    program: Program, machine: Machine, share: float = 1.0, messages: Sequence[tuple[int, int]] = ()
+) -> list[StageFacts]:
+    """What the schedule and the ranks say about each stage; a stage may use ``share`` of its rank's memory.
+    ``messages`` are those of ``Pipe``, where a device makes room for them."""
     facts = []
     versions = live_versions(program)
     deferred = most_open(program, (Kind.I,), (Kind.W,))
     for stage, units in enumerate(units_in_flight(program)):
         ranks = program.placement.ranks_of[stage]
         memory = min(machine.memory[rank] for rank in ranks) * share
-        facts.append(StageFacts(units, versions[stage], memory, max(1, deferred[stage]), deferred[stage]))
+        inputs, gradients = messages[stage] if messages else (1, 1)
+        waiting = deferred[stage]
+        facts.append(StageFacts(units, versions[stage], memory, max(1, waiting), waiting, inputs, gradients))
     return facts

@@ -120,7 +120,8 @@ def measure_layers(
             known[key] = _measure(flow, index, values, targets, measuring, nothing)
         cost, given = known[key]
         values |= {(name, index): value for name, value in given.items()}
-        costs.append(replace(cost, name=layer.name or cost.name, boundary_bytes=crossing(flow, index, values)))
+        crossed = {"boundary_bytes": crossing(flow, index, values), "gradient_bytes": returning(flow, index, values)}
+        costs.append(replace(cost, name=layer.name or cost.name, **crossed))
     if tell is not None:
         tell(len(layers), len(layers), "")
     return costs, input_bytes
@@ -320,6 +321,12 @@ def crossing(flow: Flow, index: int, values: Values) -> int:
     """Bytes of everything that a layer behind this one still reads."""
     later = {value for reads in flow.reads[index + 1 :] for value in reads if value[1] <= index}
     return sum(num_bytes(values[value]) for value in later)
+
+
+def returning(flow: Flow, index: int, values: Values) -> int:
+    """Bytes of the gradients that come back to this layer and those before: one of every layer that reads a value."""
+    read = [value for reads in flow.reads[index + 1 :] for value in reads if value[1] <= index]
+    return sum(count_bytes([t for t in _tensors(values[value]) if t.requires_grad]) for value in read)
 
 
 def _tensors(value: Any) -> list[Tensor]:

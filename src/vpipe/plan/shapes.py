@@ -51,7 +51,7 @@ def _divided(profile: Profile, machine: Machine, total: int) -> list[tuple[int, 
     work = np.concatenate([[0.0], np.cumsum([layer.total for layer in profile.layers])])
     everyone = range(machine.num_ranks)
     byte = machine.seconds_per_byte(profile, everyone, everyone)
-    links = 2 * byte * np.array(profile.cut_bytes, dtype=np.float64)
+    links = byte * np.add(profile.cut_bytes, profile.back_bytes, dtype=np.float64)
     layers, most = profile.num_layers, min(total, profile.num_layers)
     best = np.full((layers + 1, total + 1), np.inf)
     best[0, 0] = 0.0

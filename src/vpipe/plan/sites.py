@@ -64,7 +64,7 @@ class StageSite:
 
     def costs(self, start: int, stop: int, choices: Sequence[Choice]) -> StageCosts:
         """What the simulator is told of the stage."""
-        layers, cut = self.profile.layers[start:stop], self.profile.cut_bytes
+        layers = self.profile.layers[start:stop]
         return StageCosts(
             forward=sum(layer.forward for layer in layers) + self.overhead,
             input_grad=sum(layer.input_grad for layer in layers) + self.overhead,
@@ -73,8 +73,8 @@ class StageSite:
             swap=self.swap(start, choices),
             reduce=self.reduce[0] + self.reduce[1] * sum(layer.parameter_bytes for layer in layers),
             step=sum(layer.update for layer in layers),
-            transfer=cut[stop] * self.ahead.per_byte,
-            transfer_back=cut[start] * self.back.per_byte,
+            transfer=self.profile.cut_bytes[stop] * self.ahead.per_byte,
+            transfer_back=self.profile.back_bytes[start] * self.back.per_byte,
             latency=self.ahead.latency,
             latency_back=self.back.latency,
         )
@@ -95,9 +95,8 @@ def stage_sites(profile: Profile, pipe: Pipe, machine: Machine) -> list[StageSit
     profile = pipe.charged(profile)
     ranks, last = pipe.program.placement.ranks_of, pipe.num_stages - 1
     found = []
-    for s, (facts, own) in enumerate(
-        zip(stage_facts(pipe.program, machine), machine.on(profile, ranks[: last + 1]), strict=True)
-    ):
+    all_facts = stage_facts(pipe.program, machine, messages=pipe.messages if profile.on_device else ())
+    for s, (facts, own) in enumerate(zip(all_facts, machine.on(profile, ranks[: last + 1]), strict=True)):
         ahead, back = (
             StageLink(machine.seconds_per_byte(profile, ranks[s], to), machine.lag(profile, ranks[s], to))
             for to in (ranks[min(s + 1, last)], ranks[max(s - 1, 0)])

@@ -1,9 +1,9 @@
 """The swap lane of a rank on a device: pinned main memory, a stream for each way, ordered by events alone.
 
-    compute  F0 ─┐ F1 ──┐ F2 …  wait ─ frees 0     OUT k+1 lets the compute stream wait for OUT k: one unit is in use
-    out          └ copy 0 ─┐ └ copy 1              and one on its way, and freed memory is free in the stream's order
-    in                          copy 0 ─┐
-    compute             alloc ─┘ (IN 0) └ wait ─ B0
+    compute  F0 ─┐ F1 ──┐ F2 …  wait ─ frees 0     OUT k+1, or an IN, lets the compute stream wait for OUT k: one unit
+    out          └ copy 0 ─┐ └ copy 1              is in use and one on its way, and freed memory is free in the
+    in                          copy 0 ─┐          stream's order. (An IN that took its memory before a unit has left
+    compute             alloc ─┘ (IN 0) └ wait ─ B0     would make three of them, one more than a plan counts.)
 
 Memory to come back to is allocated on the compute stream, so the copy must wait for what that stream was given before:
 a backward that is queued and has not yet read the memory's last content; and the passage out, which that stream has
@@ -71,10 +71,8 @@ class DeviceSwapper:
         return move
 
     def fetch(self, slots: Sequence[Slot], what: str) -> Passage:
-        """Bring the bytes back."""
-        leaving = {id(slot) for leaving, _ in self._leaving for slot in leaving}
-        if any(id(slot) in leaving for slot in slots):
-            self._let_go()
+        """Bring the bytes back, into memory that is free: what is on its way out makes room first."""
+        self._let_go()
         move = DevicePassage(what, begin=perf_counter_ns(), device=self._device)
         storages = [slot.refill() for slot in slots]
         self._in.wait_event(compute_stream(self._device).record_event())

@@ -66,7 +66,8 @@ class DeviceTransport:
         self._undescribed: dict[Route, list[Envelope]] = defaultdict(list)
         self._route_of: dict[Envelope, Route] = {}
         self._coming: dict[Envelope, Coming] = {}
-        self._under_way: list[tuple[list[Any], list[Tensor]]] = []
+        self._under_way: dict[Route, list[tuple[list[Any], list[Tensor]]]] = defaultdict(list)
+        """Of each route what leaves, as long as it may be read."""
 
     def _group(self, ranks: list[int]) -> Any:
         group = dist.new_group(ranks, timeout=self.host.patience, backend=self._backend)
@@ -185,8 +186,19 @@ class DeviceTransport:
                 self.host.send(envelope, target_rank, tuple(numbers))
         moving = [tensor for tensor, there in zip(tensors, form.there, strict=True) if there]
         memory = [snapshot(tensor, fact) for tensor, fact in zip(moving, form.moving, strict=True)]
-        self._under_way = [each for each in self._under_way if not all(work.is_completed() for work in each[0])]
-        self._under_way.append((self._transfer(dist.isend, memory, route, target_rank), memory))
+        leaving = self._under_way[route]
+        leaving.append((self._transfer(dist.isend, memory, route, target_rank), memory))
+        if not self._learns:
+            self._let_go(leaving)
+
+    def _let_go(self, leaving: list[tuple[list[Any], list[Tensor]]]) -> None:
+        """Free what left before, for what the compute stream does next: the memory of sends is then that of two of a
+        route, however far the host is ahead. That stream hardly waits: a receive is posted before its send can happen.
+        (In the first step of a form receives are posted later, and everything is held.)"""
+        for works, _ in leaving[:-1]:
+            for work in works:
+                work.wait()
+        del leaving[:-1]
 
     def _check(self, envelope: Envelope, found: Form) -> None:
         form = self._known[_place(envelope)]
