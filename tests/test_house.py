@@ -36,7 +36,17 @@ WITHOUT_TORCH = {"schedule", "config", "launch", "observe", "rundir"}
 TORCH_IN_PLAN = {"profile", "sharding", "transfer"}
 """Modules of ``plan`` that may import torch, and runtime and models with it: they measure."""
 
-NUMPY_IN_SCHEDULE = {"batch", "communication", "flat", "lanes", "laws", "updates", "timeline", "simulate", "wavefront"}
+NUMPY_IN_SCHEDULE = {
+    "batch",
+    "communication",
+    "flat",
+    "lanes",
+    "updates",
+    "timeline",
+    "simulate",
+    "verify",
+    "wavefront",
+}
 """The rest of ``schedule`` is standard library."""
 
 

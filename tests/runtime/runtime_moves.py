@@ -20,7 +20,7 @@ from vpipe import Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.replay import Replay
 from vpipe.schedule import catalog
-from vpipe.schedule.layout import Layout
+from vpipe.schedule.placement import Layout
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "pipedream", "pipedream-2bw")
 

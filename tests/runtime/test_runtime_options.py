@@ -12,8 +12,7 @@ from torch import nn
 from vpipe import Pipeline, UserError
 from vpipe.runtime import assembly
 from vpipe.runtime.options import Memory, PlainKeywords, Ranks, Schedule, Update
-from vpipe.schedule.layout import Layout, Seat
-from vpipe.schedule.placement import loop
+from vpipe.schedule.placement import Layout, Seat, loop
 
 
 def make(**told: Any) -> Pipeline:

@@ -8,8 +8,7 @@ import random
 import pytest
 
 from vpipe.errors import UserError
-from vpipe.schedule.layout import Drop, Layout, Seat, Transfer, difference
-from vpipe.schedule.placement import loop, replicated, two_ways, vee
+from vpipe.schedule.placement import Drop, Layout, Seat, Transfer, difference, loop, replicated, two_ways, vee
 
 
 def test_it_prints_as_a_small_table() -> None:

@@ -18,7 +18,7 @@ from vpipe.observe.payload import payload, recorded
 from vpipe.observe.rundir import open_run
 from vpipe.plan.observed import Observed
 from vpipe.plan.profile import Measuring, measure_layers
-from vpipe.schedule.layout import Layout
+from vpipe.schedule.placement import Layout
 from vpipe.train.measure.footprint import footprint
 from vpipe.train.measure.profile import first_unit
 from vpipe.train.session import load_data, load_model

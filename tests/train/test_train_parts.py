@@ -18,7 +18,7 @@ from train_runs import Run, equal, run, tiny
 from vpipe.config.sections import TrainingConfig
 from vpipe.data import catalog
 from vpipe.data.dataset import Batch, DataSet
-from vpipe.schedule.layout import Layout
+from vpipe.schedule.placement import Layout
 from vpipe.train.feed import Feed
 from vpipe.train.optimizers import Lamb, learning_rate, optimizer
 from vpipe.train.reporting.metrics import Metrics, peak_flops

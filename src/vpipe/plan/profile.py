@@ -37,7 +37,7 @@ from vpipe.runtime.stage import Loss, Stage, StageOptions, Unit
 from vpipe.runtime.transport.wire import flatten
 from vpipe.runtime.updates import uncompiled
 from vpipe.runtime.updates.weights import count_bytes
-from vpipe.schedule.layout import Layout
+from vpipe.schedule.placement import Layout
 
 WARM_UP = 5
 """Rounds that are not counted: first touches of memory, and what libraries set up."""

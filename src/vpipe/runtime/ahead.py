@@ -26,7 +26,7 @@ from vpipe.runtime.engine import Engine
 from vpipe.runtime.layer_state import State
 from vpipe.runtime.memory.sums import word_sum
 from vpipe.runtime.memory.swap_store import FileStore
-from vpipe.schedule.layout import Difference, Layout, Transfer, difference
+from vpipe.schedule.placement import Difference, Layout, Transfer, difference
 
 Notice = Callable[[str], None]
 """Called with every step of the protocol; tests break them, one after the other."""

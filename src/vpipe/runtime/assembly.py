@@ -42,7 +42,7 @@ from vpipe.runtime.transport.inprocess import Hub
 from vpipe.runtime.transport.wire import flatten, unflatten
 from vpipe.runtime.updates.replicas import share_states
 from vpipe.runtime.updates.ties import share_tied
-from vpipe.schedule.layout import Layout, Seat
+from vpipe.schedule.placement import Layout, Seat
 
 SETUP_STEP = -1
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3

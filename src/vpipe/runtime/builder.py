@@ -41,8 +41,8 @@ from vpipe.runtime.updates.attempts import AgreeingAfterwards
 from vpipe.runtime.updates.ties import check_owners, refuse_sharing, tie_layers
 from vpipe.runtime.updates.update import LossScale, UpdateOptions, Updater, checked_scale
 from vpipe.schedule import catalog
-from vpipe.schedule.layout import Layout
-from vpipe.schedule.spec import ScheduleSpec
+from vpipe.schedule.catalog import ScheduleSpec
+from vpipe.schedule.placement import Layout
 
 DEFAULT_MICROBATCHES = 4
 Modules = Mapping[tuple[int, int], nn.Module]

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, bind_inputs, input_names
-from vpipe.schedule.layout import Layout
+from vpipe.schedule.placement import Layout
 
 Value = tuple[str, int]
 INPUT = -1

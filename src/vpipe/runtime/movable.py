@@ -15,7 +15,7 @@ from vpipe.runtime.job import Compiled
 from vpipe.runtime.moving import Moved
 from vpipe.runtime.options import Memory
 from vpipe.runtime.programs import Programs
-from vpipe.schedule.layout import Layout
+from vpipe.schedule.placement import Layout
 
 
 class Movable(Holdings):

@@ -32,7 +32,7 @@ from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.runtime.transport.inprocess import PeerFailed
 from vpipe.runtime.transport.wire import Envelope
-from vpipe.schedule.layout import Difference, Layout, Transfer, difference
+from vpipe.schedule.placement import Difference, Layout, Transfer, difference
 
 MOVE_STEP = -2
 _CHANNEL = 1023

@@ -33,8 +33,7 @@ from vpipe.runtime.train_mode import evaluating
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.inprocess import PeerFailed
 from vpipe.runtime.updates.update import LossScale
-from vpipe.schedule.layout import Layout
-from vpipe.schedule.placement import Placement
+from vpipe.schedule.placement import Layout, Placement
 from vpipe.schedule.program import Program
 
 

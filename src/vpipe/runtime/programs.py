@@ -15,10 +15,10 @@ from typing import Any
 from vpipe.errors import UserError
 from vpipe.runtime.flow import Flow
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
+from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, agrees_after, update_groups
-from vpipe.schedule.spec import ScheduleSpec
 from vpipe.schedule.verify import executable
 
 Treated = tuple[frozenset[int], frozenset[int]]

@@ -1,4 +1,4 @@
-"""Where stages live.
+"""Who holds what: stages on ranks (``Placement``), and layers on stages, machines and devices (``Layout``).
 
 A placement says, for each stage, which ranks hold it. A rank may hold several stages (loop, V or zig-zag placement); a
 stage may be held by several ranks (its replicas), which then take the units in turn: unit ``k`` goes to replica ``k mod
@@ -8,15 +8,30 @@ r``.
 
     loop(2, 2)    rank 0: 0 2     V: vee(2)   rank 0: 0 3     zig-zag: zigzag(2, 2)   rank 0: 0 3 4 7
                   rank 1: 1 3                 rank 1: 1 2                             rank 1: 1 2 5 6
+
+A layout is one value for layers, stages, ranks, machines and devices.
+
+    layer ──▶ stage ──▶ ranks that hold it, each in a role ──▶ host and device
+
+    stage  layers  ranks       a layout prints as this table, and equals another that says the same
+    0      0-2     0, 1
+    1      3-4     2
+
+A pipeline is built from its layout. Moving layers, shrinking, growing and resuming elsewhere are one thing: the
+difference of two layouts, which is data (``difference``) and is carried out by ``runtime.moving``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import lcm
+from typing import Any
+
+from vpipe.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -102,3 +117,191 @@ def replicated(num_replicas: Sequence[int]) -> Placement:
     """One stage after the other, stage ``s`` on the next ``num_replicas[s]`` ranks."""
     ends = list(accumulate(num_replicas))
     return Placement(tuple(tuple(range(end - r, end)) for r, end in zip(num_replicas, ends, strict=True)))
+
+
+class Role(StrEnum):
+    """What a rank has of the layers that it holds. (A shard of them will be another.)"""
+
+    REPLICA = "replica"
+    """All of it; ranks that have all of it take the units in turn."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A rank that holds a stage."""
+
+    rank: int
+    role: Role = Role.REPLICA
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank computes."""
+
+    host: str = ""
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``counts[stage]`` layers in each stage, ``holders[stage]`` the ranks that hold it, ``seats[rank]`` where."""
+
+    counts: tuple[int, ...]
+    holders: tuple[tuple[Holder, ...], ...]
+    seats: tuple[Seat, ...]
+    placement: Placement = field(init=False, compare=False, repr=False)
+    """Stage → ranks, as programs know it."""
+    bounds: tuple[tuple[int, int], ...] = field(init=False, compare=False, repr=False)
+    """Per stage, its layers as a half-open interval."""
+    stages: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """The stage of each layer."""
+    num_layers: int = field(init=False, compare=False, repr=False)
+    num_stages: int = field(init=False, compare=False, repr=False)
+    num_ranks: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        derived = {
+            "placement": Placement(tuple(tuple(holder.rank for holder in stage) for stage in self.holders)),
+            "bounds": tuple(pairwise((0, *accumulate(self.counts)))),
+            "stages": tuple(stage for stage, count in enumerate(self.counts) for _ in range(count)),
+            "num_layers": sum(self.counts),
+            "num_stages": len(self.counts),
+            "num_ranks": len(self.seats),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        if any(count < 1 for count in self.counts):
+            raise UserError(
+                f"the partition {list(self.counts)} has an empty stage; every stage needs at least one layer"
+            )
+        if len(self.counts) != len(self.holders):
+            raise UserError(
+                f"the partition {list(self.counts)} has {len(self.counts)} stages, but ranks are given for "
+                f"{len(self.holders)}; give both for every stage"
+            )
+        if self.placement.num_ranks != self.num_ranks:
+            raise UserError(f"a layout of {self.placement.num_ranks} ranks has {self.num_ranks} seats; give one a rank")
+
+    @classmethod
+    def of(cls, counts: Sequence[int], placement: Placement, seats: Sequence[Seat] = ()) -> Layout:
+        """Stages of so many layers, each whole on all ranks of its placement."""
+        holders = tuple(tuple(Holder(rank) for rank in ranks) for ranks in placement.ranks_of)
+        return cls(tuple(counts), holders, tuple(seats) or (Seat(),) * placement.num_ranks)
+
+    @classmethod
+    def chain(cls, counts: Sequence[int]) -> Layout:
+        """Stage ``s`` on rank ``s``."""
+        return cls.of(counts, loop(len(counts)))
+
+    def ranks_of(self, layer: int) -> tuple[int, ...]:
+        """The ranks that hold a layer, replica 0 first; what comes after the last layer (the loss) is with it."""
+        return self.placement.ranks_of[self.stages[min(layer, self.num_layers - 1)]]
+
+    def layers_of(self, rank: int) -> tuple[int, ...]:
+        """The layers that a rank holds."""
+        return tuple(layer for stage in self.placement.stages_of[rank] for layer in range(*self.bounds[stage]))
+
+    def with_counts(self, counts: Sequence[int]) -> Layout:
+        """The same ranks with other partition."""
+        if sum(counts) != self.num_layers:
+            raise UserError(
+                f"the partition {list(counts)} covers {sum(counts)} layers, but the layout has {self.num_layers}; "
+                f"make the sum {self.num_layers}"
+            )
+        return replace(self, counts=tuple(counts))
+
+    def with_ranks(self, ranks: Sequence[int]) -> Layout:
+        """The same stages where ``ranks[r]`` takes over what rank ``r`` holds."""
+        if sorted(ranks) != list(range(self.num_ranks)):
+            raise UserError(f"{list(ranks)} is no order of the ranks 0..{self.num_ranks - 1}; name each once")
+        return replace(
+            self, holders=tuple(tuple(replace(h, rank=ranks[h.rank]) for h in stage) for stage in self.holders)
+        )
+
+    def __str__(self) -> str:
+        rows = [("stage", "layers", "ranks", "where")]
+        for stage, (begin, end) in enumerate(self.bounds):
+            held = self.holders[stage]
+            ranks = ", ".join(str(h.rank) if h.role is Role.REPLICA else f"{h.rank} ({h.role})" for h in held)
+            places = dict.fromkeys(str(self.seats[h.rank].device) for h in held)
+            hosts = dict.fromkeys(self.seats[h.rank].host for h in held if self.seats[h.rank].host)
+            layers = f"{begin}" if end == begin + 1 else f"{begin}-{end - 1}"
+            rows.append((str(stage), layers, ranks, " ".join([*hosts, *places])))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def as_document(self) -> dict[str, Any]:
+        """The value as JSON holds it."""
+        return {
+            "partition": list(self.counts),
+            "holders": [[{"rank": h.rank, "role": str(h.role)} for h in stage] for stage in self.holders],
+            "ranks": [{"host": seat.host, "device": seat.device} for seat in self.seats],
+        }
+
+    @classmethod
+    def from_document(cls, document: object) -> Layout:
+        """The value of such a document; a sentence where it is none."""
+        try:
+            assert isinstance(document, Mapping)
+            holders = tuple(
+                tuple(Holder(int(h["rank"]), Role(h["role"])) for h in stage) for stage in document["holders"]
+            )
+            seats = tuple(Seat(str(seat["host"]), str(seat["device"])) for seat in document["ranks"])
+            return cls(tuple(map(int, document["partition"])), holders, seats)
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"this is no layout ({type(error).__name__}: {error}); one has partition, holders and ranks"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A layer that ranks must get from others."""
+
+    layer: int
+    sources: tuple[int, ...]
+    """Those that have it now, replica 0 first."""
+    targets: tuple[int, ...]
+    """Those that do not have it yet."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A layer that ranks need no longer hold, once all others have what they need."""
+
+    layer: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What leads from one layout to another, layer by layer."""
+
+    transfers: tuple[Transfer, ...]
+    drops: tuple[Drop, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.transfers or self.drops)
+
+    def __str__(self) -> str:
+        moves = [f"layer {t.layer}: {_ranks(t.sources)} → {_ranks(t.targets)}" for t in self.transfers]
+        moves += [f"layer {d.layer}: dropped by {_ranks(d.ranks)}" for d in self.drops]
+        return "\n".join(moves) or "nothing moves"
+
+
+def difference(old: Layout, new: Layout) -> Difference:
+    """What must go where so that ``old`` becomes ``new``. Both are of one model; ranks may come and go."""
+    if old.num_layers != new.num_layers:
+        raise UserError(f"a layout of {old.num_layers} layers cannot become one of {new.num_layers}: another model")
+    transfers, drops = [], []
+    for layer in range(old.num_layers):
+        before, after = old.ranks_of(layer), new.ranks_of(layer)
+        if targets := tuple(rank for rank in after if rank not in before):
+            transfers.append(Transfer(layer, before, targets))
+        if gone := tuple(rank for rank in before if rank not in after):
+            drops.append(Drop(layer, gone))
+    return Difference(tuple(transfers), tuple(drops))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -37,7 +37,7 @@ from vpipe.runtime.moving import Moved
 from vpipe.runtime.options import Memory, treated_layers
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.schedule.action import Kind
-from vpipe.schedule.layout import Layout
+from vpipe.schedule.placement import Layout
 
 WINDOW = 3
 """Steps whose median is believed; the first step after a move is not among them."""

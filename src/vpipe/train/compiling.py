@@ -14,7 +14,7 @@ from torch import nn
 from vpipe.errors import UserError
 from vpipe.layer import Layer
 from vpipe.schedule.action import Kind
-from vpipe.schedule.spec import ScheduleSpec
+from vpipe.schedule.catalog import ScheduleSpec
 
 
 def compiled(layers: Sequence[Layer], spec: ScheduleSpec) -> list[Layer]:

@@ -31,9 +31,8 @@ from vpipe.registry import MODEL_REGISTRY
 from vpipe.runtime.device import chosen
 from vpipe.runtime.flow import resolve
 from vpipe.runtime.updates.update import checked_scale
-from vpipe.schedule.layout import Layout
-from vpipe.schedule.placement import Placement
-from vpipe.schedule.spec import ScheduleSpec
+from vpipe.schedule.catalog import ScheduleSpec
+from vpipe.schedule.placement import Layout, Placement
 from vpipe.train.optimizers import loss_scale
 from vpipe.train.partition import Cut, cut
 from vpipe.train.session import Materials, feed_of, load_data, load_model, schedule_of

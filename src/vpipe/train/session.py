@@ -27,9 +27,9 @@ from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priorities.order import Backend
 from vpipe.runtime.priorities.turns import take_turns
 from vpipe.runtime.programs import Programs, Treated
+from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.entry import BATCHES, Chain
-from vpipe.schedule.layout import Layout
-from vpipe.schedule.spec import ScheduleSpec
+from vpipe.schedule.placement import Layout
 from vpipe.train.compiling import compiled
 from vpipe.train.feed import Feed, Position, Units
 from vpipe.train.optimizers import autocast, loss_scale, optimizer

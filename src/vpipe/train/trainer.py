@@ -30,7 +30,7 @@ from vpipe.runtime.moving import Moved
 from vpipe.runtime.options import Memory
 from vpipe.schedule.catalog import short_name
 from vpipe.schedule.entry import Chain
-from vpipe.schedule.layout import Layout
+from vpipe.schedule.placement import Layout
 from vpipe.train import ending
 from vpipe.train.checkpoints.manager import CheckpointManager
 from vpipe.train.evaluation import Evaluation

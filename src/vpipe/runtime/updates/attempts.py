@@ -19,9 +19,7 @@ from vpipe.runtime.device import Number, beside, is_host
 from vpipe.runtime.modes import forget_casts
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.updates import uncompiled
-from vpipe.runtime.updates.losses import LossKey
-from vpipe.runtime.updates.norm_exchange import counted
-from vpipe.runtime.updates.norms import divide, judge, judge_there, multiply
+from vpipe.runtime.updates.agreement import LossKey, counted, divide, judge, judge_there, multiply
 from vpipe.runtime.updates.skipping import Before, can_be_restored
 from vpipe.runtime.updates.update import Updater
 

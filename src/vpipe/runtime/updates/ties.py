@@ -20,8 +20,8 @@ from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.transport.wire import Envelope
 from vpipe.runtime.updates.weights import check_sharing
+from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Placement
-from vpipe.schedule.spec import ScheduleSpec
 
 Owner = tuple[int, str]
 

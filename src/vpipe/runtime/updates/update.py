@@ -21,10 +21,11 @@ from vpipe.runtime.device import HOST, Number, beside, floats, is_host, number, 
 from vpipe.runtime.modes import forget_casts
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.updates.flat import FlatStep
-from vpipe.runtime.updates.losses import LossBlocks, LossKey
-from vpipe.runtime.updates.norm_exchange import NormExchange, counted, promoted
-from vpipe.runtime.updates.norms import (
+from vpipe.runtime.updates.agreement import (
+    LossBlocks,
+    LossKey,
+    NormExchange,
+    counted,
     divide,
     judge,
     judge_here,
@@ -32,8 +33,10 @@ from vpipe.runtime.updates.norms import (
     multiply,
     norms,
     norms_there,
+    promoted,
     told_apart,
 )
+from vpipe.runtime.updates.flat import FlatStep
 from vpipe.runtime.updates.repeats import SkipNeed, Start, need_of
 from vpipe.runtime.updates.replicas import AMONG_REPLICAS, GradientsAhead, add_up, trained
 from vpipe.runtime.updates.skipping import Before, TakeBack, can_be_restored, can_be_told, step_told

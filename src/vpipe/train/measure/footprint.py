@@ -21,7 +21,7 @@ from vpipe.plan.units import parse_bytes
 from vpipe.runtime.device import own_memory
 from vpipe.runtime.edges import detached, mapped
 from vpipe.runtime.flow import Value, resolve
-from vpipe.schedule.layout import Layout
+from vpipe.schedule.placement import Layout
 from vpipe.train.adapt import Cap
 from vpipe.train.measure.profile import first_unit
 from vpipe.train.session import Session

@@ -1,0 +1,250 @@
+"""What ranks tell each other before an update: the losses of all units and the norms of all gradients, in one message.
+
+*Losses.* A rank's block has a row for each of its layers and a column for each unit of the step; the rank of the last
+stage adds a row for the loss itself and one for the units' shares of the batch. On a device the block is put together
+there, so that nobody waits for the numbers before the step is over.
+
+*Norms* say how much to clip, and whether an update may be made. A gradient may be finite and its norm not (the square
+of 1e20 is no float32). Such an update is made, as torch makes it; only a gradient that is itself not finite skips one.
+Sparse gradients count by the values that they hold.
+
+*Order.* Norms are put together in the order of layers, whatever the partition. A rank sends one number for each of its
+parameters, stage by stage, and whoever reads them must know which is which. So ranks tell each other once how many
+parameters their layers have. A parameter without a gradient must not count at all, as in one process: the host sends a
+number that says so, and takes it out of what it has read. A device sends only what there is, because nobody reads
+there; hosts know how many those are, and tell each other each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from vpipe.layer import TiedWeight
+from vpipe.runtime.device import HOST, Number, is_host
+from vpipe.runtime.flow import Flow
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.transport.base import Transport
+from vpipe.schedule.placement import Placement
+
+LossKey = tuple[int, int]
+"""(layer, microbatch)."""
+NO_GRADIENT = -1.0
+OVERFLOWED = -2.0
+"""Stands for the norm of a finite gradient that is infinite in the gradient's own precision."""
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+class LossBlocks:
+    """The layout of every rank's block."""
+
+    def __init__(self, flow: Flow, placement: Placement) -> None:
+        self._flow, self._placement = flow, placement
+        self._pinned: Tensor | None = None
+        """What a device may still copy from, until the next step writes its own."""
+
+    def rows(self, rank: int) -> list[int]:
+        """The layers of a rank; after the last of all come the loss and the unit's share."""
+        bounds = self._flow.bounds
+        rows = [layer for stage in self._placement.stages_of[rank] for layer in range(*bounds[stage])]
+        end = len(self._flow.layers)
+        return [*rows, end, end + 1] if len(bounds) - 1 in self._placement.stages_of[rank] else rows
+
+    def size(self, rank: int, num_units: int) -> int:
+        return len(self.rows(rank)) * num_units
+
+    def written(self, losses: Mapping[LossKey, Number], rank: int, num_units: int, device: torch.device) -> Tensor:
+        """A rank's block, where the rank computes; numbers of the host go there through pinned memory."""
+        rows = {layer: row for row, layer in enumerate(self.rows(rank))}
+        places = {rows[layer] * num_units + microbatch: value for (layer, microbatch), value in losses.items()}
+        known = [0.0] * (len(rows) * num_units)
+        for place, value in places.items():
+            known[place] = 0.0 if isinstance(value, Tensor) else value
+        block = torch.tensor(known, dtype=torch.float64)
+        if is_host(device):
+            return block
+        self._pinned = block.pin_memory()
+        block = self._pinned.to(device, non_blocking=True)
+        there = {place: value for place, value in places.items() if isinstance(value, Tensor)}
+        parts, begin = [], 0
+        for place in sorted(there):
+            parts += [block[begin:place], there[place].reshape(1)]
+            begin = place + 1
+        return torch.cat([*parts, block[begin:]])
+
+    def read(self, rank: int, num_units: int, block: Tensor) -> dict[LossKey, float]:
+        """Those of a block, now on the host, that are not zero: of a stage's replicas, each knows its own units."""
+        rows, places = self.rows(rank), block.nonzero().flatten()
+        found = zip(places.tolist(), block[places].tolist(), strict=True)
+        return {(rows[place // num_units], place % num_units): value for place, value in found}
+
+
+def norms(parameters: Sequence[Tensor]) -> Tensor:
+    """The norm of each parameter's gradient, or ``NO_GRADIENT``; where the gradients are."""
+    held = [values_of(p.grad) for p in parameters if p.grad is not None]
+    known = torch._foreach_norm(held) if held else []
+    if known and len(known) == len(parameters) and len({norm.dtype for norm in known}) == 1:
+        return torch.stack(list(known)).double()  # most are alike: converted at once
+    found = iter(known)
+    sizes = [
+        next(found).double()
+        if p.grad is not None
+        else torch.full((), NO_GRADIENT, dtype=torch.float64, device=p.device)
+        for p in parameters
+    ]
+    return torch.stack(sizes) if sizes else torch.empty(0, dtype=torch.float64)
+
+
+def norms_there(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The norms of those gradients that are there, on a device, told apart where the norm alone is infinite; nobody
+    waits."""
+    held = [values_of(p.grad) for p in parameters if p.grad is not None]
+    if not held:
+        return torch.empty(0, dtype=torch.float64, device=device)
+    found = torch.stack([norm.double() for norm in torch._foreach_norm(held)])
+    finite = torch.isfinite(torch.stack(torch._foreach_norm(held, torch.inf)))
+    return torch.where(found.isinf() & finite, OVERFLOWED, found)
+
+
+def values_of(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def told_apart(found: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """The norms, now on the host: of those that are infinite, which gradients are not."""
+    for place in found.isinf().nonzero().flatten().tolist():
+        gradient = parameters[place].grad
+        if gradient is not None and bool(torch.isfinite(values_of(gradient)).all()):
+            found[place] = OVERFLOWED
+    return found
+
+
+def judge(found: Tensor, dtype: torch.dtype) -> tuple[bool, Tensor]:
+    """Whether all gradients are finite, and the norm of all: as ``torch.nn.utils.get_total_norm`` adds them."""
+    found = found[found != NO_GRADIENT]
+    finite = bool(torch.isfinite(found).all())
+    found = torch.where(found == OVERFLOWED, torch.inf, found).to(dtype)
+    return finite, torch.linalg.vector_norm(found) if len(found) else torch.zeros((), dtype=dtype)
+
+
+def judge_there(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same of numbers on a device, where both answers stay; all of them are norms."""
+    finite = torch.isfinite(found).all()
+    return finite, torch.linalg.vector_norm(torch.where(found == OVERFLOWED, torch.inf, found).to(dtype))
+
+
+def judge_here(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[bool | Tensor, Tensor]:
+    """The same of one stage; on a device both answers stay there."""
+    device = parameters[0].device if parameters else HOST
+    if is_host(device):
+        return judge(told_apart(norms(parameters), parameters), dtype)
+    held = [values_of(p.grad) for p in parameters if p.grad is not None]
+    if not held:
+        return True, torch.zeros((), dtype=dtype, device=device)
+    largest = torch.stack(torch._foreach_norm(held, torch.inf))
+    return torch.isfinite(largest).all(), torch.linalg.vector_norm(torch.stack(torch._foreach_norm(held)).to(dtype))
+
+
+def multiply(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
+    """In place, sparse gradients too."""
+    held = list(gradients)
+    if dense := [gradient for gradient in held if not gradient.is_sparse]:
+        torch._foreach_mul_(dense, factor)
+    for gradient in held:
+        if gradient.is_sparse:
+            gradient.mul_(factor)
+
+
+def divide(gradients: Iterable[Tensor], divisor: float) -> None:
+    """In place, sparse gradients too."""
+    held = list(gradients)
+    if dense := [gradient for gradient in held if not gradient.is_sparse]:
+        torch._foreach_div_(dense, divisor)
+    for gradient in held:
+        if gradient.is_sparse:
+            gradient.div_(divisor)
+
+
+class NormExchange:
+    """One rank's part."""
+
+    def __init__(
+        self, transport: Transport, stages: Mapping[int, Stage], tied: Sequence[TiedWeight], device: torch.device
+    ) -> None:
+        self._transport, self._stages, self._tied, self._device = transport, stages, tied, device
+        self._known: list[list[tuple[int, int, int]]] | None = None
+
+    def gather(
+        self, mine: list[Tensor], losses: Tensor | None, num_losses: Callable[[int], int]
+    ) -> tuple[Tensor, list[Tensor] | None, torch.dtype]:
+        """All norms in the order of layers, every rank's losses if they go along, and the dtype to add norms in."""
+        order = self._order()
+        counts = [[count for _, count, _ in each] for each in order] if is_host(self._device) else self._held(order)
+        rows = [num_losses(rank) if losses is not None else 0 for rank in range(len(order))]
+        sizes = [sum(each) + more for each, more in zip(counts, rows, strict=True)]
+        block = torch.cat(mine if losses is None else [*mine, losses])
+        found = self._transport.all_gather(block, range(self._transport.num_ranks), sizes)
+        by_layer: dict[int, Tensor] = {}
+        told = []
+        for block, layers, numbers in zip(found, order, counts, strict=True):
+            at = 0
+            for (layer, _, _), count in zip(layers, numbers, strict=True):
+                by_layer.setdefault(layer, block[at : at + count])  # replicas agree: the first will do
+                at += count
+            told.append(block[at:])
+        dtype = promoted([_FLOATS[code] for counts in order for _, _, code in counts])
+        empty = torch.empty(0, dtype=torch.float64, device=self._device)
+        norms = torch.cat([by_layer[layer] for layer in sorted(by_layer)] or [empty])
+        return norms, told if losses is not None else None, dtype
+
+    def _order(self) -> list[list[tuple[int, int, int]]]:
+        """Per rank, (layer, number of parameters, their dtype) in the order of its block; asked once."""
+        if self._known is None:
+            dtypes: dict[int, list[torch.dtype]] = {}
+            for layer, parameter in self._parameters():
+                dtypes.setdefault(layer, []).append(parameter.dtype)
+            mine = [
+                number
+                for layer, found in dtypes.items()
+                for number in (layer, len(found), _FLOATS.index(promoted(found)))
+            ]
+            told = self._transport.all_gather(torch.tensor(mine, dtype=torch.int64), range(self._transport.num_ranks))
+            self._known = [[(int(a), int(b), int(c)) for a, b, c in block.view(-1, 3)] for block in told]
+        return self._known
+
+    def _held(self, order: list[list[tuple[int, int, int]]]) -> list[list[int]]:
+        """Per rank, how many parameters of each of its layers have a gradient."""
+        mine = {layer: 0 for layer, _, _ in order[self._transport.rank]}
+        for layer, parameter in self._parameters():
+            mine[layer] += parameter.grad is not None
+        block = torch.tensor(list(mine.values()), dtype=torch.int64)
+        told = self._transport.all_gather(block, range(len(order)), [len(each) for each in order])
+        return [each.tolist() for each in told]
+
+    def _parameters(self) -> list[tuple[int, Tensor]]:
+        """(layer, parameter) of all that count, stage by stage."""
+        stages = [self._stages[index] for index in sorted(self._stages)]
+        return [
+            (int(name.split(".", 1)[0]), stage.weights.parameters[name])
+            for stage in stages
+            for name in _named(stage, self._tied)
+        ]
+
+
+def promoted(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype in which torch would add up norms of these."""
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+
+
+def _named(stage: Stage, tied: Sequence[TiedWeight]) -> list[str]:
+    """The parameters that count towards the norm: a tied weight counts once, where it is first."""
+    later = {f"{layer}.{name}" for tie in tied for layer, name in tie.owners[1:]}
+    return [name for name in stage.weights.parameters if name not in later]
+
+
+def counted(stage: Stage, tied: Sequence[TiedWeight]) -> list[Tensor]:
+    return [stage.weights.parameters[name] for name in _named(stage, tied)]
