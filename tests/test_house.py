@@ -59,7 +59,6 @@ HALL: dict[str, set[str]] = {
     "layer": {"errors"},
     "network": {"errors"},
     "parcel": set(),
-    "plugins": {"errors"},
     "process": set(),
     "registry": {"errors"},
     "terminal": set(),

@@ -26,7 +26,7 @@ def rank(task: dict[str, Any]) -> None:
     from peers import TorchPipeline
 
     from vpipe import Pipeline
-    from vpipe.models.catalog import build
+    from vpipe.models.model import build
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

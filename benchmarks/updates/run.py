@@ -32,7 +32,7 @@ def main() -> None:
     arguments = common.options(__doc__ or "")
     import torch
 
-    from vpipe.models.catalog import build
+    from vpipe.models.model import build
     from vpipe.runtime.assembly import keep_freed_memory
     from vpipe.runtime.updates.flat import FlatStep
 

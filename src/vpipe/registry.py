@@ -10,19 +10,32 @@ Another package offers its own without being imported first, through a Python en
 
 Entry points are listed by name and loaded only when that name is asked for: listing what exists runs nobody's code,
 and a broken plug-in cannot hurt a run that does not use it. No torch here, so that ``vpipe --help`` stays quick.
+
+A plugin is code of the user's own, a Python file or a module, imported so that what it registers can be named in a
+config (``load_plugins``). Every process of a run imports it once, before it looks up a name. The folder of a file is
+put on the path, so that the file may import its neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from vpipe.errors import UserError, nearest
 
 T = TypeVar("T")
 Item = TypeVar("Item")
+
+_plugins: dict[str, ModuleType] = {}
+"""Those that this process has imported."""
 
 
 class Registry(Generic[T]):
@@ -191,3 +204,58 @@ OPTIMIZER_REGISTRY: Registry[Any] = Registry(
 )
 STAGE_REGISTRY: Registry[Any] = Registry("stage", group="vpipe.stages")
 SCHEDULE_REGISTRY: Registry[Any] = Registry("schedule", group="vpipe.schedules", filled_by="vpipe.schedule.catalog")
+
+
+def load_plugins(plugins: Iterable[str]) -> None:
+    """Import each plugin that this process has not imported yet."""
+    for plugin in plugins:
+        if plugin not in _plugins:
+            _plugins[plugin] = _from_file(Path(plugin)) if plugin.endswith(".py") else _from_module(plugin)
+
+
+def loaded_plugin(plugin: str) -> ModuleType:
+    """The module of a plugin that was loaded."""
+    return _plugins[plugin]
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"the plugin {path} does not exist; in a config its path is seen from the config's folder")
+    name = f"vpipe_plugin_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    sys.modules[name] = module  # before it runs, so that its classes can travel to other processes
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _failed(str(path), error) from error
+    return module
+
+
+def _from_module(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise _failed(name, error) from error
+        raise UserError(
+            f"the plugin {name!r} is neither a Python file (its name ends in .py) nor a module that can be imported"
+        ) from None
+    except Exception as error:
+        raise _failed(name, error) from error
+
+
+def _failed(plugin: str, error: Exception) -> UserError:
+    """The sentence for a plugin that does not import, with the line of it that failed."""
+    if isinstance(error, UserError):
+        return UserError(f"the plugin {plugin}: {error}")
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == plugin]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    where = f", line {line}" if line else ""
+    return UserError(f"the plugin {plugin}{where} fails: {type(error).__name__}: {' '.join(str(error).split())}")

@@ -11,7 +11,7 @@ import pytest
 from vpipe.config import load
 from vpipe.data import catalog as data
 from vpipe.interfaces import model_options
-from vpipe.models import catalog as models
+from vpipe.models import model as models
 from vpipe.schedule import catalog as schedules
 
 ROOT = Path(__file__).parents[2]

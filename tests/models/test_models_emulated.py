@@ -11,8 +11,8 @@ from models_reference import loss_and_gradients
 from torch import Tensor
 
 from vpipe.errors import UserError
-from vpipe.models.catalog import build
 from vpipe.models.emulated import SleepLayer, sleep_until
+from vpipe.models.model import build
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe.errors import UserError
-from vpipe.models.catalog import BUILDERS, build
 from vpipe.models.gpt import gpt, gpt2
-from vpipe.models.model import run, seeded
+from vpipe.models.model import BUILDERS, build, run, seeded
 
 SMALL = {"vocab_size": 37, "hidden_size": 24, "num_layers": 3, "num_heads": 4, "sequence_length": 16}
 

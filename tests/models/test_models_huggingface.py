@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 import vpipe
 from vpipe.errors import UserError
-from vpipe.models.catalog import build
-from vpipe.models.model import Model
+from vpipe.models.model import Model, build
 
 transformers = pytest.importorskip("transformers")
 
@@ -334,6 +333,6 @@ def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_transformers_is_imported_only_when_asked_for() -> None:
-    code = "import sys, vpipe.models.catalog as c, vpipe.models.huggingface; c.build('gpt', vocab_size=9); "
+    code = "import sys, vpipe.models.model as c, vpipe.models.huggingface; c.build('gpt', vocab_size=9); "
     done = subprocess.run([sys.executable, "-c", code + "assert 'transformers' not in sys.modules"], check=False)
     assert done.returncode == 0

@@ -7,7 +7,7 @@ import torch
 from models_reference import loss_and_gradients
 
 from vpipe.data.synthetic import load
-from vpipe.models.catalog import build
+from vpipe.models.model import build
 
 SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "sequence_length": 16}
 

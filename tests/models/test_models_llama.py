@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe.errors import UserError
-from vpipe.models.catalog import build
 from vpipe.models.llama import llama
+from vpipe.models.model import build
 
 SMALL = {
     "vocab_size": 23, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "sequence_length": 10,

@@ -16,12 +16,11 @@ import yaml
 from torch import nn
 from train_runs import run, tiny
 
-from vpipe import plugins
 from vpipe.cli import parity, plan, submit
 from vpipe.cli import train as cli
 from vpipe.errors import UserError
 from vpipe.interfaces import DatasetInterface, ModelInterface, StageInterface
-from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, SCHEDULE_REGISTRY, STAGE_REGISTRY
+from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, SCHEDULE_REGISTRY, STAGE_REGISTRY, load_plugins
 
 ROOT = Path(__file__).parents[2]
 
@@ -184,10 +183,10 @@ def test_a_plugin_that_fails_is_one_sentence(tmp_path: Path) -> None:
     for text, words in cases.items():
         file.write_text(text)
         with pytest.raises(UserError, match=words) as caught:
-            plugins.load([str(file)])
+            load_plugins([str(file)])
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="does not exist"):
-        plugins.load([str(tmp_path / "nowhere.py")])
+        load_plugins([str(tmp_path / "nowhere.py")])
 
 
 def test_a_plugin_imports_its_neighbours_and_brings_a_schedule(tmp_path: Path) -> None:

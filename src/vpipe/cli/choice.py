@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from vpipe import plugins
 from vpipe.cli import completion
 from vpipe.cli.options import plugin_option
 from vpipe.cli.timing import TIMES
 from vpipe.errors import UserError
+from vpipe.registry import load_plugins
 from vpipe.schedule.catalog import get, names_file
 from vpipe.schedule.program import Program, Versions
 
@@ -111,7 +111,7 @@ def program_options(command: Function) -> Function:
 
     @wraps(command)
     def with_program(**given: Any) -> Any:
-        plugins.load(given.pop("plugins"))
+        load_plugins(given.pop("plugins"))
         target = given.pop("target")
         counts = {key: given.pop(key) for key in ("ranks", "microbatches", "stages_per_rank")}
         versions = given.pop("versions")

@@ -11,16 +11,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from vpipe import plugins
 from vpipe.cli.init import line, refuse_existing
 from vpipe.errors import UserError
-from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
+from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, load_plugins, loaded_plugin
 
 
 def sections(file: Path, path: Path) -> tuple[str, str, str, list[str]]:
     """(model, dataset, plugins, notes)."""
     before = {*MODEL_REGISTRY}, {*DATASET_REGISTRY}
-    plugins.load([str(file.resolve())])
+    load_plugins([str(file.resolve())])
     models = sorted({*MODEL_REGISTRY} - before[0])
     datasets = sorted({*DATASET_REGISTRY} - before[1])
     if models:
@@ -33,7 +32,7 @@ def sections(file: Path, path: Path) -> tuple[str, str, str, list[str]]:
             listed[2:] + "\n",
             [],
         )
-    module = plugins.loaded(str(file.resolve()))
+    module = loaded_plugin(str(file.resolve()))
     name, call = found_model(module, file)
     stem = re.sub(r"\W", "_", file.stem).strip("_").lower() or "model"
     written = path.parent / f"vpipe_{stem}.py"

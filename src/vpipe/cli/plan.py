@@ -20,7 +20,7 @@ from vpipe.cli.profiling import ROUNDS
 from vpipe.cli.ranks import AUTO, Replicas, read_links
 from vpipe.cli.timing import Numbers
 from vpipe.errors import UserError
-from vpipe.plugins import load as load_plugins
+from vpipe.registry import load_plugins
 
 if TYPE_CHECKING:
     from vpipe.plan.costs import Profile

@@ -22,7 +22,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vpipe import plugins
 from vpipe.config.checks import check, idle_keys, touches
 from vpipe.config.document import Document, absolute, parse, read_yaml
 from vpipe.config.pipeline import PipelineConfig
@@ -30,6 +29,7 @@ from vpipe.config.problems import ConfigError, Key, Problem, dotted, from_pydant
 from vpipe.config.vpipe_files import read_plan
 from vpipe.config.vpipe_yaml import is_vpipe, translate
 from vpipe.errors import nearest
+from vpipe.registry import load_plugins
 
 ORION = "USE_ORION_SCHEDULER"
 PLUGINS: Key = ("plugins",)
@@ -128,7 +128,7 @@ def load(
     _absolute_paths(draft, source.parent)
     listed = draft.values.get("plugins")
     if run_plugins and isinstance(listed, list):
-        plugins.load([item for item in listed if isinstance(item, str)])
+        load_plugins([item for item in listed if isinstance(item, str)])
     known_names = {key: known() if callable(known) else known for key, known in (names or {}).items()}
     config = _finish(draft, known_names, together)
     return Loaded(config, (*warnings, *idle_keys(config)), source)

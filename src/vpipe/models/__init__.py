@@ -1,1 +1,1 @@
-"""Models as lists of layers; ``catalog.build`` makes one by name."""
+"""Models as lists of layers; ``model.build`` makes one by name."""

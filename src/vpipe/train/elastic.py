@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from vpipe import plugins
 from vpipe.config import PipelineConfig
 from vpipe.data.dataset import DataSet
+from vpipe.registry import load_plugins
 from vpipe.rundir.endings import BY_SIGNAL
 from vpipe.rundir.layout import CHECKPOINTS
 from vpipe.rundir.manifest import Standing, checkpoints
@@ -57,7 +57,7 @@ CONSEQUENCE_THERE = 5.0
 def train(config: dict[str, Any], directory: str, run: str, resume: str | None = None, quiet: bool = False) -> int:
     """Train as whatever rank the launcher says, again and again; the exit code."""
     checked = PipelineConfig.from_dict(config)
-    plugins.load(checked.plugins)
+    load_plugins(checked.plugins)
     if checked.launch.threads:
         torch.set_num_threads(checked.launch.threads)
     atexit.register(gc.freeze)  # an interpreter that has loaded torch spends a second on looking for garbage

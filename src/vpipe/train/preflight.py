@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from vpipe import plugins
 from vpipe.config import PipelineConfig
 from vpipe.config.problems import ConfigError, Key, Problem
 from vpipe.data.dataset import Batch, DataSet
@@ -27,15 +26,14 @@ from vpipe.errors import UserError
 from vpipe.layer import bind_inputs, input_names
 from vpipe.models import trial
 from vpipe.models.model import Model, Skeleton
-from vpipe.registry import MODEL_REGISTRY
+from vpipe.registry import MODEL_REGISTRY, load_plugins
 from vpipe.runtime.device import chosen
 from vpipe.runtime.flow import resolve
 from vpipe.runtime.updates.update import checked_scale
 from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Layout, Placement
 from vpipe.train.optimizers import loss_scale
-from vpipe.train.partition import Cut, cut
-from vpipe.train.session import Materials, feed_of, load_data, load_model, schedule_of
+from vpipe.train.session import Cut, Materials, cut, feed_of, load_data, load_model, schedule_of
 from vpipe.train.session import refuse as refuse_unsupported
 
 T = TypeVar("T")
@@ -88,7 +86,7 @@ def check(config: PipelineConfig, *, parallel: bool = True, here: bool = True, e
     run on this machine; elsewhere, files that are not here are not asked for. ``ends``: this process does nothing
     else."""
     found = Findings()
-    found.attempt(partial(plugins.load, config.plugins), "plugins")
+    found.attempt(partial(load_plugins, config.plugins), "plugins")
     absent = set() if here else {key[0] for key, _ in missing_files(config)}
     data = None if "dataset" in absent else found.attempt(partial(load_data, config), "dataset", "model")
     vocab_size = data.vocab_size if data is not None else max(config.model.vocab_size, 0) or STAND_IN

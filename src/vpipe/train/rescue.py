@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from vpipe import plugins
 from vpipe.config import PipelineConfig
+from vpipe.registry import load_plugins
 from vpipe.rundir import lineage
 from vpipe.rundir.layout import CHECKPOINTS, LEFT, SAVED
 from vpipe.rundir.lineage import Line
@@ -70,7 +70,7 @@ def _write(found: Sequence[Copy], checked: PipelineConfig, where: Path, run: str
     beat = Beat.read(where)
     if beat is not None and beat.run == run and beat.saved == found[0].iteration:
         return True
-    plugins.load(checked.plugins)
+    load_plugins(checked.plugins)
     values = checked.to_dict()
     vocabulary = load_model(checked, load_data(checked).vocab_size).vocab_size
     if vocabulary > 0:  # a checkpoint must stand without the data set

@@ -1,39 +1,49 @@
-"""A config made real: its data, its model, its pipeline.
+"""A config made real: its data, its model, how that is cut, its pipeline.
 
 Every rank builds the same session; what a rank does not hold it does not build.
+
+Which layers each stage holds, and what it recomputes or swaps, the config says, or the plan that it names. A plan is
+for one schedule, one number of ranks and one number of microbatches: its memory was counted and its time predicted for
+them. A config that names a plan and says something else is refused. What every layer weighs and works, the model's
+skeleton says.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from vpipe import plugins
+from vpipe.balance import balanced
 from vpipe.config import PipelineConfig
 from vpipe.config.pipeline import given_options
 from vpipe.data import catalog as data_catalog
 from vpipe.data.dataset import DataSet
 from vpipe.errors import UserError
-from vpipe.interfaces import model_options, registered_dataset, registered_model
-from vpipe.models import catalog as model_catalog
+from vpipe.interfaces import ModelInterface, model_options, registered_dataset, registered_model, stage_sizes
+from vpipe.models import model as models
 from vpipe.models.model import Model, Skeleton
+from vpipe.plan.layout import layout_from_json
+from vpipe.plan.memory import Choice
 from vpipe.process import under_launcher
-from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
+from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, load_plugins
 from vpipe.runtime.device import chosen as chosen_devices
 from vpipe.runtime.device import is_host
-from vpipe.runtime.options import Memory, Ranks, Schedule, Update
+from vpipe.runtime.options import Chosen, Memory, Ranks, Schedule, Update
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priorities.order import Backend
 from vpipe.runtime.priorities.turns import take_turns
 from vpipe.runtime.programs import Programs, Treated
+from vpipe.schedule import catalog
 from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.entry import BATCHES, Chain
 from vpipe.schedule.placement import Layout
 from vpipe.train.compiling import compiled
 from vpipe.train.feed import Feed, Position, Units
 from vpipe.train.optimizers import autocast, loss_scale, optimizer
-from vpipe.train.partition import Cut, cut
 
 
 @dataclass
@@ -99,7 +109,7 @@ def num_replicas(config: PipelineConfig) -> int:
 def load_data(config: PipelineConfig) -> DataSet:
     """The data set of a config: built in, or registered by the user."""
     section, length = config.dataset, config.model.sequence_length
-    plugins.load(config.plugins)
+    load_plugins(config.plugins)
     if DATASET_REGISTRY.is_own(section.name):
         return registered_dataset(section, length, config.training.seed)
     extra = dict(section.extra)
@@ -113,11 +123,11 @@ def load_data(config: PipelineConfig) -> DataSet:
 def load_model(config: PipelineConfig, vocab_size: int | None) -> Model:
     """The model of a config: built in, or registered by the user."""
     section, seed = config.model, config.training.seed
-    plugins.load(config.plugins)
+    load_plugins(config.plugins)
     if MODEL_REGISTRY.is_own(section.name):
         return registered_model(section, vocab_size, seed)
-    known = inspect.signature(model_catalog.builder(section.name)).parameters
-    return model_catalog.build(section.name, model_options(section, known), vocab_size=vocab_size, seed=seed)
+    known = inspect.signature(models.builder(section.name)).parameters
+    return models.build(section.name, model_options(section, known), vocab_size=vocab_size, seed=seed)
 
 
 def refuse(config: PipelineConfig) -> None:
@@ -162,7 +172,7 @@ class Materials:
 
 def gather(config: PipelineConfig, data: DataSet | None = None) -> Materials:
     """All of it, or what is wrong first; ``data`` where it is loaded already."""
-    plugins.load(config.plugins)
+    load_plugins(config.plugins)
     refuse(config)
     data = data or load_data(config)
     model = load_model(config, data.vocab_size)
@@ -261,3 +271,98 @@ def feed_of(config: PipelineConfig, data: DataSet) -> Feed:
         seed=config.training.seed,
         num_workers=config.dataset.num_workers,
     )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model is cut; what is recomputed and what is swapped is a share of each stage's layers, or a set of
+    layers."""
+
+    partition: list[int]
+    recompute: Chosen
+    swap: Chosen
+
+
+def cut(config: PipelineConfig, skeleton: Skeleton, num_stages: int) -> Cut:
+    """``auto`` balances the work that the layers' weights suggest; a list and a plan are taken as they are."""
+    parallel = config.parallel
+    if parallel.partition == "auto":
+        sizes = _registered_cut(config, num_stages) or balanced(skeleton.work, num_stages)
+        return Cut(sizes, parallel.recompute, parallel.swap)
+    if isinstance(parallel.partition, str):
+        return _planned(config, Path(parallel.partition), len(skeleton.modules))
+    found = list(parallel.partition)
+    if sum(found) != len(skeleton.modules):
+        raise UserError(
+            f"parallel.partition {found} holds {sum(found)} layers, but the model {config.model.name} has "
+            f"{len(skeleton.modules)}; change one of them, or use partition: auto"
+        )
+    return Cut(found, parallel.recompute, parallel.swap)
+
+
+def _registered_cut(config: PipelineConfig, num_stages: int) -> list[int] | None:
+    """What ``get_stage_partition`` of a registered model says, where its author wrote one."""
+    if not MODEL_REGISTRY.is_own(config.model.name):
+        return None
+    found = MODEL_REGISTRY.get(config.model.name)
+    if not (isinstance(found, type) and issubclass(found, ModelInterface)):
+        return None
+    if found.get_stage_partition is ModelInterface.get_stage_partition:
+        return None
+    return stage_sizes(found(config.model), num_stages)
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """The JSON of a plan."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"the plan {path} cannot be read: {error.strerror}; make it with 'vpipe plan'") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no plan, since it is not JSON ({error}); make it with 'vpipe plan'") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no plan, since it holds no object; make it with 'vpipe plan'")
+    return found
+
+
+def _planned(config: PipelineConfig, path: Path, num_layers: int) -> Cut:
+    plan = read_plan(path)
+    layout = layout_from_json(plan, str(path), num_layers)
+    _agree(config, path, plan)
+    for name in ("recompute", "swap"):
+        own = getattr(config.parallel, name)
+        if own and any(own if isinstance(own, tuple) else (own,)):
+            raise UserError(
+                f"parallel.{name} is {own}, but the plan {path} says what is done with each layer; "
+                f"remove parallel.{name}"
+            )
+    recompute, swap = (
+        {layer for stage in range(layout.num_stages) for layer in layout.layers(stage, choice)}
+        for choice in (Choice.RECOMPUTE, Choice.SWAP)
+    )
+    return Cut(list(layout.counts), recompute, swap)
+
+
+def _agree(config: PipelineConfig, path: Path, plan: dict[str, Any]) -> None:
+    """What the plan was made for must be what the config runs."""
+    schedule = plan.get("schedule")
+    own = {
+        "parallel.scheduler": catalog.get(config.parallel.scheduler).name,
+        "parallel.model_parallel_size": config.parallel.model_parallel_size,
+        "training.num_microbatches": config.training.num_microbatches,
+        "parallel.replicas": list(
+            config.parallel.replicas or (config.parallel.data_parallel_size,) * config.parallel.model_parallel_size
+        ),
+    }
+    planned = {
+        "parallel.scheduler": catalog.get(schedule).name if isinstance(schedule, str) else None,
+        "parallel.model_parallel_size": plan.get("num_ranks"),
+        "training.num_microbatches": plan.get("num_microbatches"),
+        "parallel.replicas": plan.get("replicas") or None,
+    }
+    for key, value in planned.items():
+        if value is not None and value != own[key]:
+            raise UserError(
+                f"the plan {path} is for {key} {value}, but the config says {own[key]}; set {key}={value}, plan anew, "
+                f"or give its partition as a list: parallel.partition={plan['partition']}"
+            )

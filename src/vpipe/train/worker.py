@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vpipe import plugins
 from vpipe.config import PipelineConfig
 from vpipe.observe.console import Console, QuietConsole
 from vpipe.process import under_launcher
+from vpipe.registry import load_plugins
 from vpipe.rundir import claim
 from vpipe.rundir.claim import CLAIMED, Claim
 from vpipe.rundir.endings import Ending
@@ -52,7 +52,7 @@ def run(
     ``told`` is called with the directory that was taken here. ``materials`` are what the check of this process has
     gathered.
     """
-    plugins.load(config.plugins)
+    load_plugins(config.plugins)
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     rank, member = 0, None
