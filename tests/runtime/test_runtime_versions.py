@@ -8,7 +8,7 @@ from runtime_support import Case, check, pipeline
 
 from vpipe import Pipeline
 from vpipe.runtime.updates.weights import VersionedWeights
-from vpipe.schedule.pipedream import warm_up
+from vpipe.schedule.authors.pipedream import warm_up
 
 
 def _most_versions(pipe: Pipeline) -> list[int]:

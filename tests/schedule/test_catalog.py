@@ -9,10 +9,10 @@ import pytest
 from vpipe.errors import UserError
 from vpipe.registry import SCHEDULE_REGISTRY
 from vpipe.schedule.action import Kind
+from vpipe.schedule.authors.gpipe import gpipe
 from vpipe.schedule.catalog import Entry, build, entries, get
 from vpipe.schedule.catalog_entries import CATALOG
 from vpipe.schedule.costs import Costs, StageCosts
-from vpipe.schedule.gpipe import gpipe
 from vpipe.schedule.replicas import replicate
 from vpipe.schedule.semantics import update_groups
 from vpipe.schedule.simulate import simulate

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vpipe.schedule import chimera, draw, dualpipe, gpipe, one_f_one_b, v_shape, wave, zero_bubble
+from vpipe.schedule import draw
 from vpipe.schedule.action import Kind
+from vpipe.schedule.authors import chimera, dualpipe, gpipe, one_f_one_b, v_shape, wave, zero_bubble
 from vpipe.schedule.program import Program
 from vpipe.schedule.simulate import simulate
 

@@ -16,10 +16,10 @@ import vpipe
 from vpipe.cli.main import main
 from vpipe.errors import UserError
 from vpipe.registry import SCHEDULE_REGISTRY
+from vpipe.schedule.authors.gpipe import gpipe
+from vpipe.schedule.authors.one_f_one_b import one_f_one_b
 from vpipe.schedule.catalog import entries, get
 from vpipe.schedule.entry import Chain
-from vpipe.schedule.gpipe import gpipe
-from vpipe.schedule.one_f_one_b import one_f_one_b
 from vpipe.schedule.program import Program
 from vpipe.schedule.text import from_csv, to_csv
 
@@ -63,8 +63,8 @@ def call(*words: str) -> int:
 PLUGIN = """
 from vpipe.registry import SCHEDULE_REGISTRY
 from vpipe.schedule.entry import Entry
-from vpipe.schedule.gpipe import gpipe
-from vpipe.schedule.one_f_one_b import one_f_one_b
+from vpipe.schedule.authors.gpipe import gpipe
+from vpipe.schedule.authors.one_f_one_b import one_f_one_b
 
 
 def author(num_ranks, num_microbatches, *, early=True):

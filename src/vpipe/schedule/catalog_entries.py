@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from vpipe.schedule.chimera import chimera
-from vpipe.schedule.dualpipe import dualpipe, dualpipe_v
+from vpipe.schedule.authors.chimera import chimera
+from vpipe.schedule.authors.dualpipe import dualpipe, dualpipe_v
+from vpipe.schedule.authors.gpipe import gpipe, naive
+from vpipe.schedule.authors.interleaved import interleaved, interleaved_zb, looped_bfs
+from vpipe.schedule.authors.one_f_one_b import eager_1f1b, one_f_one_b
+from vpipe.schedule.authors.pipedream import pipedream, pipedream_2bw
+from vpipe.schedule.authors.v_shape import v_half, v_min, zb_v
+from vpipe.schedule.authors.wave import hanayo
+from vpipe.schedule.authors.zero_bubble import zb_h1, zb_h2
+from vpipe.schedule.authors.zero_bubble_auto import zb_auto
 from vpipe.schedule.entry import Chain, Entry
-from vpipe.schedule.gpipe import gpipe, naive
-from vpipe.schedule.interleaved import interleaved, interleaved_zb, looped_bfs
-from vpipe.schedule.one_f_one_b import eager_1f1b, one_f_one_b
-from vpipe.schedule.pipedream import pipedream, pipedream_2bw
-from vpipe.schedule.v_shape import v_half, v_min, zb_v
-from vpipe.schedule.wave import hanayo
-from vpipe.schedule.zero_bubble import zb_h1, zb_h2
-from vpipe.schedule.zero_bubble_auto import zb_auto
 
 CATALOG: tuple[Entry, ...] = (
     Entry(

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from vpipe.errors import UserError, nearest
-from vpipe.schedule.authoring import check_counts
+from vpipe.schedule.authors.authoring import check_counts
 from vpipe.schedule.program import Program
 
 Author = Callable[..., object]

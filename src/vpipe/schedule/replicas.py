@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import STEP, check_counts
+from vpipe.schedule.authors.authoring import STEP, check_counts
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program, Versions
 from vpipe.schedule.semantics import agrees_after

@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import STEP, B, F, check_counts, check_flags, one_forward_one_backward
+from vpipe.schedule.authors.authoring import STEP, B, F, check_counts, check_flags, one_forward_one_backward
 from vpipe.schedule.placement import replicated
 from vpipe.schedule.program import Program, Versions
 

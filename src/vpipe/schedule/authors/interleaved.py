@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import accumulate, starmap
 
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.authoring import B, F, I, W, batch, one_forward_one_backward
+from vpipe.schedule.authors.authoring import B, F, I, W, batch, one_forward_one_backward
 from vpipe.schedule.placement import Placement, loop
 from vpipe.schedule.program import Program
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import B, F, batch, check_counts
-from vpipe.schedule.list_scheduler import Chooser, greedy
+from vpipe.schedule.authors.authoring import B, F, batch, check_counts
+from vpipe.schedule.authors.list_scheduler import Chooser, greedy
 from vpipe.schedule.placement import zigzag
 from vpipe.schedule.program import Program
 

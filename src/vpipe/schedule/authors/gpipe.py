@@ -9,7 +9,7 @@ p ranks, m microbatches; rank r holds stage r.
 
 from __future__ import annotations
 
-from vpipe.schedule.authoring import B, F, batch, each
+from vpipe.schedule.authors.authoring import B, F, batch, each
 from vpipe.schedule.placement import loop
 from vpipe.schedule.program import Program
 

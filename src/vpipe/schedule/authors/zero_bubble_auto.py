@@ -13,13 +13,13 @@ from math import isfinite
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import F, I, W, batch
+from vpipe.schedule.authors.authoring import F, I, W, batch
+from vpipe.schedule.authors.list_scheduler import Chooser, Preference, greedy
+from vpipe.schedule.authors.one_f_one_b import one_f_one_b
+from vpipe.schedule.authors.zero_bubble import lagging, zb_h1, zb_h2
 from vpipe.schedule.costs import Costs, StageCosts
-from vpipe.schedule.list_scheduler import Chooser, Preference, greedy
-from vpipe.schedule.one_f_one_b import one_f_one_b
 from vpipe.schedule.placement import loop
 from vpipe.schedule.program import Program
-from vpipe.schedule.zero_bubble import lagging, zb_h1, zb_h2
 
 Times = tuple[float, float, float]
 """F, I and W of one stage."""

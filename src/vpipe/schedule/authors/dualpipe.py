@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import batch, check_flags, unroll
+from vpipe.schedule.authors.authoring import batch, check_flags, unroll
 from vpipe.schedule.placement import two_ways, vee
 from vpipe.schedule.program import Program
 

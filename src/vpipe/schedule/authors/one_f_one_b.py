@@ -14,7 +14,7 @@ p ranks, m microbatches; rank r holds stage r and runs ahead by some forwards be
 from __future__ import annotations
 
 from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import B, F, batch, each, one_forward_one_backward
+from vpipe.schedule.authors.authoring import B, F, batch, each, one_forward_one_backward
 from vpipe.schedule.placement import loop
 from vpipe.schedule.program import Program
 

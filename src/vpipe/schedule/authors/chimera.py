@@ -17,8 +17,8 @@ first. (After "Chimera: Efficiently Training Large-Scale Neural Networks with Bi
 from __future__ import annotations
 
 from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import B, F, batch
-from vpipe.schedule.list_scheduler import Chooser, greedy
+from vpipe.schedule.authors.authoring import B, F, batch
+from vpipe.schedule.authors.list_scheduler import Chooser, greedy
 from vpipe.schedule.placement import two_ways
 from vpipe.schedule.program import Program
 

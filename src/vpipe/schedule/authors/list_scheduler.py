@@ -16,7 +16,7 @@ from math import inf
 from typing import Literal
 
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.authoring import B, F, I, W
+from vpipe.schedule.authors.authoring import B, F, I, W
 from vpipe.schedule.placement import Placement
 
 GROWTH = {F: 1, I: 0, B: -1, W: -1}

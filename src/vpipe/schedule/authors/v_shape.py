@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from itertools import product
 
 from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import F, I, W, batch, unroll
-from vpipe.schedule.list_scheduler import Rule, squeeze
+from vpipe.schedule.authors.authoring import F, I, W, batch, unroll
+from vpipe.schedule.authors.list_scheduler import Rule, squeeze
 from vpipe.schedule.placement import vee
 from vpipe.schedule.post_validation import chained
 from vpipe.schedule.program import Program

@@ -15,7 +15,7 @@ waits for, ``W`` (weight gradient) nobody waits for.
 from __future__ import annotations
 
 from vpipe.schedule.action import Action
-from vpipe.schedule.authoring import F, I, W, batch, each, one_forward_one_backward
+from vpipe.schedule.authors.authoring import F, I, W, batch, each, one_forward_one_backward
 from vpipe.schedule.placement import loop
 from vpipe.schedule.post_validation import chained
 from vpipe.schedule.program import Program

@@ -1,0 +1,1 @@
+"""The schedules themselves: one file per family, each a pure function of numbers that writes a program."""
