@@ -28,7 +28,7 @@ from vpipe.runtime.device import is_host, place
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow, resolve
 from vpipe.runtime.options import Memory, PipelineOptions, stages_with, treated_layers
-from vpipe.runtime.priorities.order import Policy, choose_executor
+from vpipe.runtime.priorities.order import Policy
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.stage import Loss, Stage, StageOptions
@@ -243,7 +243,7 @@ def prepared(
     num_microbatches = chosen.num_microbatches
     if num_microbatches is None:
         num_microbatches = entry.num_microbatches or DEFAULT_MICROBATCHES
-    policy = choose_executor(chosen.executor, entry.runs_threads, chosen.priority)
+    policy = chosen.policy(entry.runs_threads)
     wires = assembly.connect(ranks, threads=policy is not None, blocking=chosen.blocking or entry.blocking)
     spec = ScheduleSpec(
         chosen.name,

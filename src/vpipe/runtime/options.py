@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vpipe.errors import UserError, nearest
+from vpipe.runtime.priorities.order import Policy, policy
 from vpipe.runtime.updates.update import LossScale
 from vpipe.schedule.program import Program
 
@@ -53,6 +54,19 @@ class Schedule:
     executor: str = "auto"
     priority: str = "none"
     blocking: bool = False
+
+    def policy(self, wants_threads: bool) -> Policy | None:
+        """Who goes first among worker threads, or ``None`` where a rank runs its actions one after the other."""
+        if self.executor not in ("auto", "plain", "threaded"):
+            raise UserError(f"there is no executor {self.executor!r}; give one of auto, plain, threaded")
+        threaded = self.executor == "threaded" or (self.executor == "auto" and wants_threads)
+        chosen = policy(self.priority) if threaded or self.priority != "none" else None
+        if chosen is not None and not threaded:
+            raise UserError(
+                f"priority {self.priority!r} orders worker threads, but the executor is plain; give "
+                "executor='threaded', or priority='none'"
+            )
+        return chosen
 
 
 @dataclass(frozen=True)

@@ -130,23 +130,23 @@ def _stages(
 
     def placed() -> tuple[ScheduleSpec, Placement]:
         spec = schedule_of(config)
-        placement = spec.placement
-        checked_scale(scale, spec.synchronous)
-        return spec, placement
+        return spec, spec.placement
 
-    scale = loss_scale(config.training)
+    scale, made = loss_scale(config.training), None
     schedule = found.attempt(placed, "parallel", "training")
     if here:
-        found.attempt(partial(chosen, config.parallel.device, 1, 0), "parallel")
         found.attempt(partial(refuse_unsupported, config), "parallel")
-    if schedule is None or skeleton is None or model is None:
-        return None
-    layers, (spec, placement) = model.layers, schedule
-    made = found.attempt(partial(cut, config, skeleton, placement.num_stages), "parallel", "model", "training")
-    if made is None:
-        return None
-    found.attempt(lambda: resolve(layers, Layout.of(made.partition, placement)), "parallel", "model")
-    return spec, made
+    if schedule is not None and skeleton is not None and model is not None:
+        layers, (spec, placement) = model.layers, schedule
+        made = found.attempt(partial(cut, config, skeleton, placement.num_stages), "parallel", "model", "training")
+        if made is not None:
+            partition = made.partition
+            found.attempt(lambda: resolve(layers, Layout.of(partition, placement)), "parallel", "model")
+    if schedule is not None:
+        found.attempt(partial(checked_scale, scale, schedule[0].synchronous), "parallel", "training")
+    if here:
+        found.attempt(partial(chosen, config.parallel.device, 1, 0), "parallel")
+    return (spec, made) if made is not None else None
 
 
 def _together(

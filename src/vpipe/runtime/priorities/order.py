@@ -135,18 +135,3 @@ class Turnstile:
                 heappop(self._waiting)[2].release()
             else:
                 self._busy = False
-
-
-def choose_executor(executor: str, wants_threads: bool, priority: str) -> Policy | None:
-    """The policy of worker threads, or ``None`` where a rank runs its actions one after the other."""
-    if executor not in ("auto", "plain", "threaded"):
-        raise UserError(f"there is no executor {executor!r}; give one of auto, plain, threaded")
-    chosen = policy(priority)
-    if executor == "threaded" or (executor == "auto" and wants_threads):
-        return chosen
-    if priority != "none":
-        raise UserError(
-            f"priority {priority!r} orders worker threads, but the executor is plain; give executor='threaded', or "
-            f"priority='none'"
-        )
-    return None
