@@ -53,15 +53,15 @@ def rank(task: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
+    from vpipe.runtime import assembly
     from vpipe.runtime.assembly import keep_freed_memory
-    from vpipe.runtime.transport import choice
     from vpipe.runtime.transport.wire import Envelope
 
     torch.set_num_threads(1)
     keep_freed_memory()  # as every pipeline does
     dist.init_process_group("gloo")
     me, other = dist.get_rank(), 1 - dist.get_rank()
-    ours = {name: choice.between_processes(name, blocking=False, timeout=60) for name in SIDES[:2]}
+    ours = {name: assembly.between_processes(name, blocking=False, timeout=60) for name in SIDES[:2]}
     step = 0
 
     def ping_pong(transport: Any, payload: Any, count: int) -> None:

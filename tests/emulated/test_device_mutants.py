@@ -327,7 +327,7 @@ def in_haste(transport: Any, device: torch.device, first_step: int, order: list[
 def with_mutants(rank: int, mutants: list[str]) -> dict[str, list[list[float]]]:
     import emulated_device as emulated
 
-    from vpipe.runtime.transport.choice import between_processes
+    from vpipe.runtime.assembly import between_processes
     from vpipe.runtime.transport.routes import Route
 
     emulated.settings(link_latency_us=20_000)

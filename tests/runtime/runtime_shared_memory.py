@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from runtime_transports import forbidden_pickle
 
+from vpipe.runtime import assembly
 from vpipe.runtime.ranks.failure import PeerLost
-from vpipe.runtime.transport import choice
 from vpipe.runtime.transport.linked import LinkedTransport
 from vpipe.runtime.transport.ring_link import RingLink
 from vpipe.runtime.transport.wire import Envelope
 
 
 def opened(wanted: str = "shm", timeout: float = 30.0, ring_bytes: int = 1 << 16) -> LinkedTransport:
-    transport = choice.between_processes(wanted, blocking=False, timeout=timeout, ring_bytes=ring_bytes)
+    transport = assembly.between_processes(wanted, blocking=False, timeout=timeout, ring_bytes=ring_bytes)
     assert isinstance(transport, LinkedTransport)
     return transport
 
@@ -36,7 +36,7 @@ def in_shared_memory(scenario: Callable[..., Any], *arguments: Any) -> Any:
 
 def chosen(wanted: str, blocking: bool, threads: bool = False) -> list[str]:
     """The kinds of links to the other ranks."""
-    transport = choice.between_processes(wanted, blocking=blocking, timeout=30, threads=threads)
+    transport = assembly.between_processes(wanted, blocking=blocking, timeout=30, threads=threads)
     transport.close()
     links = transport.links if isinstance(transport, LinkedTransport) else {}
     return [type(link).__name__ for _, link in sorted(links.items())]
@@ -44,7 +44,7 @@ def chosen(wanted: str, blocking: bool, threads: bool = False) -> list[str]:
 
 def chosen_differently(wanted: list[str]) -> str:
     try:
-        choice.between_processes(wanted[torch.distributed.get_rank()], blocking=False, timeout=30)
+        assembly.between_processes(wanted[torch.distributed.get_rank()], blocking=False, timeout=30)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

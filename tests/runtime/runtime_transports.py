@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vpipe.runtime.assembly import between_processes
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.transport.choice import between_processes
 from vpipe.runtime.transport.inprocess import Hub
 from vpipe.train.proof.promises import (
     changed_afterwards,

@@ -72,7 +72,7 @@ def test_seats_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(assembly, "under_launcher", lambda: True)
     monkeypatch.setattr(assembly, "join", lambda timeout, wanted: 3)
-    monkeypatch.setattr(assembly.choice, "between_processes", lambda *_, **__: None)
+    monkeypatch.setattr(assembly, "between_processes", lambda *_, **__: None)
     monkeypatch.setattr(assembly, "gather_text", lambda transport, text: told)
     wires = assembly.connect(Ranks(3), threads=False, blocking=False)
     assert wires.seats == (Seat("one", "cuda:0"), Seat("one", "cuda:1"), Seat("two", "cuda:0"))

@@ -1,5 +1,5 @@
-"""Putting a pipeline together: who joins, what they agree on, which weights start equal, what the process does with
-memory.
+"""Putting a pipeline together: who joins, which transport they take, what they agree on, which weights start equal,
+what the process does with memory.
 
 Everything here runs once, before the first step; what depends on the layout is made by ``builder``.
 
@@ -17,9 +17,9 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,16 @@ from vpipe.runtime.options import Ranks
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.randomness import use_generator_of
 from vpipe.runtime.ranks import membership
-from vpipe.runtime.ranks.meeting import LaunchedRank
-from vpipe.runtime.transport import choice, ondevice
+from vpipe.runtime.ranks.meeting import COME_WITHIN, LaunchedRank
+from vpipe.runtime.transport import ondevice
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.inprocess import Hub
+from vpipe.runtime.transport.link import Link
+from vpipe.runtime.transport.linked import LinkedTransport
+from vpipe.runtime.transport.neighbours import Card, Door
+from vpipe.runtime.transport.ring_link import RingLink
+from vpipe.runtime.transport.stream_link import StreamLink
 from vpipe.runtime.transport.wire import flatten, unflatten
 from vpipe.runtime.updates.replicas import share_states
 from vpipe.runtime.updates.ties import share_tied
@@ -53,6 +58,10 @@ MOST = 32 * 2**20
 LARGE = 2**20
 """Blocks from this size on are given back where a pipeline swaps. A GPT stage with tensors of 1 to 4 MiB took a quarter
 more processor time at 128 KiB, and half more memory at 2 MiB."""
+RING_BYTES = 8 * 1024 * 1024
+"""How large a ring grows before its sender waits; it holds at least four of the largest message. So many bytes may be
+under way in a stream, too."""
+Wanted = Literal["auto", "inprocess", "shm", "distributed"]
 
 
 def join(timeout: float, wanted: int | None = None) -> int:
@@ -90,12 +99,12 @@ def connect(ranks: Ranks, threads: bool, blocking: bool) -> Wires:
     in_process = not under_launcher()
     world = (ranks.num_ranks or 1) if in_process else join(ranks.timeout, ranks.num_ranks)
     devices = _devices_here(ranks.device, world, in_process, threads)
-    transport = choice.check(ranks.transport, in_process, world, threads=threads)
+    transport = allowed_transport(ranks.transport, in_process, world, threads=threads)
     if in_process:
         hub = Hub(world, blocking)
         seats = tuple(Seat(socket.gethostname(), str(device)) for device in devices)
         return Wires(world, devices, seats, hub, _ends(hub, devices))
-    host = choice.between_processes(transport, blocking=blocking, timeout=ranks.timeout, threads=threads)
+    host = between_processes(transport, blocking=blocking, timeout=ranks.timeout, threads=threads)
     mine = json.dumps([socket.gethostname(), str(devices[0])])
     seats = tuple(Seat(*json.loads(text)) for text in gather_text(host, mine))
     return Wires(world, devices, seats, host=host)
@@ -104,6 +113,71 @@ def connect(ranks: Ranks, threads: bool, blocking: bool) -> Wires:
 def _ends(hub: Hub, devices: Sequence[torch.device]) -> Sequence[Transport]:
     """All ranks' ends of a hub: on the host, or each on its device."""
     return hub.transports() if all(map(is_host, devices)) else ondevice.transports(hub, devices)
+
+
+def allowed_transport(wanted: str, in_process: bool, num_ranks: int, threads: bool = False) -> str:
+    """Refuse a transport that these ranks cannot have. Of several ``threads``, only gloo serves more than one."""
+    if wanted not in get_args(Wanted):
+        raise UserError(f"there is no transport {wanted!r}; give one of {', '.join(get_args(Wanted))}")
+    if wanted == "inprocess" and not in_process:
+        raise UserError(
+            f"transport='inprocess' runs all ranks in one process, but a launcher has started {num_ranks}; "
+            "give transport='auto', or start the script without a launcher"
+        )
+    if wanted in ("shm", "distributed") and in_process and num_ranks > 1:
+        raise UserError(
+            f"transport={wanted!r} needs a process for every rank; start the script with "
+            f"'vpipe run --nproc {num_ranks}', or give transport='auto'"
+        )
+    if threads and wanted == "shm":
+        raise UserError(
+            "transport='shm' serves one thread of a rank, but the threaded executor has one per microbatch; "
+            "give transport='distributed' or 'auto', or executor='plain'"
+        )
+    return "distributed" if threads and wanted == "auto" and not in_process else wanted
+
+
+def between_processes(
+    wanted: str, *, blocking: bool, timeout: float, threads: bool = False, ring_bytes: int = RING_BYTES
+) -> DistributedTransport:
+    """The transport of this process, one of several. Every rank calls this at the same time. Where sends wait
+    (``blocking``), and where several ``threads`` of a rank send, messages go over gloo."""
+    plain = DistributedTransport(blocking=blocking, timeout=timeout)
+    if dist.get_world_size() == 1:
+        return plain
+    door = Door(wanted)
+    try:
+        door.open(plain.num_ranks)
+        cards = door.exchange(plain)
+        shares = _shares(cards)
+        if blocking or threads:
+            return plain
+        near = door.connect(plain.rank, cards, min(timeout, COME_WITHIN)) if shares else {}
+        far = [rank for rank in range(plain.num_ranks) if rank != plain.rank and rank not in near]
+        streams: Mapping[int, Sequence[socket.socket]] = {}
+        if not shares or len({card.machine for card in cards}) > 1:  # the same answer on every rank
+            streams = door.streams.connect(plain, [card.stream for card in cards], far)
+    finally:
+        door.close()
+    links: dict[int, Link] = {peer: RingLink(peer, connection, ring_bytes) for peer, connection in near.items()}
+    for peer, (records, tensors) in streams.items():
+        links[peer] = StreamLink(peer, records, tensors, ring_bytes, plain.patience.total_seconds())
+    return LinkedTransport(links, timeout=timeout) if links else plain
+
+
+def _shares(cards: list[Card]) -> bool:
+    """Whether messages go through shared memory: where it is asked for, else where all ranks are on one machine."""
+    for rank, card in enumerate(cards):
+        if card.wanted != cards[0].wanted:
+            raise UserError(
+                f"rank {rank} has transport={card.wanted!r}, but rank 0 has {cards[0].wanted!r}; give all the same"
+            )
+    machines = {card.machine for card in cards}
+    if cards[0].wanted == "shm":
+        if machines == {""}:
+            raise UserError("transport='shm' needs Linux; give transport='auto'")
+        return True
+    return cards[0].wanted == "auto" and len(machines) == 1 and machines != {""}
 
 
 def gather_text(transport: Transport, text: str) -> list[str]:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from vpipe.runtime.assembly import between_processes
 from vpipe.runtime.device import HOST, compute_stream, current
-from vpipe.runtime.transport.choice import between_processes
 from vpipe.runtime.transport.device import DeviceTransport
 from vpipe.runtime.transport.inprocess import Hub
 from vpipe.runtime.transport.ondevice import transports
