@@ -14,7 +14,7 @@ from vpipe import Pipeline
 from vpipe.observe.bubbles import attribute
 from vpipe.observe.measured import Measured
 from vpipe.observe.rundir import Event
-from vpipe.runtime.trace import Trace
+from vpipe.runtime.job import Trace
 from vpipe.schedule.action import Kind
 
 COMPUTES = (Kind.F, Kind.B)

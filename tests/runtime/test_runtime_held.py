@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vpipe import Pipeline, UserError
 from vpipe.rundir.manifest import Standing
-from vpipe.runtime import held
+from vpipe.runtime.moves import held
 from vpipe.train.copies import CopyShelf, HeldCopies, Part
 
 THERE = ((1, 5), (1, 0))

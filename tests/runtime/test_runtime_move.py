@@ -22,7 +22,7 @@ from runtime_support import Case, differing, pipeline
 from torch import nn
 
 from vpipe import Pipeline, UserError
-from vpipe.runtime import layer_state
+from vpipe.runtime.moves import layer_state
 from vpipe.schedule.placement import Layout
 
 THERE_AND_BACK = (((1, 5), (1, 0)), ((4, 2), (0, 1)), ((2, 4), (0, 1)))

@@ -1,8 +1,12 @@
-"""What an engine is given and what it gives back: a job, a program compiled for one rank, a result with its records."""
+"""What an engine is given and what it gives back: a job, a program compiled for one rank, a result with its records.
+
+The records of all ranks are a trace, a program that happened. ``Trace.program()`` writes it down again from the record,
+so the same verifier that passed the plan can pass what was executed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +16,7 @@ from vpipe.runtime.flow import Value
 from vpipe.runtime.tasks import Tasks
 from vpipe.schedule.action import Action
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import VersionTable
+from vpipe.schedule.semantics import VersionTable, version_table
 
 Call = tuple[Action, Callable[[], None]]
 
@@ -85,3 +89,23 @@ class Compiled:
     versions: VersionTable
     uses: dict[int, list[int]]
     """Stage → how many of this rank's units read each version."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Per rank of this process, its records in order."""
+
+    planned: Program
+    records: Mapping[int, list[Record]]
+
+    def program(self) -> Program:
+        """The executed program; ranks of other processes as planned."""
+        rows = [
+            tuple(record.action for record in self.records[rank]) if rank in self.records else row
+            for rank, row in enumerate(self.planned.rows)
+        ]
+        return self.planned.with_rows(rows)
+
+    def versions(self) -> VersionTable:
+        """Which weights every unit read at every stage."""
+        return version_table(self.program())

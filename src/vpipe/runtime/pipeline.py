@@ -21,14 +21,13 @@ from vpipe.runtime.builder import prepared
 from vpipe.runtime.device import is_host
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow
-from vpipe.runtime.job import Compiled, Job, Result
+from vpipe.runtime.job import Compiled, Job, Result, Trace
 from vpipe.runtime.microbatches import check_counts, check_rows, copies_of, mean_loss, torn, units_of, without_gradient
 from vpipe.runtime.modes import Modes
-from vpipe.runtime.movable import Movable
+from vpipe.runtime.moves.movable import Movable
 from vpipe.runtime.options import Memory, PipelineOptions, PlainKeywords, Ranks, Schedule, Update
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.randomness import undisturbed
-from vpipe.runtime.trace import Trace
 from vpipe.runtime.train_mode import evaluating
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.inprocess import PeerFailed

@@ -18,7 +18,7 @@ A layout is one value for layers, stages, ranks, machines and devices.
     1      3-4     2
 
 A pipeline is built from its layout. Moving layers, shrinking, growing and resuming elsewhere are one thing: the
-difference of two layouts, which is data (``difference``) and is carried out by ``runtime.moving``.
+difference of two layouts, which is data (``difference``) and is carried out by ``runtime.moves.moving``.
 """
 
 from __future__ import annotations

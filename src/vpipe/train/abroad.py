@@ -22,8 +22,8 @@ from torch import Tensor
 
 from vpipe.parcel import Sender
 from vpipe.rundir.manifest import Standing
-from vpipe.runtime import layer_state
-from vpipe.runtime.moving import MOVE_STEP
+from vpipe.runtime.moves import layer_state
+from vpipe.runtime.moves.moving import MOVE_STEP
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.ranks.control import EpochOrder

@@ -33,7 +33,7 @@ from vpipe.plan.planner import plan
 from vpipe.plan.predict import predict
 from vpipe.plan.transfer import measure_swap
 from vpipe.plan.units import format_bytes
-from vpipe.runtime.moving import Moved
+from vpipe.runtime.moves.moving import Moved
 from vpipe.runtime.options import Memory, treated_layers
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.schedule.action import Kind

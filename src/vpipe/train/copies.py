@@ -241,7 +241,7 @@ class _Piece:
 
 
 class HeldCopies:
-    """The copies of a machine's ranks, for layers that move between them (``runtime.held``)."""
+    """The copies of a machine's ranks, for layers that move between them (``runtime.moves.held``)."""
 
     def __init__(self, shelves: Sequence[CopyShelf], slot: int) -> None:
         self._shelves, self._slot = shelves, slot

@@ -29,7 +29,7 @@ from vpipe.rundir.state import Beat, Heart, Journal
 from vpipe.runtime.device import take_peak
 from vpipe.runtime.job import Record
 from vpipe.runtime.memory.live import LiveBytes
-from vpipe.runtime.moving import Moved
+from vpipe.runtime.moves.moving import Moved
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, version_table

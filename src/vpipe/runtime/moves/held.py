@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vpipe.runtime.device import is_host
-from vpipe.runtime.layer_state import State
 from vpipe.runtime.memory.sums import word_sum
+from vpipe.runtime.moves.layer_state import State
 from vpipe.runtime.transport.wire import flatten, unflatten
 
 LEAST = 1024

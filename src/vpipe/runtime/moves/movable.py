@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vpipe.runtime import moving
-from vpipe.runtime.ahead import Ahead, Notice
 from vpipe.runtime.builder import Builder
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.held import HeldTensors
 from vpipe.runtime.holdings import Holdings
 from vpipe.runtime.job import Compiled
-from vpipe.runtime.moving import Moved
+from vpipe.runtime.moves import moving
+from vpipe.runtime.moves.ahead import Ahead, Notice
+from vpipe.runtime.moves.held import HeldTensors
+from vpipe.runtime.moves.moving import Moved
 from vpipe.runtime.options import Memory
 from vpipe.runtime.programs import Programs
 from vpipe.schedule.placement import Layout

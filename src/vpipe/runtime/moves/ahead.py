@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vpipe.runtime import layer_state
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.layer_state import State
 from vpipe.runtime.memory.sums import word_sum
 from vpipe.runtime.memory.swap_store import FileStore
+from vpipe.runtime.moves import layer_state
+from vpipe.runtime.moves.layer_state import State
 from vpipe.schedule.placement import Difference, Layout, Transfer, difference
 
 Notice = Callable[[str], None]

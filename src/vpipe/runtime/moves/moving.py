@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
-from vpipe.runtime import layer_state
-from vpipe.runtime.ahead import Ahead, Notice, Shelf, pairs
 from vpipe.runtime.builder import Builder
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.held import HeldTensors, filled, left_out
-from vpipe.runtime.layer_state import State
+from vpipe.runtime.moves import layer_state
+from vpipe.runtime.moves.ahead import Ahead, Notice, Shelf, pairs
+from vpipe.runtime.moves.held import HeldTensors, filled, left_out
+from vpipe.runtime.moves.layer_state import State
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.runtime.transport.inprocess import PeerFailed

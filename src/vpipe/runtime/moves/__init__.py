@@ -1,0 +1,1 @@
+"""Layers on their way from rank to rank: what is sent ahead, what travels, what its new holder has already."""
