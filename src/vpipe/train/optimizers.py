@@ -17,40 +17,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.config.sections import TrainingConfig
-from vpipe.errors import UserError
 from vpipe.registry import OPTIMIZER_REGISTRY
 from vpipe.runtime.device import device_type
 from vpipe.runtime.updates.rates import LearningRate
-from vpipe.runtime.updates.uncompiled import uncompiled
+from vpipe.runtime.updates.uncompiled import OptimizerMaker
 from vpipe.runtime.updates.update import LossScale
 
-Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
-
-def optimizer(training: TrainingConfig) -> Factory:
-    """The function that makes a stage's optimizer."""
+def optimizer(training: TrainingConfig) -> OptimizerMaker:
+    """What makes a stage's optimizer."""
     made = OPTIMIZER_REGISTRY.get(training.optimizer)
     own = OPTIMIZER_REGISTRY.is_own(training.optimizer)
     options = ({} if own else _options(training)) | {"lr": training.learning_rate} | training.optimizer_options
     if training.weight_decay or not own:
         options.setdefault("weight_decay", training.weight_decay)
-
-    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        try:
-            with uncompiled(made) if isinstance(made, type) else nullcontext():
-                found = made(parameters, **options)
-        except TypeError as error:
-            raise UserError(
-                f"the optimizer {training.optimizer} does not take {options} ({error}); change "
-                "training.optimizer_options"
-            ) from None
-        if not isinstance(found, Optimizer):
-            raise UserError(
-                f"the optimizer {training.optimizer!r} must make a torch.optim.Optimizer, not a {type(found).__name__}"
-            )
-        return found
-
-    return make
+    return OptimizerMaker(training.optimizer, made, options)
 
 
 def _options(training: TrainingConfig) -> dict[str, Any]:

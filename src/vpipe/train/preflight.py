@@ -106,7 +106,8 @@ def check(config: PipelineConfig, *, parallel: bool = True, here: bool = True, e
                 found.materials = Materials(data, model, skeleton, *stages, feed)
         if feed is not None and (found.problems or found.materials is None):
             feed.close()
-    found.problems = _once(found.problems)
+    if found.problems:
+        found.problems = _once(found.problems)
     return found
 
 

@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
+
+from vpipe.errors import UserError
 
 COMPILER = "torch._dynamo"
 REMEMBERED = "__dynamo_disable"
@@ -90,6 +94,30 @@ def uncompiled(kind: type[Optimizer]) -> Iterator[None]:
             _inside -= 1
             if not _inside:
                 _ASLEEP.leave()
+
+
+@dataclass(frozen=True)
+class OptimizerMaker:
+    """Makes optimizers of one kind, which a config calls ``name``."""
+
+    name: str
+    kind: Callable[..., Any]
+    options: Mapping[str, Any]
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        try:
+            with uncompiled(self.kind) if isinstance(self.kind, type) else nullcontext():
+                made = self.kind(parameters, **self.options)
+        except TypeError as error:
+            raise UserError(
+                f"the optimizer {self.name} does not take {dict(self.options)} ({error}); change "
+                "training.optimizer_options"
+            ) from None
+        if not isinstance(made, Optimizer):
+            raise UserError(
+                f"the optimizer {self.name!r} must make a torch.optim.Optimizer, not a {type(made).__name__}"
+            )
+        return made
 
 
 def step(optimizer: Optimizer) -> None:
