@@ -26,7 +26,7 @@ from vpipe.errors import UserError
 from vpipe.layer import bind_inputs, input_names
 from vpipe.models import trial
 from vpipe.models.model import Model, Skeleton
-from vpipe.registry import MODEL_REGISTRY, load_plugins
+from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, load_plugins
 from vpipe.runtime.device import chosen
 from vpipe.runtime.flow import resolve
 from vpipe.runtime.updates.update import checked_scale
@@ -102,7 +102,7 @@ def check(config: PipelineConfig, *, parallel: bool = True, here: bool = True, e
         feed = found.attempt(partial(feed_of, config, data), "dataset", "training", "parallel")
         if model is not None and skeleton is not None:
             _together(found, config, data, model, skeleton, ends)
-            if feed is not None and stages is not None:
+            if feed is not None and stages is not None and not _is_own(config):
                 found.materials = Materials(data, model, skeleton, *stages, feed)
         if feed is not None and (found.problems or found.materials is None):
             feed.close()
@@ -212,6 +212,12 @@ def _ids(found: Findings, config: PipelineConfig, rows: Batch, model: Model) -> 
                 "model",
             )
     return len(found.problems) == before
+
+
+def _is_own(config: PipelineConfig) -> bool:
+    """Whether model or data are made by code of the user's own, which may remember that it was tried: a run makes them
+    anew."""
+    return MODEL_REGISTRY.is_own(config.model.name) or DATASET_REGISTRY.is_own(config.dataset.name)
 
 
 def _once(found: list[Problem]) -> list[Problem]:
