@@ -108,6 +108,12 @@ def add_loss(value: Tensor) -> None:
         _collector.into.append(value)
 
 
+def collect_into(into: list[Tensor] | None) -> list[Tensor] | None:
+    """From now on the scalars that layers of this thread add go there; where they went before."""
+    before, _collector.into = _collector.into, into
+    return before
+
+
 class collecting:
     """While it is open, the scalars that layers of this thread add go into this list."""
 
@@ -117,10 +123,10 @@ class collecting:
         self._into = into
 
     def __enter__(self) -> None:
-        self._before, _collector.into = _collector.into, self._into
+        self._before = collect_into(self._into)
 
     def __exit__(self, *_: object) -> None:
-        _collector.into = self._before
+        collect_into(self._before)
 
 
 def describe(value: Any) -> str:

@@ -14,6 +14,7 @@ from vpipe.runtime.flow import Value
 from vpipe.runtime.transport.wire import flatten, unflatten
 
 _alias: Any = torch.ops.aten._unsafe_view.default._op
+_pieces = torch.unsafe_split
 Gradients = list[Tensor | None]
 _NO_MORE = (None,)
 """What a hook passes on where a gradient has come to its end."""
@@ -25,12 +26,12 @@ def entrance(leaf: Tensor, gradients: Gradients, index: int) -> Tensor:
     """The data of a leaf for a layer; its gradient goes to ``gradients[index]``, with the strides it has, and no
     further: the leaf keeps none.
 
-    For autograd the result is neither a leaf nor a view of one, so it may be changed in place. (For a size of 1 the
-    operation may choose another stride, and kernels ask for strides: then a view must do.)
+    For autograd the result is neither a leaf nor a view of one, so it may be changed in place: it is the leaf cut
+    into one piece, with the same strides. (What has no rows cannot be cut; the operation for that takes longer, and
+    may choose another stride for a size of 1.)
     """
-    inner: Tensor = _alias(leaf, list(leaf.shape))  # a list is read faster than a size
-    if inner.stride() != leaf.stride():
-        inner = leaf.view_as(leaf)
+    length = leaf.shape[0] if leaf.dim() else 0
+    inner: Tensor = _pieces(leaf, length)[0] if length else _alias(leaf, list(leaf.shape))
 
     def take(found: Sequence[Tensor | None]) -> tuple[None]:
         gradients[index] = found[0]
@@ -44,9 +45,11 @@ def entrance(leaf: Tensor, gradients: Gradients, index: int) -> Tensor:
 def edge_of(tensor: Tensor) -> GradientEdge:
     """``get_gradient_edge`` of a tensor that needs a gradient; most are results of torch's own operations."""
     node: Any = tensor.grad_fn
-    if node is None or isinstance(node, FunctionCtx):
+    if node is None or not torch.is_grad_enabled():
         return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr)
+    # A node in Python does not keep its graph; the node of a view of what it gave does.
+    keeper = tensor.view_as(tensor).grad_fn if isinstance(node, FunctionCtx) else None
+    return GradientEdge(node, tensor.output_nr, keeper)
 
 
 def versions_of(values: Any) -> list[int]:

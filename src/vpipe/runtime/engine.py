@@ -252,9 +252,7 @@ class Engine:
                 stage.abandon()
 
     def _arrive(self, hop: Hop) -> Any:
-        """A message, from another rank or from a stage of this one."""
-        if not hop.is_local:
-            return self.transport.take(hop.envelope)
+        """A message from a stage of this rank."""
         payload, hop.payload = hop.payload, None
         return payload
 
@@ -267,15 +265,16 @@ class Engine:
         run = Run(seed, job.first_unit + microbatch, job.training, self._autocast)
         targets = job.targets(microbatch) if stage.is_last else None
         for hop in task.inputs:  # last, so that everything else happens before the message is there
-            told, *found = self._arrive(hop)
+            told, *found = self._arrive(hop) if hop.is_local else self.transport.take(hop.envelope)
             share = share if told is None else float(told)
-            values.update(zip(hop.values, found, strict=True))
+            for value, each in zip(hop.values, found, strict=True):
+                values[value] = each
         self._is_ready()
         given: dict[Value, Any]
         with self._guard:
             if job.training:
                 weight = share if job.gradient_weights is None else job.gradient_weights[microbatch]
-                weight *= job.scale * self.updater.loss_scale
+                weight *= job.scale * self.updater.scaler.value
                 unit = Unit(self._versions[index, microbatch], run, targets, weight)
                 given = stage.forward(microbatch, unit, values)
                 added, loss = unit.added, unit.loss
@@ -311,8 +310,9 @@ class Engine:
         """Roughly: ``dx, dw = backward(dy)``, or ``dx`` alone."""
         pending: Pending = {}
         for hop in task.output_gradients:
-            unlisted(hop.values, self._arrive(hop), pending)
-        self._await_swap(task)
+            unlisted(hop.values, self._arrive(hop) if hop.is_local else self.transport.take(hop.envelope), pending)
+        if self._moves:
+            self._await_swap(task)
         self._is_ready()
         with self._guard:
             task.stage.backward(task.microbatch, pending, defer_weights)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -25,14 +24,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from vpipe.errors import UserError
-from vpipe.layer import Layer, collecting, describe
+from vpipe.layer import Layer, collect_into, describe
 from vpipe.runtime.device import scalar
 from vpipe.runtime.edges import Gradients, Pending, edge_of, entrance, mapped, summed, tell_change, versions_of
 from vpipe.runtime.flow import Value
 from vpipe.runtime.memory.saved_tensors import SavedTensors
 from vpipe.runtime.randomness import seed_layer
 from vpipe.runtime.split.promise import run_backward
-from vpipe.runtime.transport.wire import check_tensor, flatten
+from vpipe.runtime.transport.wire import DTYPES, check_tensor, flatten
 
 _IN_PLACE = (
     "changes its input in place, which others read again (another layer, or the recompute); set the attribute "
@@ -50,35 +49,39 @@ class Treatment(Enum):
     SWAPPED = "swapped"
 
 
-@dataclass(slots=True)
 class RegionGraph:
     """What a region's forward leaves behind for its backward."""
 
-    taken: list[tuple[Value, int, Gradients]] = field(default_factory=list)
-    """(value, reading layer, the gradients of its tensors that need one), filled by the backward."""
-    given: list[tuple[Value, list[Tensor]]] = field(default_factory=list)
-    """The tensors that leave and need a gradient, until ``part``."""
-    roots: list[tuple[Value, list[GradientEdge]]] = field(default_factory=list)
-    scalars: list[tuple[GradientEdge, torch.dtype, torch.device]] = field(default_factory=list)
-    """Losses: the unit's own at the last stage, and those that layers added."""
+    __slots__ = ("given", "roots", "scalars", "taken")
+
+    def __init__(self) -> None:  # not a dataclass: one is made for every unit, and literals are made fastest
+        self.taken: list[tuple[Value, int, Gradients]] = []
+        """(value, reading layer, the gradients of its tensors that need one), filled by the backward."""
+        self.given: list[tuple[Value, list[Tensor]]] = []
+        """The tensors that leave and need a gradient, until ``part``."""
+        self.roots: list[tuple[Value, list[GradientEdge]]] = []
+        self.scalars: Sequence[tuple[GradientEdge, torch.dtype, torch.device]] = ()
+        """Losses: the unit's own at the last stage, and those that layers added."""
 
     def part(self) -> None:
         """Let go of what the region gave: from now on it is known by its edges. A neighbour waits for the data, and
         nobody for this, so it comes after the send."""
         for value, tensors in self.given:
-            self.roots.append((value, [edge_of(tensor) for tensor in tensors]))
+            self.roots.append((value, [*map(edge_of, tensors)]))
         self.given.clear()
 
 
-@dataclass(slots=True)
 class Outcome:
     """What a region's forward yields."""
 
-    given: dict[Value, Any]
-    graph: RegionGraph | None
-    loss: Tensor | None = None
-    added: list[tuple[int, Tensor]] = field(default_factory=list)
-    """(layer, value) of the losses that layers added."""
+    __slots__ = ("added", "given", "graph", "loss")
+
+    def __init__(self, graph: RegionGraph | None) -> None:
+        self.given: dict[Value, Any] = {}
+        self.graph = graph
+        self.loss: Tensor | None = None
+        self.added: list[tuple[int, Tensor]] = []
+        """(layer, value) of the losses that layers added."""
 
 
 class Run(NamedTuple):
@@ -125,6 +128,20 @@ class Region:
             if any(getattr(part, "inplace", False) for part in module.modules())
         }
 
+        self._plan = [
+            (
+                layer,
+                module,
+                self.reads[layer],
+                [(name, layer) for name in layers[layer].writes],
+                bool(self._watched[layer]),
+                not getattr(module, "vpipe_thread_safe", False),
+            )
+            for layer, module in modules.items()
+        ]
+        """(layer, module, values read and written, whether some arguments are not its alone, whether it may draw random
+        numbers), in order."""
+
     def forward(
         self,
         values: Mapping[Value, Any],
@@ -139,18 +156,21 @@ class Region:
         backward. With ``saved``, what is saved may be swapped out.
         """
         graph = RegionGraph() if build_graph else None
-        outcome = Outcome({}, graph)
-        around = self._around(run, build_graph, saved)
-        if around is None:
+        outcome = Outcome(graph)
+        plain = saved is None and run.autocast is nullcontext and (build_graph or not run.training)
+        if plain and run.training is torch.is_grad_enabled():  # mostly
             local = self._compute(values, run, loss, outcome, saved)
         else:
-            with around:
+            with self._around(run, build_graph, saved):
                 local = self._compute(values, run, loss, outcome, saved)
         for value in self.given if loss is None else ():
-            outcome.given[value] = local[value]
-            tensors = self._checked(value, local[value])
+            found = outcome.given[value] = local[value]
+            if type(found) is Tensor and found.dtype in DTYPES and found.layout is torch.strided:  # mostly
+                tensors = [found] if found.requires_grad else []
+            else:
+                tensors = [tensor for tensor in self._checked(value, found) if tensor.requires_grad]
             if graph is not None:
-                graph.given.append((value, [tensor for tensor in tensors if tensor.requires_grad]))
+                graph.given.append((value, tensors))
         if outcome.added or outcome.loss is not None:
             self._part_with_scalars(outcome)
         return outcome
@@ -166,23 +186,33 @@ class Region:
         """The values that the layers write; ``outcome`` gets the losses."""
         local: dict[Value, Any] = {}
         scalars: list[Tensor] = []
-        with collecting(scalars):
-            for layer, module in self.modules.items():
-                arguments = [
-                    self._within(local[value], value, layer)
-                    if value in local
-                    else self._enter(values[value], value, layer, outcome.graph, run.training, saved)
-                    for value in self.reads[layer]
-                ]
-                seed_layer(run.seed, run.unit, layer)
-                watched = self._watched[layer] and layer not in self._changes_input
-                result = self._call(layer, module, arguments, values) if watched else module(*arguments)
-                self._keep(layer, result, local)
+        before = collect_into(scalars)
+        try:
+            for layer, module, reads, writes, watched, draws in self._plan:
+                arguments = []
+                for value in reads:
+                    if value in local:
+                        found = local[value]
+                        arguments.append(self._within(found, value, layer) if value in self.shared else found)
+                    else:
+                        arguments.append(self._enter(values[value], value, layer, outcome.graph, run.training, saved))
+                if draws:
+                    seed_layer(run.seed, run.unit, layer)
+                if watched and layer not in self._changes_input:
+                    result = self._call(layer, module, arguments, values)
+                else:
+                    result = module(*arguments)
+                if len(writes) == 1:
+                    local[writes[0]] = result
+                else:
+                    self._keep(layer, result, local)
                 if scalars:
                     outcome.added.extend((layer, scalar) for scalar in scalars)
                     scalars.clear()
             if loss is not None:
                 outcome.loss = self._loss(loss, [local[value] for value in self.given])
+        finally:
+            collect_into(before)
         return local
 
     def _part_with_scalars(self, outcome: Outcome) -> None:
@@ -195,11 +225,8 @@ class Region:
         outcome.added = [(layer, scalar.detach().clone()) for layer, scalar in outcome.added]
         outcome.loss = outcome.loss.detach().clone() if outcome.loss is not None else None
 
-    def _around(self, run: Run, build_graph: bool, saved: SavedTensors | None) -> AbstractContextManager[Any] | None:
-        """Number formats, and what becomes of saved tensors; mostly nothing, which costs nothing."""
-        plain = saved is None and run.autocast is nullcontext and (build_graph or not run.training)
-        if plain and run.training is torch.is_grad_enabled():
-            return None
+    def _around(self, run: Run, build_graph: bool, saved: SavedTensors | None) -> AbstractContextManager[Any]:
+        """Number formats, and what becomes of saved tensors."""
         with ExitStack() as around:
             around.enter_context(torch.set_grad_enabled(run.training))
             if run.training and not build_graph:
@@ -260,7 +287,7 @@ class Region:
             if not training or not given.requires_grad:
                 return given
             gradients.append(None)
-            return entrance(given.detach().requires_grad_(), gradients, 0)
+            return entrance(given if given.is_leaf else given.detach().requires_grad_(), gradients, 0)
 
         def enter(tensor: Tensor) -> Tensor:
             if training and tensor.requires_grad:
@@ -274,14 +301,11 @@ class Region:
         return mapped(given, enter)
 
     def _within(self, given: Any, value: Value, layer: int) -> Any:
-        """What a layer gets of a value of its own region.
+        """What a layer gets of a value of its own region that several layers read.
 
-        A value of several readers is given to each by an edge of its own, so that the gradients are added reader by
-        reader, as they are where the readers are on other stages; and a reader that changes its input must not change
-        that of the others.
+        It is given to each by an edge of its own, so that the gradients are added reader by reader, as they are where
+        the readers are on other stages; and a reader that changes its input must not change that of the others.
         """
-        if value not in self.shared:
-            return given
         if layer in self._changes_input:
             return mapped(given, Tensor.clone)
         return mapped(given, lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor)

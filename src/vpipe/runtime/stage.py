@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -37,23 +37,22 @@ from vpipe.runtime.updates.weights import VersionedWeights, Weights
 Loss = Callable[[Any, Any], Tensor]
 
 
-@dataclass(slots=True)
 class Unit:
     """What a stage remembers of one microbatch."""
 
-    version: int
-    run: Run
-    targets: Any = None
-    weight: float = 1.0
-    graphs: list[RegionGraph | None] = field(default_factory=list)
-    values: dict[Value, Any] = field(default_factory=dict)
-    """Inputs of the regions that will be recomputed."""
-    buffers: list[tuple[nn.Module, str, Tensor | None]] = field(default_factory=list)
-    """The buffers of recomputed layers as the forward found them: (module, slot, buffer)."""
-    saved: SavedTensors | None = None
-    """What the swapped regions saved."""
-    loss: Tensor | None = None
-    added: list[tuple[int, Tensor]] = field(default_factory=list)
+    __slots__ = ("added", "buffers", "graphs", "loss", "run", "saved", "targets", "values", "version", "weight")
+
+    def __init__(self, version: int, run: Run, targets: Any = None, weight: float = 1.0) -> None:
+        self.version, self.run, self.targets, self.weight = version, run, targets, weight
+        self.graphs: list[RegionGraph | None] = []
+        self.values: dict[Value, Any] = {}
+        """Inputs of the regions that will be recomputed."""
+        self.buffers: list[tuple[nn.Module, str, Tensor | None]] = []
+        """The buffers of recomputed layers as the forward found them: (module, slot, buffer)."""
+        self.saved: SavedTensors | None = None
+        """What the swapped regions saved."""
+        self.loss: Tensor | None = None
+        self.added: list[tuple[int, Tensor]] = []
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,8 @@ class Stage:
         saved = unit.saved if region.treatment is Treatment.SWAPPED else None
         outcome = region.forward(values, unit.run, loss, build_graph, saved)
         unit.graphs.append(outcome.graph)
-        unit.added.extend(outcome.added)
+        if outcome.added:
+            unit.added.extend(outcome.added)
         if outcome.loss is not None:
             unit.loss = outcome.loss
         return outcome.given if build_graph else {value: detached(given) for value, given in outcome.given.items()}
@@ -250,7 +250,8 @@ class Stage:
         for region, graph in zip(reversed(self.regions), reversed(unit.graphs), strict=True):
             assert graph is not None, f"stage {self.index}: R must come before the backward of microbatch {microbatch}"
             region.backward(graph, pending, unit.weight, run)
-        self.queue.close()
+        if splits:
+            self.queue.close()
         unit.graphs.clear()
         if not defer_weights:
             self._finish(microbatch)

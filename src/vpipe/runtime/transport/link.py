@@ -82,6 +82,8 @@ class Link(ABC):
         self._num_told = 0
         self._said_away = False
         self._asked = False
+        self.owes = False
+        """Whether there may be something to tell the peer (``pay``): it has asked, or messages have been read."""
 
     @abstractmethod
     def send(self, packed: Packed) -> bool:
@@ -105,6 +107,10 @@ class Link(ABC):
     def unread(self) -> Iterator[Envelope]:
         """Which messages have come and have not been read."""
         return (message[0] for message in self._unread)
+
+    @property
+    def has_unread(self) -> bool:
+        return bool(self._unread)
 
     def drain(self, patience: float) -> bool:
         """Wait until everything that was sent has left; whether it has."""
@@ -133,6 +139,7 @@ class Link(ABC):
             self._asked or num_untold >= UNDER_WAY // 4 or self._position - self._credited_position >= self._quarter
         ):
             self._credit()
+        self.owes = self._asked
 
     def close(self) -> None:
         self.gone = True
@@ -155,7 +162,7 @@ class Link(ABC):
             if generation == self._generation:
                 self._free(first)
         elif kind == ASK:
-            self._asked = True
+            self._asked = self.owes = True
         elif kind == AWAY:
             self.away = True
         else:

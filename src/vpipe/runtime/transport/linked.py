@@ -59,6 +59,7 @@ class LinkedTransport(DistributedTransport):
         self._step = 0
         self._num_gathered: dict[tuple[int, ...], int] = defaultdict(int)
         self._events = select.epoll()
+        self._most_events = max(1, len(self.links))
         self._link_of = {link.connection.fileno(): link for link in self.links.values()}
         for descriptor in self._link_of:
             self._events.register(descriptor, select.EPOLLIN)
@@ -91,7 +92,8 @@ class LinkedTransport(DistributedTransport):
         number = self._num_expected[channel]
         self._num_expected[channel] = number + 1
         self._expected[envelope] = (*channel, number)
-        link.pay()
+        if link.owes:
+            link.pay()
 
     def _is_large(self, envelope: Envelope, peer: int) -> bool:
         return Channel(envelope.source, envelope.target, envelope.backward, peer) in self._large
@@ -127,7 +129,7 @@ class LinkedTransport(DistributedTransport):
             link.make_room(packed.layout.num_bytes)
             until = monotonic() + self._patience
             while not link.send(packed):
-                self._read(link, f"sends {envelope}", until)
+                self._read(link, "sends", envelope, until)
         except _BROKEN as error:
             raise self._gone(link, f"sends {envelope}", error) from None
 
@@ -170,29 +172,31 @@ class LinkedTransport(DistributedTransport):
                 self._mail[arrived] = message
             if place in self._mail:  # it was copied out while this rank made room
                 return self._mail.pop(place)
-            if link.receive():
-                continue
             until = until or monotonic() + self._patience
-            self._read(link, f"waits for {envelope}", until)
+            self._read(link, "waits for", envelope, until)
 
-    def _read(self, link: Link, doing: str, until: float) -> None:
-        """Wait until anything has come from any rank, for the sake of ``link``, and hear it."""
+    def _read(self, link: Link, doing: str, envelope: Envelope, until: float) -> None:
+        """Wait until anything has come from any rank, for the sake of ``link``, and hear it. What others have sent is
+        copied out where ``link`` has sent nothing."""
         if link.gone:
-            raise self._gone(link, doing, None)
+            raise self._gone(link, f"{doing} {envelope}", None)
         for other in self.links.values():
-            other.clear(self._deliver)
+            if other.owes:
+                other.clear(self._deliver)
         events = self._look(until - monotonic())
         if not events:
-            raise self._silent(link, doing)
+            raise self._silent(link, f"{doing} {envelope}")
         for descriptor, _ in events:
             ready = self._link_of[descriptor]
             ready.receive()
+            if ready.gone:
+                self._events.unregister(descriptor)
+        for descriptor, _ in () if link.has_unread else events:
+            ready = self._link_of[descriptor]
             num_held = sum(place[0] == ready.peer for place in self._mail) if ready.eager else 0
             while ready is not link and num_held < ready.eager and (message := ready.read()) is not None:
                 self._deliver(ready.peer, *message)
                 num_held += 1
-            if ready.gone:
-                self._events.unregister(descriptor)
 
     def _look(self, patience: float) -> list[tuple[int, int]]:
         if self._spin:
@@ -200,7 +204,7 @@ class LinkedTransport(DistributedTransport):
             while monotonic() < until:
                 if events := self._events.poll(0):
                     return events
-        return self._events.poll(max(0.0, patience))
+        return self._events.poll(max(0.0, patience), self._most_events)
 
     def _deliver(self, peer: int, envelope: Envelope, value: Any) -> None:
         self._mail[self._place(peer, envelope)] = (envelope, value)

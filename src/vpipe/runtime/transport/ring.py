@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import contiguous_format, empty_like
 
-from vpipe.runtime.transport.wire import ALIGN, MessageLayout, Packed, read_head, unflatten
+from vpipe.runtime.transport.wire import ALIGN, MessageLayout, Packed, assembled, read_head
 
 
 class Ring:
@@ -90,4 +90,4 @@ class Segment:
             if not dense:
                 tensor = tensor.as_strided(fact.shape, fact.strides, fact.shift)
             copies.append(tensor.requires_grad_() if fact.needs_grad else tensor)
-        return unflatten(layout.structure, iter(copies).__next__)
+        return assembled(layout, copies)

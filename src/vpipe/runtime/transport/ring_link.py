@@ -120,6 +120,7 @@ class RingLink(Link):
             self._read_generation, self._credited_position, self._quarter = generation, 0, segment.size // 4
         self._position = position
         self._num_read += 1
+        self.owes = True
         return envelope, value
 
     def close(self) -> None:

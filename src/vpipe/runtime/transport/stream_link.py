@@ -33,7 +33,7 @@ from vpipe.runtime.transport.link import (
     Link,
     addressed,
 )
-from vpipe.runtime.transport.wire import Envelope, Memory, Packed, parsed, unflatten
+from vpipe.runtime.transport.wire import Envelope, Memory, Packed, assembled, parsed
 
 STREAMED = 512 * 1024
 """Bytes of a message up to which it goes by a stream."""
@@ -136,7 +136,8 @@ class StreamLink(Link):
         self._position = position
         self._quarter = max(self._quarter, 4 * layout.num_bytes)
         self._num_read += 1
-        return envelope, unflatten(layout.structure, iter(tensors).__next__)
+        self.owes = True
+        return envelope, assembled(layout, tensors)
 
     def _fill(self, places: list[Memory]) -> None:
         """Wait for the bytes of a message. Its sender has begun to send them."""

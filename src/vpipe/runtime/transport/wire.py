@@ -39,6 +39,8 @@ _DTYPES = {
     )
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPES = frozenset(_NAMES)
+"""Those whose tensors can travel."""
 
 _SCALARS: dict[type, str] = {type(None): "none", bool: "bool", int: "int", float: "float", str: "str"}
 
@@ -97,6 +99,10 @@ class MessageLayout(NamedTuple):
     """Per tensor a template of its form and of no memory, as it lies in memory (``empty_like`` of it takes less than
     half of what ``empty`` takes), where its bytes begin, how many they are, its facts, and whether it lies as its
     dimensions are named, without gaps."""
+    parts: tuple[Any, ...] | None
+    """Of a flat tuple, as nearly all messages are: what it has beside tensors, and ``None`` where they go."""
+    places: tuple[int, ...]
+    """Where in such a tuple the tensors go."""
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Structure:
@@ -167,6 +173,16 @@ def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
     return {key: unflatten(part, take) for key, part in structure[1:]}
 
 
+def assembled(layout: MessageLayout, tensors: list[Tensor]) -> Any:
+    """The value of a form and its tensors."""
+    if layout.parts is None:
+        return unflatten(layout.structure, iter(tensors).__next__)
+    found = [*layout.parts]
+    for place, tensor in zip(layout.places, tensors, strict=True):
+        found[place] = tensor
+    return tuple(found)
+
+
 @lru_cache(maxsize=MOST_LAYOUTS)
 def _layout(structure: Structure, facts: tuple[TensorFacts, ...]) -> MessageLayout:
     tensors = [[_name(fact.dtype), *fact[1:]] for fact in facts]
@@ -179,7 +195,10 @@ def _layout(structure: Structure, facts: tuple[TensorFacts, ...]) -> MessageLayo
         template = torch.empty((), dtype=fact.dtype).expand(fact.shape if dense else (fact.span,))
         copying.append((template, offset, fact.dtype.itemsize * template.numel(), fact, dense))
         offset = _aligned(offset + fact.dtype.itemsize * fact.span)
-    return MessageLayout(structure, facts, tuple(offsets), text, offset, tuple(copying))
+    is_flat = structure[0] == "t" and all(part == _TENSOR or part[0] in _PLAIN for part in structure[1:])
+    parts = tuple(None if part == _TENSOR else part[1] for part in structure[1:]) if is_flat else None
+    places = tuple(place for place, part in enumerate(structure[1:]) if part == _TENSOR)
+    return MessageLayout(structure, facts, tuple(offsets), text, offset, tuple(copying), parts, places)
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
@@ -333,7 +352,7 @@ def unpack(block: Tensor, layout: MessageLayout, base: int = 0) -> Any:
         slot.requires_grad_(fact.needs_grad)
         for fact, slot in zip(layout.facts, slots(block, layout, base), strict=True)
     ]
-    return unflatten(layout.structure, iter(tensors).__next__)
+    return assembled(layout, tensors)
 
 
 def slots(block: Tensor, layout: MessageLayout, base: int = 0) -> list[Tensor]:

@@ -19,6 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
+from itertools import chain
+from math import isfinite, isinf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,11 +46,17 @@ class LossBlocks:
 
     def __init__(self, flow: Flow, placement: Placement) -> None:
         self._flow, self._placement = flow, placement
+        self._rows: dict[int, list[int]] = {}
         self._pinned: Tensor | None = None
         """What a device may still copy from, until the next step writes its own."""
 
     def rows(self, rank: int) -> list[int]:
         """The layers of a rank; after the last of all come the loss and the unit's share."""
+        if rank not in self._rows:
+            self._rows[rank] = self._found_rows(rank)
+        return self._rows[rank]
+
+    def _found_rows(self, rank: int) -> list[int]:
         bounds = self._flow.bounds
         rows = [layer for stage in self._placement.stages_of[rank] for layer in range(*bounds[stage])]
         end = len(self._flow.layers)
@@ -77,9 +86,8 @@ class LossBlocks:
 
     def read(self, rank: int, num_units: int, block: Tensor) -> dict[LossKey, float]:
         """Those of a block, now on the host, that are not zero: of a stage's replicas, each knows its own units."""
-        rows, places = self.rows(rank), block.nonzero().flatten()
-        found = zip(places.tolist(), block[places].tolist(), strict=True)
-        return {(rows[place // num_units], place % num_units): value for place, value in found}
+        rows = self.rows(rank)
+        return {(rows[at // num_units], at % num_units): value for at, value in enumerate(block.tolist()) if value}
 
 
 def norms(parameters: Sequence[Tensor]) -> Tensor:
@@ -116,8 +124,8 @@ def values_of(gradient: Tensor) -> Tensor:
 
 def told_apart(found: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """The norms, now on the host: of those that are infinite, which gradients are not."""
-    for place in found.isinf().nonzero().flatten().tolist():
-        gradient = parameters[place].grad
+    for place, size in enumerate(found.tolist()):  # one operation: in a process that has slept each takes long
+        gradient = parameters[place].grad if isinf(size) else None
         if gradient is not None and bool(torch.isfinite(values_of(gradient)).all()):
             found[place] = OVERFLOWED
     return found
@@ -125,9 +133,12 @@ def told_apart(found: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 
 def judge(found: Tensor, dtype: torch.dtype) -> tuple[bool, Tensor]:
     """Whether all gradients are finite, and the norm of all: as ``torch.nn.utils.get_total_norm`` adds them."""
-    found = found[found != NO_GRADIENT]
-    finite = bool(torch.isfinite(found).all())
-    found = torch.where(found == OVERFLOWED, torch.inf, found).to(dtype)
+    sizes = found.tolist()
+    if NO_GRADIENT in sizes:
+        found = found[found != NO_GRADIENT]
+    if OVERFLOWED in sizes:
+        found = torch.where(found == OVERFLOWED, torch.inf, found)
+    finite, found = all(map(isfinite, sizes)), found.to(dtype)
     return finite, torch.linalg.vector_norm(found) if len(found) else torch.zeros((), dtype=dtype)
 
 
@@ -182,24 +193,24 @@ class NormExchange:
         self, mine: list[Tensor], losses: Tensor | None, num_losses: Callable[[int], int]
     ) -> tuple[Tensor, list[Tensor] | None, torch.dtype]:
         """All norms in the order of layers, every rank's losses if they go along, and the dtype to add norms in."""
-        order = self._order()
-        counts = [[count for _, count, _ in each] for each in order] if is_host(self._device) else self._held(order)
+        order, here = self._order(), is_host(self._device)
+        counts = self._counts if here else self._held(order)
         rows = [num_losses(rank) if losses is not None else 0 for rank in range(len(order))]
         sizes = [sum(each) + more for each, more in zip(counts, rows, strict=True)]
         block = torch.cat(mine if losses is None else [*mine, losses])
         found = self._transport.all_gather(block, range(self._transport.num_ranks), sizes)
-        by_layer: dict[int, Tensor] = {}
+        by_layer: dict[int, Any] = {}
         told = []
         for block, layers, numbers in zip(found, order, counts, strict=True):
-            at = 0
+            at, known = 0, block.tolist() if here else block  # numbers of the host need no operation for each layer
             for (layer, _, _), count in zip(layers, numbers, strict=True):
-                by_layer.setdefault(layer, block[at : at + count])  # replicas agree: the first will do
+                by_layer.setdefault(layer, known[at : at + count])  # replicas agree: the first will do
                 at += count
             told.append(block[at:])
-        dtype = promoted([_FLOATS[code] for counts in order for _, _, code in counts])
+        parts = [by_layer[layer] for layer in sorted(by_layer)]
         empty = torch.empty(0, dtype=torch.float64, device=self._device)
-        norms = torch.cat([by_layer[layer] for layer in sorted(by_layer)] or [empty])
-        return norms, told if losses is not None else None, dtype
+        norms = torch.tensor([*chain(*parts)], dtype=torch.float64) if here else torch.cat(parts or [empty])
+        return norms, told if losses is not None else None, self._dtype
 
     def _order(self) -> list[list[tuple[int, int, int]]]:
         """Per rank, (layer, number of parameters, their dtype) in the order of its block; asked once."""
@@ -214,6 +225,8 @@ class NormExchange:
             ]
             told = self._transport.all_gather(torch.tensor(mine, dtype=torch.int64), range(self._transport.num_ranks))
             self._known = [[(int(a), int(b), int(c)) for a, b, c in block.view(-1, 3)] for block in told]
+            self._counts = [[count for _, count, _ in each] for each in self._known]
+            self._dtype = promoted([_FLOATS[code] for each in self._known for _, _, code in each])
         return self._known
 
     def _held(self, order: list[list[tuple[int, int, int]]]) -> list[list[int]]:
