@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -173,6 +174,60 @@ def test_a_warning_signal_ends_a_run_in_good_order(tmp_path: Path) -> None:
     assert "asked to stop (SIGUSR1)" in said
     assert running.returncode == 75
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"] is True
+    assert len(checkpoints(tmp_path / "run" / "checkpoints")) == 1
+
+
+LATE = """
+import os, time
+from pathlib import Path
+from vpipe.train.reporting.run_log import RunLog
+folder, finish = Path(__file__).parent, RunLog.finish
+def wait(name, rank=os.environ["RANK"], mkdir=os.mkdir, access=os.access, sleep=time.sleep, folder=str(folder)):
+    if rank == "0":
+        mkdir(f"{folder}/{name}")
+        while not access(f"{folder}/go-on-{name}", 0):
+            sleep(0.01)
+def slowly(*words):
+    wait("finishing")
+    return finish(*words)
+RunLog.finish = slowly
+class Last:
+    def __del__(self, wait=wait):
+        wait("finalising")  # Python has given its handlers up
+last = Last()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_ending_is_deaf_to_warnings(tmp_path: Path) -> None:
+    """A cluster tells one rank after the other: rank 0 hears when rank 1's warning has ended the run already."""
+    (tmp_path / "late.py").write_text(LATE)
+    endless = {"training.epochs": 10_000, "observe.log_interval": 1, "plugins": [str(tmp_path / "late.py")]}
+    file = job(tmp_path, PROCESSES | endless)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    words = [sys.executable, "-m", "vpipe", "train", file, "--output-dir", str(tmp_path / "run")]
+    ranks = [
+        subprocess.Popen(
+            words, env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.DEVNULL
+        )
+        for rank in range(2)
+    ]
+
+    def until(name: str) -> None:
+        while not (tmp_path / name).exists():
+            assert ranks[0].poll() is None
+            time.sleep(0.01)
+
+    until("run/metrics.jsonl")
+    ranks[1].send_signal(signal.SIGUSR1)
+    for name in ("finishing", "finalising"):
+        until(name)
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
+            ranks[0].send_signal(number)
+        (tmp_path / f"go-on-{name}").touch()
+    assert [rank.wait(100) for rank in ranks] == [75, 75]
     assert len(checkpoints(tmp_path / "run" / "checkpoints")) == 1
 
 

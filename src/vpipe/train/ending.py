@@ -33,8 +33,10 @@ class StopRequests:
         self.granted = ""
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Catch the signals while the body runs; where this is not the main thread, they are somebody else's."""
+    def listening(self, to_the_end: bool = False) -> Iterator[None]:
+        """Catch the signals while the body runs; where this is not the main thread, they are somebody else's.
+        ``to_the_end``: this process ends with the run, and until it is gone nothing but Ctrl-C ends it earlier. Signals
+        reach ranks one after the other: for the last one to hear, the run may be over because others have heard."""
         try:
             before = {number: signal.signal(number, self._hear) for number in BY_SIGNAL}
         except ValueError:
@@ -44,7 +46,9 @@ class StopRequests:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                # An interpreter that ends gives every handler up, but goes on ignoring what is ignored.
+                deaf = to_the_end and number != signal.SIGINT
+                signal.signal(number, signal.SIG_IGN if deaf else handler)
 
     def _hear(self, number: int, _: Any) -> None:
         if number == signal.SIGINT and self.heard == signal.SIGINT:

@@ -73,9 +73,10 @@ def run(
         trainer = Trainer(session, taken.directory, console, taken.run)
         if resume is not None:
             trainer.resume(Path(resume))
-        trainer.run()
-        if trainer.ended.code:
-            session.pipeline.gather("")  # a launcher ends the others with the first that ends so: all are ready
+        with trainer.stop_requests.listening(to_the_end=assembly.under_launcher()):
+            trainer.run()
+            if trainer.ended.code:
+                session.pipeline.gather("")  # a launcher ends the others with the first that ends so: all are ready
         return trainer.ended.code
 
 
