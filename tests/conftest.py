@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -155,14 +154,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def vpipe() -> Vpipe:
-    """Run the command line in a process of its own, as a user does: ``vpipe("draw", "1f1b", "-p", "4", "-m", "8")``."""
+    """Run the command line in a process of its own, as a user does, but for what Python imports first:
+    ``vpipe("draw", "1f1b", "-p", "4", "-m", "8")``."""
+    import forked_python
 
     def run(
         *args: str, stdin: str | None = None, timeout: float = 200, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         known = {key: value for key, value in os.environ.items() if not key.startswith("VPIPE_")}
         return subprocess.run(
-            [sys.executable, "-m", "vpipe", *args],
+            [forked_python.program(), "-m", "vpipe", *args],
             input=stdin,
             capture_output=True,
             text=True,

@@ -198,27 +198,43 @@ def test_profile_plan_check_and_run(here: Any) -> None:
     assert here("parity", "tiny.yaml", *run, "--json").json()["equal"]
 
 
+@pytest.mark.rotates(1)
 @pytest.mark.slow
-def test_the_memory_of_a_plan_that_swaps_is_what_is_measured(here: Any) -> None:
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 3), ("zb-h1", 3)])
+def test_the_memory_of_a_plan_that_swaps_is_what_is_measured(here: Any, vpipe: Any, schedule: str, ranks: int) -> None:
     """What the lane brings back was counted and its end was not: a swapped gpipe plan was called three times as large
-    as it was."""
+    as it was. The frees of the lane happen in its own thread, where the profiler that counts bytes does not look."""
     Path("wide.yaml").write_text(
         "model: {name: gpt, hidden_size: 64, num_layers: 6, num_heads: 4, sequence_length: 128, vocab_size: -1}\n"
         "dataset: {name: synthetic, batch_size: 32}\n"
         "training: {num_microbatches: 8}\n"
-        "parallel: {model_parallel_size: 2, scheduler: gpipe}\n"
+        "parallel: {model_parallel_size: 2, scheduler: gpipe}\nlaunch: {threads: 1}\n"
     )
-    assert here("profile", "wide.yaml", "-o", "wide.json", "--repeat", "1").code == 0
-    for schedule, ranks in (("gpipe", 2), ("1f1b", 3), ("zb-h1", 3)):
-        common = ("wide.yaml", "--profile", "wide.json", "--scheduler", schedule, "-p", str(ranks), "--no-recompute")
-        free = max(here("plan", *common, "--json").json()["rank_memory"])
-        caps = [str(int(free * share)) for share in (0.6, 0.7, 0.75, 0.8, 0.85, 0.9)]
-        cap = next(cap for cap in caps if '"swap": [[' in (out := here("plan", *common, "--memory", cap, "--json").out)
+    done = vpipe("profile", "wide.yaml", "-o", "wide.json", "--repeat", "1")
+    assert done.returncode == 0, done.stderr
+    for name, count in (("gpipe", 2), (schedule, ranks)):
+        common = (
+            "plan",
+            "wide.yaml",
+            "--profile",
+            "wide.json",
+            "--scheduler",
+            name,
+            "-p",
+            str(count),
+            "--no-recompute",
+        )
+        free = here(*common, "--json").json()["rank_memory"]
+        caps = [str(int(max(free) * share)) for share in (0.6, 0.7, 0.75, 0.8, 0.85, 0.9)]
+        cap = next(cap for cap in caps if '"swap": [[' in (out := here(*common, "--memory", cap, "--json").out)
                    and any(json.loads(out)["swap"]))  # fmt: skip
-        found = here("plan", *common, "--memory", cap, "--check", "--json")
-        assert found.code == 0, found.err
-        for pair in found.json()["check"]["rank_memory"]:
-            assert abs(pair["error"]) < 0.1, (schedule, pair)
+        done = vpipe(*common, "--memory", cap, "--check", "--json")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)["check"]["rank_memory"]
+        assert all(abs(pair["error"]) < 0.1 for pair in found), (name, found)
+        largest = free.index(max(free))
+        assert name != "gpipe" or found[largest]["measured"] < 0.9 * free[largest], "what is out counted, before"
 
 
 def test_a_plan_and_a_config_that_disagree(here: Any) -> None:
@@ -427,24 +443,3 @@ def test_numbers_beyond_reason_are_refused(here: Any, arguments: tuple[str, str]
     found = here("plan", "profile.json", *(word for pair in asked.items() for word in pair))
     assert found.code == 2, found.out
     assert "Traceback" not in found.err
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_a_check_sees_what_is_swapped(here: Any) -> None:
-    """The frees of the swap lane happen in its own thread, where the profiler that counts bytes does not look."""
-    model = {"name": "gpt", "hidden_size": 128, "num_layers": 6, "num_heads": 4, "sequence_length": 128}
-    dataset = {"name": "synthetic", "batch_size": 16, "extra": {"vocab_size": 64, "num_examples": 64}}
-    parallel = {"model_parallel_size": 2, "scheduler": "gpipe"}
-    training = {"num_microbatches": 8, "optimizer": "adamw"}
-    config = {"model": model, "dataset": dataset, "training": training, "parallel": parallel, "launch": {"threads": 1}}
-    Path("swap.yaml").write_text(yaml.safe_dump(config))
-    assert here("profile", "swap.yaml", "-o", "swap.json", "--repeat", "1").code == 0
-    common = ("plan", "swap.yaml", "--profile", "swap.json", "--scheduler", "gpipe", "--no-recompute", "--json")
-    free = here(*common).json()
-    cap = int(max(free["rank_memory"]) * 0.6)
-    found = here(*common, "--memory", str(cap), "--check").json()
-    assert any(found["swap"])
-    for pair, before in zip(found["check"]["rank_memory"], free["rank_memory"], strict=True):
-        assert pair["measured"] < 0.9 * before, "what is out does not count; before, it did"
-        assert abs(pair["error"]) < 0.4

@@ -15,19 +15,20 @@ from typing import Any
 
 import pytest
 
+import forked_python
 from vpipe.cli.table import table
 from vpipe.errors import nearest_file
 
 VPIPE = [sys.executable, "-m", "vpipe"]
 
 
-def on_terminal(*args: str, width: int = 80, **variables: str) -> str:
+def on_terminal(*args: str, width: int = 80, python: str = sys.executable, **variables: str) -> str:
     """What a command writes to a terminal, both streams."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
     child = subprocess.Popen(
-        [*VPIPE, *args], stdout=its, stderr=its, stdin=subprocess.DEVNULL, env=environment | variables
+        [python, "-m", "vpipe", *args], stdout=its, stderr=its, stdin=subprocess.DEVNULL, env=environment | variables
     )
     os.close(its)
     said = b""
@@ -67,7 +68,7 @@ def test_a_dumb_terminal_gets_no_escape_codes() -> None:
 
 
 @pytest.mark.slow
-def test_measuring_planning_and_checking_show_how_far_they_are(tmp_path: Path) -> None:
+def test_measuring_planning_and_checking_show_how_far_they_are(tmp_path: Path, vpipe: Any) -> None:
     """A bar with what is done now on a terminal; in a pipe, nothing beside the answer."""
     config, profile = tmp_path / "tiny.yaml", str(tmp_path / "profile.json")
     config.write_text(
@@ -75,15 +76,17 @@ def test_measuring_planning_and_checking_show_how_far_they_are(tmp_path: Path) -
         "dataset: {name: synthetic, batch_size: 8, extra: {vocab_size: 64, num_examples: 32}}\n"
         "training: {num_microbatches: 4}\nparallel: {model_parallel_size: 2}\nlaunch: {threads: 1}\n"
     )
-    said = on_terminal("profile", str(config), "-o", profile, "--repeat", "20", TERM="xterm")
+    python = forked_python.program()
+    said = on_terminal("profile", str(config), "-o", profile, "--repeat", "20", python=python, TERM="xterm")
     assert "measuring" in said
     assert "messages and actions" in said
     plan = ("plan", str(config), "--profile", profile, "--scheduler", "1f1b", "--check")
-    said = on_terminal(*plan, TERM="xterm")
+    said = on_terminal(*plan, python=python, TERM="xterm")
     assert "planning" in said
     assert "checking" in said
-    assert "\x1b" not in on_terminal(*plan, TERM="dumb")
-    piped = subprocess.run([*VPIPE, *plan], capture_output=True, text=True, timeout=200, check=True)
+    assert "\x1b" not in on_terminal(*plan, python=python, TERM="dumb")
+    piped = vpipe(*plan)
+    assert piped.returncode == 0
     assert not piped.stderr
     assert "checking" not in piped.stdout
 

@@ -68,7 +68,11 @@ SMALL = {
 }
 """Config → what is set beside, so that it takes seconds. Nothing else of a command is changed."""
 
-SHORT = {"compare": ("--iterations", "2", "--repeats", "1"), "profile": ("--repeat", "1")}
+SHORT = {
+    "compare": ("--iterations", "2", "--repeats", "1"),
+    "profile": ("--repeat", "1"),
+    "build": ("--limit", "600"),
+}
 """Command → words at its end, for the same reason."""
 
 SERVERS = ("dashboard", "playground")

@@ -21,7 +21,9 @@ StrictModes no
 UsePAM no
 PasswordAuthentication no
 PermitRootLogin prohibit-password
+SetEnv HOME={root}
 """
+"""Without the files that a shell of the user reads first: they may do anything, and say so."""
 
 SSH = """
 Host *

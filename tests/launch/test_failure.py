@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import FAILING, BareRanks, Running, vpipe_run
+from running import FAILING, HANG, BareRanks, Running, vpipe_run
+
+import forked_python
 
 slow = pytest.mark.slow
 Bare = Callable[..., tuple[list[int], str]]
@@ -258,12 +261,9 @@ def test_torchrun_over_two_nodes_trains_as_one_process_does(tmp_path: Path) -> N
     finally:
         for node in nodes:
             node.kill_all()
-    alone = Running(tmp_path, sys.executable, "-m", "vpipe", "train", str(config), "--set",
-                    "parallel.transport=inprocess", "--output-dir", str(tmp_path / "alone"))  # fmt: skip
-    try:
-        assert alone.wait() == 0, alone.err
-    finally:
-        alone.kill_all()
+    words = ["-m", "vpipe", "train", str(config), "--set", "parallel.transport=inprocess"]
+    alone = [forked_python.program(), *words, "--output-dir", str(tmp_path / "alone")]
+    subprocess.run(alone, check=True, capture_output=True, timeout=HANG)
     losses = [
         [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("run", "alone")

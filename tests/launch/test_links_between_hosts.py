@@ -15,6 +15,7 @@ import pytest
 import yaml
 from ssh_server import Server, ip, missing, missing_namespaces
 
+import forked_python
 from vpipe.plan.costs import Profile, load_profile
 from vpipe.plan.planner import plan
 
@@ -97,7 +98,19 @@ def test_a_slow_cable_is_found_and_avoided(hosts: list[str], tmp_path: Path) -> 
     assert min(speed[0][1], speed[1][0]) > 2 * max(slow), speed
     assert found.link_bandwidth == min(slow), "one figure for all is that of the slowest"
     # The command reads them from the profile: its step is that of a plan with these links, not with one figure for all.
-    asked = [sys.executable, "-m", "vpipe", "plan", "profile.json", "-p", "3", "-m", "4", "--scheduler", "1f1b"]
+    asked = [
+        forked_python.program(),
+        "-m",
+        "vpipe",
+        "plan",
+        "profile.json",
+        "-p",
+        "3",
+        "-m",
+        "4",
+        "--scheduler",
+        "1f1b",
+    ]
     done = subprocess.run([*asked, "--json"], cwd=tmp_path, capture_output=True, text=True, check=True)
     step = json.loads(done.stdout)["step_time"]
     assert step == plan(replace(found, links=None), 3, num_microbatches=4, links=links).step_time

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import forked_python
 from vpipe.errors import UserError
 from vpipe.launch.environment import adopt, from_mpi
 
@@ -102,9 +103,10 @@ def test_training_under_mpirun_equals_training_under_our_launcher(program: str, 
     if not shutil.which(program):
         pytest.skip(f"no {program}; apt-get install {'openmpi-bin' if 'open' in program else 'mpich'}")
     (tmp_path / "c.yaml").write_text(CONFIG)
-    train = [sys.executable, "-m", "vpipe", "train", "c.yaml", "--output-dir"]
+    train = ["-m", "vpipe", "train", "c.yaml", "--output-dir"]
     found = {}
-    for name, words in {"mpi": [*command(program), "-n", "2", *train, "mpi"], "ours": [*train, "ours"]}.items():
+    mpi = [*command(program), "-n", "2", sys.executable]
+    for name, words in {"mpi": [*mpi, *train, "mpi"], "ours": [forked_python.program(), *train, "ours"]}.items():
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "terminate" not in done.stderr, done.stderr
@@ -117,7 +119,7 @@ def test_training_under_mpirun_equals_training_under_our_launcher(program: str, 
 @pytest.mark.skipif(not shutil.which("mpirun.openmpi"), reason="no mpirun.openmpi; apt-get install openmpi-bin")
 def test_a_mistake_is_said_once_under_mpirun(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG.replace("num_heads: 2", "num_heads: 3"))
-    words = [*command("mpirun.openmpi"), "-n", "2", sys.executable, "-m", "vpipe", "train", "c.yaml"]
+    words = [*command("mpirun.openmpi"), "-n", "2", forked_python.program(), "-m", "vpipe", "train", "c.yaml"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("num_heads") == 1, done.stderr

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import forked_python
 from vpipe.errors import UserError
 from vpipe.launch.engines import submit
 from vpipe.launch.ray_cluster import RayJob, orders
@@ -85,7 +86,7 @@ def test_a_run_on_ray_equals_one_on_this_machine_and_failures_and_cancelling_end
     for folder in (here, there):
         folder.mkdir()
         (folder / "c.yaml").write_text(CONFIG)
-    subprocess.run([sys.executable, "-m", "vpipe", "train", "c.yaml"], cwd=here, check=True, timeout=200)
+    subprocess.run([forked_python.program(), "-m", "vpipe", "train", "c.yaml"], cwd=here, check=True, timeout=200)
     done = subprocess.run(command(cluster), cwd=there, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[0] iteration 3/3" in done.stdout
@@ -125,7 +126,7 @@ def test_a_users_model_file_trains_on_ray_as_on_one_machine(
     for folder in (here, there):
         folder.mkdir()
         documented_job(folder)
-    subprocess.run([sys.executable, "-m", "vpipe", "train", "my_job.yaml"], cwd=here, check=True, timeout=200)
+    subprocess.run([forked_python.program(), "-m", "vpipe", "train", "my_job.yaml"], cwd=here, check=True, timeout=200)
     words = command(cluster, config="my_job.yaml")
     done = subprocess.run(words, cwd=there, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import forked_python
 import pytest
 import yaml
 from container_image import brought, build
 from slurm_cluster import Cluster, missing
 
+import forked_python
 from vpipe.launch.slurm import SlurmJob, script
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,9 @@ TRAINING = (
     *("--set", "training.max_iterations=40", "--set", "observe.log_interval=1"),
     *("--set", "parallel.model_parallel_size=2", "--scheduler", "1f1b"),
 )
-"""One rank a node: each imports torch for itself."""
+"""One rank a node."""
+FRESH = ("--python", sys.executable)
+"""Ranks are fresh interpreters; without it they are forks, as the submitting command is."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,7 +60,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def start(cluster: Cluster, folder: Path, *words: str, config: str = CONFIG, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "vpipe", "submit", config, "--nodes", "2", *words]
+    command = [forked_python.program(), "-m", "vpipe", "submit", config, "--nodes", "2", *words]
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -103,7 +105,7 @@ def test_ranks_are_placed_by_node_and_meet_at_the_first_nodes_address(
 def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> float:
     """The final loss of a training run over both nodes to which nothing happens."""
     folder = tmp_path_factory.mktemp("whole")
-    code, output = submit(cluster, folder, *TRAINING, "--follow")
+    code, output = submit(cluster, folder, *TRAINING, *FRESH, "--follow")
     assert code == 0, output
     assert "is COMPLETED" in output
     return summary(folder)["final_loss"]
@@ -116,7 +118,7 @@ def summary(folder: Path) -> dict[str, float]:
 
 
 def test_training_over_two_nodes_equals_training_on_one_machine(whole: float, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "vpipe", "train", CONFIG, *TRAINING]
+    command = [forked_python.program(), "-m", "vpipe", "train", CONFIG, *TRAINING]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=200)
     assert summary(tmp_path)["final_loss"] == whole
 
@@ -132,7 +134,7 @@ def test_a_users_model_file_trains_on_slurm_as_on_one_machine(
         documented_job(folder)
     code, output = submit(cluster, there, "--follow", config="my_job.yaml")
     assert code == 0, output
-    command = [sys.executable, "-m", "vpipe", "train", "my_job.yaml"]
+    command = [forked_python.program(), "-m", "vpipe", "train", "my_job.yaml"]
     subprocess.run(command, cwd=here, check=True, capture_output=True, timeout=200)
     assert losses(here) == losses(there)
 
@@ -147,7 +149,7 @@ def losses(folder: Path, runs: str = "runs/*") -> list[float]:
 def test_a_preempted_run_saves_is_queued_again_and_ends_as_if_nothing_had_happened(
     cluster: Cluster, whole: float, tmp_path: Path
 ) -> None:
-    code, output = submit(cluster, tmp_path, *TRAINING)
+    code, output = submit(cluster, tmp_path, *TRAINING, *FRESH)
     assert code == 0, output
     job = job_number(output)
     log = tmp_path / f"slurm-{job}.out"
@@ -238,7 +240,7 @@ def test_an_interrupt_cancels_the_job_if_asked(cluster: Cluster, trainer: tuple[
 def test_the_script_and_adopt_find_the_same_address(cluster: Cluster) -> None:
     """Plain ``srun python -m vpipe train`` without our script; NodeAddr is an address that no name resolves to."""
     code = f"{ADOPT}; print(os.environ['MASTER_ADDR'], os.environ['RANK'])"
-    command = ["srun", "--nodes=2", "--ntasks=2", sys.executable, "-c", code]
+    command = ["srun", "--nodes=2", "--ntasks=2", forked_python.program(), "-c", code]
     assert sorted(cluster.call(*command).splitlines()) == ["127.0.0.1 0", "127.0.0.1 1"]
     address = next(line for line in script(SlurmJob("c", 2, 1)).splitlines() if line.startswith("MASTER_ADDR="))
     assert cluster.call("bash", "-c", f"first=n2; {address}; echo $MASTER_ADDR") == "127.0.0.2\n"
@@ -281,7 +283,7 @@ def test_ranks_run_inside_a_container(
 
 def test_two_jobs_on_one_node_take_different_ports(cluster: Cluster) -> None:
     code = f"{ADOPT}; print(os.environ['MASTER_PORT'])"
-    command = ["srun", "--nodes=1", "--ntasks=2", sys.executable, "-c", code]
+    command = ["srun", "--nodes=1", "--ntasks=2", forked_python.program(), "-c", code]
     ports = [set(cluster.call(*command).split()) for _ in range(2)]
     assert [len(each) for each in ports] == [1, 1]
     assert ports[0] != ports[1]

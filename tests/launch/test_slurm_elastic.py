@@ -20,6 +20,7 @@ import yaml
 from slurm_cluster import Cluster, missing
 from test_elastic import CONFIG, vpipe
 
+import forked_python
 from vpipe.launch import chaos
 from vpipe.rundir.crew import Roster
 from vpipe.rundir.manifest import MANIFEST, checkpoints
@@ -55,7 +56,8 @@ class Job:
     def __init__(self, cluster: Cluster, folder: Path, elastic: str, *words: str) -> None:
         self.cluster, self.config = cluster, folder / "config.yaml"
         self.config.write_text(yaml.safe_dump(CONFIG | LONG))
-        command = [sys.executable, "-m", "vpipe", "submit", str(self.config), "--elastic", elastic]
+        command = [forked_python.program(), "-m", "vpipe", "submit", str(self.config), "--elastic", elastic]
+        command += ["--python", sys.executable]
         environment = dict(cluster.environment) | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [*command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG, check=False

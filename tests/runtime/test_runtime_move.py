@@ -34,6 +34,7 @@ def test_random_moves_change_no_bit(seed: int) -> None:
     check_moves(random_moves(seed))
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(12, 40, 4))
 def test_more_random_moves_change_no_bit(first: int) -> None:

@@ -304,8 +304,11 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return nn.functional.linear(x, weight, bias).relu_()
 
 
+ONE_OF_THEM = (pytest.mark.slow, pytest.mark.rotates(1))
+
+
 @pytest.mark.parametrize(
-    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
+    "backend", ["eager", *(pytest.param(name, marks=ONE_OF_THEM) for name in ("aot_eager", "inductor"))]
 )
 def test_compiled_layers(backend: str) -> None:
     import torch._inductor.config as inductor

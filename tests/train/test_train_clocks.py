@@ -19,6 +19,7 @@ import torch
 import yaml
 from train_runs import tiny
 
+import forked_python
 from vpipe.observe.measured import Measured
 from vpipe.observe.payload import recorded
 from vpipe.observe.rundir import open_run
@@ -47,7 +48,15 @@ def train(folder: Path, *prefixes: tuple[str, ...]) -> tuple[str, list[Measured]
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vpipe", "train", "config.yaml", "--output-dir", "run"]
+    command = [
+        sys.executable if any(prefixes) else forked_python.program(),
+        "-m",
+        "vpipe",
+        "train",
+        "config.yaml",
+        "--output-dir",
+        "run",
+    ]
     ranks = []
     for rank, prefix in enumerate(prefixes):
         place = {"RANK": str(rank), "WORLD_SIZE": str(len(prefixes)), "LOCAL_RANK": str(rank)}

@@ -16,6 +16,7 @@ import yaml
 from torch import nn
 from train_runs import run, tiny
 
+import forked_python
 from vpipe.cli import parity, plan, submit
 from vpipe.cli import train as cli
 from vpipe.errors import UserError
@@ -124,7 +125,7 @@ def test_documents_are_python() -> None:
 
 
 def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *words], cwd=cwd, capture_output=True, text=True, timeout=200)
+    return subprocess.run([forked_python.program(), "-m", *words], cwd=cwd, capture_output=True, text=True, timeout=200)
 
 
 def losses(run_directory: Path) -> list[float]:

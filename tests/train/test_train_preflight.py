@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import yaml
 from train_runs import tiny
 
+import forked_python
 from vpipe.cli.main import main
 from vpipe.config import ConfigError, PipelineConfig
 from vpipe.interfaces import DatasetInterface
@@ -219,7 +219,7 @@ def test_no_rank_starts(command: str, tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text("import os\nif os.environ.get('RANK') is not None:\n    open(f'rank{os.getpid()}', 'w')\n")
     file = written(tmp_path, WRONG | {"parallel.transport": "shm", "plugins": [str(plugin)]})
-    words = [sys.executable, "-m", "vpipe", command, str(file)]
+    words = [forked_python.program(), "-m", "vpipe", command, str(file)]
     done = subprocess.run(words, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=200)
     assert done.returncode == 2, done.stderr
     assert "model.vocab_size is 20" in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from train_runs import tiny
 
+import forked_python
 from vpipe.cli.main import main
 
 
@@ -86,7 +86,7 @@ def test_json_of_processes(tmp_path: Path, under_torchrun: bool) -> None:
     starter = (
         ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "vpipe"] if under_torchrun else ["-m", "vpipe"]
     )
-    words = [sys.executable, *starter, "train", file, "--json", "--plugin", str(plugin)]
+    words = [forked_python.program(), *starter, "train", file, "--json", "--plugin", str(plugin)]
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=200, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )

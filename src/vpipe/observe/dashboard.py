@@ -100,7 +100,8 @@ class Dashboard:
         self._stopping.set()
         self._server.should_exit = True
         self._thread.join(5)
-        self._socket.close()
+        if not self._thread.is_alive():  # a busy machine may take longer; it would tell of a socket that is gone
+            self._socket.close()
 
     def __enter__(self) -> Dashboard:
         return self.start()
