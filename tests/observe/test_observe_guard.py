@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -93,3 +95,18 @@ def test_a_run_s_page_is_a_process_of_its_own_that_ends_with_it(make_run: MakeRu
     assert page.url.partition("token=")[2].encode() not in command, "every user of the machine can read arguments"
     page.stop()
     page._process.wait(200)
+
+
+def test_ctrl_c_waits_for_the_server(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket was closed while it still served, and it told so with a traceback."""
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    page = Dashboard(make_run()).start()
+    interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        page.wait()
+    page.stop()
+    while any(thread.name == "vpipe-dashboard" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert told == []

@@ -75,9 +75,9 @@ class Dashboard:
             timeout_graceful_shutdown=2,
         )
         self._server: Any = uvicorn.Server(settings)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._socket]}, name="vpipe-dashboard", daemon=True
-        )
+        self._ended = threading.Event()
+        """That the thread has ended; asked itself, it says so after a Ctrl-C during a join, whether it has or not."""
+        self._thread = threading.Thread(target=self._serve, name="vpipe-dashboard", daemon=True)
 
     @property
     def url(self) -> str:
@@ -87,20 +87,25 @@ class Dashboard:
         """Serve in the background; returns when the page can be opened."""
         self._thread.start()
         until = monotonic() + 10
-        while not self._server.started and self._thread.is_alive() and monotonic() < until:
+        while not self._server.started and not self._ended.is_set() and monotonic() < until:
             sleep(0.01)
         return self
 
+    def _serve(self) -> None:
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self._ended.set()
+
     def wait(self, lasts: Callable[[], bool] = lambda: True) -> None:
         """Serve until the thread ends, or somebody interrupts."""
-        while self._thread.is_alive() and lasts():
-            self._thread.join(0.5)
+        while not self._ended.is_set() and lasts():
+            self._ended.wait(0.5)
 
     def stop(self) -> None:
         self._stopping.set()
         self._server.should_exit = True
-        self._thread.join(5)
-        if not self._thread.is_alive():  # a busy machine may take longer; it would tell of a socket that is gone
+        if self._ended.wait(5):  # a busy machine may take longer, and would tell of a socket that is gone
             self._socket.close()
 
     def __enter__(self) -> Dashboard:
