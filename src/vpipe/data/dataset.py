@@ -71,6 +71,10 @@ class DataSet(ABC):
     def batch(self, indices: Sequence[int]) -> Batch:
         """The named examples, in this order. Reads nothing but its argument: the same indices give the same tensors."""
 
+    def first(self, count: int) -> Batch:
+        """The first examples, ``count`` or as many as there are."""
+        return self.batch(range(min(len(self), count)))
+
     def order(
         self,
         *,

@@ -90,7 +90,9 @@ def check(config: PipelineConfig, *, parallel: bool = True, here: bool = True, e
     absent = set() if here else {key[0] for key, _ in missing_files(config)}
     data = None if "dataset" in absent else found.attempt(partial(load_data, config), "dataset", "model")
     vocab_size = data.vocab_size if data is not None else max(config.model.vocab_size, 0) or STAND_IN
-    model = skeleton = stages = None
+    rows = model = skeleton = stages = None
+    if data is not None:
+        rows = found.attempt(partial(data.first, config.dataset.batch_size), "dataset", "model")
     if "model" not in absent:
         model = found.attempt(partial(load_model, config, vocab_size), "model", *(["dataset"] if data else []))
     if model is not None:
@@ -101,8 +103,10 @@ def check(config: PipelineConfig, *, parallel: bool = True, here: bool = True, e
         _vocabulary(found, config, data, model)
         feed = found.attempt(partial(feed_of, config, data), "dataset", "training", "parallel")
         if model is not None and skeleton is not None:
-            _together(found, config, data, model, skeleton, ends)
-            if feed is not None and stages is not None and not _is_own(config):
+            _together(found, config, data.vocab_size, rows, model, skeleton, ends)
+            # Code of the user's own may remember that it was tried: a run makes its model and data anew.
+            own = MODEL_REGISTRY.is_own(config.model.name) or DATASET_REGISTRY.is_own(config.dataset.name)
+            if feed is not None and stages is not None and not own:
                 found.materials = Materials(data, model, skeleton, *stages, feed)
         if feed is not None and (found.problems or found.materials is None):
             feed.close()
@@ -151,10 +155,15 @@ def _stages(
 
 
 def _together(
-    found: Findings, config: PipelineConfig, data: DataSet, model: Model, skeleton: Skeleton, ends: bool
+    found: Findings,
+    config: PipelineConfig,
+    vocab_size: int,
+    rows: Batch | None,
+    model: Model,
+    skeleton: Skeleton,
+    ends: bool,
 ) -> None:
     """What the first rows show on their way through the model; a smaller vocabulary has been told already."""
-    rows = found.attempt(lambda: data.batch(range(min(len(data), config.dataset.batch_size))), "dataset", "model")
     names = found.attempt(partial(input_names, model.layers), "model")
     if rows is None or names is None:
         return
@@ -168,7 +177,7 @@ def _together(
         pair = f"the data set {config.dataset.name} does not fit the model {config.model.name}"
         found.note(f"{pair}: {error.sentence}", "model", "dataset")
         return
-    if 0 < model.vocab_size < data.vocab_size or not _ids(found, config, rows, model):
+    if 0 < model.vocab_size < vocab_size or not _ids(found, config, rows, model):
         return
     small = ends and sum(skeleton.parameters) <= FEW_PARAMETERS
     modules = None if small else skeleton.modules  # built, which is quicker than shapes: these load 1.4 s of torch
@@ -212,12 +221,6 @@ def _ids(found: Findings, config: PipelineConfig, rows: Batch, model: Model) -> 
                 "model",
             )
     return len(found.problems) == before
-
-
-def _is_own(config: PipelineConfig) -> bool:
-    """Whether model or data are made by code of the user's own, which may remember that it was tried: a run makes them
-    anew."""
-    return MODEL_REGISTRY.is_own(config.model.name) or DATASET_REGISTRY.is_own(config.dataset.name)
 
 
 def _once(found: list[Problem]) -> list[Problem]:
