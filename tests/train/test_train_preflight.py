@@ -17,9 +17,11 @@ from train_runs import tiny
 import forked_python
 from vpipe.cli.main import main
 from vpipe.config import ConfigError, PipelineConfig
+from vpipe.data import catalog
 from vpipe.interfaces import DatasetInterface
+from vpipe.models.gpt import gpt
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
-from vpipe.train.preflight import problems
+from vpipe.train.preflight import check, problems
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, "vocab_size": 32}
 HUGGING_FACE = {"name": "huggingface", "config": GPT2, "sequence_length": 8}
@@ -182,6 +184,34 @@ def test_commands_tell_all_of_it(
         sentence = json.loads(next(tmp_path.glob("runs/2*/summary.json")).read_text())["ending"]["sentence"]
         assert sentence.startswith("2 problems in the config: (1) ")
         assert " (2) " in sentence
+
+
+@pytest.mark.usefixtures("fresh_directory")
+@pytest.mark.parametrize("own", [False, True])
+def test_a_run_uses_what_its_check_has_gathered(own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process. What code of the user's own has made, which may remember the check, is made anew."""
+    made: list[str] = []
+    load = catalog.load
+
+    def counted(name: str, **options: Any) -> Any:
+        made.append(name)
+        return load(name, **options)
+
+    monkeypatch.setattr(catalog, "load", counted)
+    if own:
+        MODEL_REGISTRY.register("mine")(gpt)
+    changes = {"training.max_iterations": 1, "model.name": "mine" if own else "gpt"}
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(written(tmp_path, changes)), "--quiet"])
+    assert end.value.code == 0
+    assert made == ["synthetic"] * (1 + own)
+
+
+def test_a_check_that_found_something_hands_nothing_on() -> None:
+    assert check(PipelineConfig.from_dict(tiny({}))).materials is not None
+    wrong = check(PipelineConfig.from_dict(tiny({"parallel.partition": [1, 2]})))
+    assert wrong.problems
+    assert wrong.materials is None
 
 
 @pytest.mark.usefixtures("fresh_directory")
