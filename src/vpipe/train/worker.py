@@ -73,7 +73,7 @@ def run(
         trainer = Trainer(session, taken.directory, console, taken.run)
         if resume is not None:
             trainer.resume(Path(resume))
-        with trainer.stop_requests.listening(to_the_end=assembly.under_launcher()):
+        with trainer.stop_requests.listening(to_the_end=under_launcher()):
             trainer.run()
             if trainer.ended.code:
                 session.pipeline.gather("")  # a launcher ends the others with the first that ends so: all are ready
