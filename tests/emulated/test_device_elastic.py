@@ -151,6 +151,7 @@ def vpipe(folder: Path, *words: object, **settings: float) -> subprocess.Complet
     )
 
 
+@pytest.mark.rotates(1, of="lost ranks")
 @pytest.mark.slow
 def test_killed_and_stopped_ranks_on_devices_change_no_bit(tmp_path: Path) -> None:
     """As threads of a device may run, and with peers whose absence nobody notices until the communicators are ended, as
@@ -166,6 +167,7 @@ def test_killed_and_stopped_ranks_on_devices_change_no_bit(tmp_path: Path) -> No
     assert "emu" in json.dumps(facts), "the ranks were on devices"
 
 
+@pytest.mark.rotates(1, of="lost ranks")
 @pytest.mark.slow
 def test_fewer_and_more_ranks_on_devices_change_no_bit(tmp_path: Path) -> None:
     """A rank is killed and two go on; then a third is asked for, and takes the device that was left."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from vpipe.launch import doctor
-from vpipe.launch.doctor import Finding, examine
+from vpipe.launch.doctor import Finding
 
 ROOT = Path(__file__).parents[2]
 TOPICS = {
@@ -63,11 +63,11 @@ def test_a_machine_with_nothing_gets_remedies(tmp_path: Path) -> None:
 
 def test_it_says_which_interface_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonet0")
-    (finding,) = [each for each in examine() if each.topic == "gloo"]
+    (finding,) = [each for each in doctor._network() if each.topic == "gloo"]
     assert finding.status == "missing"
     assert "interfaces are" in finding.mend
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    (finding,) = [each for each in examine() if each.topic == "gloo"]
+    (finding,) = [each for each in doctor._network() if each.topic == "gloo"]
     assert finding.status == "found"
 
 
@@ -85,7 +85,7 @@ def test_a_program_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(doctor, "SECONDS", 0.2)
-    found = [each for each in examine() if each.topic == "slurm"]
+    found = doctor._safely(doctor._slurm)
     assert found[0].status == "missing"
     assert "does not answer" in found[0].detail
 

@@ -59,8 +59,10 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return "--python", str(program)
 
 
-def start(cluster: Cluster, folder: Path, *words: str, config: str = CONFIG, **variables: str) -> subprocess.Popen[str]:
-    command = [forked_python.program(), "-m", "vpipe", "submit", config, "--nodes", "2", *words]
+def start(
+    cluster: Cluster, folder: Path, *words: str, config: str = CONFIG, python: str = "", **variables: str
+) -> subprocess.Popen[str]:
+    command = [python or forked_python.program(), "-m", "vpipe", "submit", config, "--nodes", "2", *words]
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -290,7 +292,7 @@ def test_two_jobs_on_one_node_take_different_ports(cluster: Cluster) -> None:
 
 
 def test_slurms_refusal_is_one_sentence(cluster: Cluster, tmp_path: Path) -> None:
-    code, output = submit(cluster, tmp_path, "--partition", "nowhere")
+    code, output = submit(cluster, tmp_path, "--partition", "nowhere", python=sys.executable)
     assert code == 2
     assert output.count("\n") == 1
     assert "sbatch refused the job" in output
@@ -329,16 +331,6 @@ def by_its_old_name(cluster: Cluster, folder: Path, name: str) -> str:
     return said
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where a process that has imported torch listens: sixteen ranks would import it for half a minute."""
-    address = tmp_path_factory.mktemp("forks") / "socket"
-    server = forked_python.start(address)
-    yield address
-    server.terminate()
-    server.wait(200)
-
-
 @pytest.mark.rotates(4, of="jobs")
 @pytest.mark.parametrize(
     ("name", "config", "num_ranks"),
@@ -349,7 +341,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     ],
 )
 def test_the_scripts_of_the_old_names_train_as_one_process_does(
-    cluster: Cluster, forks: Path, tmp_path: Path, name: str, config: str, num_ranks: int
+    cluster: Cluster, tmp_path: Path, name: str, config: str, num_ranks: int
 ) -> None:
     """Word for word, with the stages, schedule and microbatches of the config that they name; its model is smaller."""
     (tmp_path / "configs").mkdir()
@@ -358,7 +350,7 @@ def test_the_scripts_of_the_old_names_train_as_one_process_does(
     small["dataset"] = {"name": "synthetic", "batch_size": small["dataset"]["batch_size"]}
     small["training"] = {"num_microbatches": small["training"]["num_microbatches"], "max_iterations": 2}
     (tmp_path / "configs" / config).write_text(yaml.safe_dump(small))
-    forked_python.write(tmp_path / "python", forks)
+    (tmp_path / "python").symlink_to(forked_python.program())
     said = by_its_old_name(cluster, tmp_path, name)
     assert f"on {num_ranks} ranks" in said
     alone = ("--set", "parallel.model_parallel_size=1", "--scheduler", "gpipe", "--output-dir", "alone")
@@ -370,12 +362,12 @@ def test_the_scripts_of_the_old_names_train_as_one_process_does(
 
 
 @pytest.mark.rotates(4, of="jobs")
-def test_the_script_of_vpipes_old_name_trains(cluster: Cluster, forks: Path, tmp_path: Path) -> None:
+def test_the_script_of_vpipes_old_name_trains(cluster: Cluster, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     small = (ROOT / "configs" / "bert_4vpipe_cpu.yml").read_text()
     text = re.sub(r"max_iterations('?): \d+", r"max_iterations\1: 2", small)
     (tmp_path / "configs" / "bert_4vpipe.yml").write_text(text)
-    forked_python.write(tmp_path / "python", forks)
+    (tmp_path / "python").symlink_to(forked_python.program())
     said = by_its_old_name(cluster, tmp_path, "run_vpipe")
     (path,) = {each.resolve() for each in tmp_path.glob("*/*/summary.json")}
     assert json.loads(path.read_text())["iterations_done"] == 2, said
