@@ -135,12 +135,10 @@ class Region:
                 self.reads[layer],
                 [(name, layer) for name in layers[layer].writes],
                 bool(self._watched[layer]),
-                not getattr(module, "vpipe_thread_safe", False),
             )
             for layer, module in modules.items()
         ]
-        """(layer, module, values read and written, whether some arguments are not its alone, whether it may draw random
-        numbers), in order."""
+        """(layer, module, values read and written, whether some arguments are not its alone), in order."""
 
     def forward(
         self,
@@ -188,7 +186,7 @@ class Region:
         scalars: list[Tensor] = []
         before = collect_into(scalars)
         try:
-            for layer, module, reads, writes, watched, draws in self._plan:
+            for layer, module, reads, writes, watched in self._plan:
                 arguments = []
                 for value in reads:
                     if value in local:
@@ -196,8 +194,7 @@ class Region:
                         arguments.append(self._within(found, value, layer) if value in self.shared else found)
                     else:
                         arguments.append(self._enter(values[value], value, layer, outcome.graph, run.training, saved))
-                if draws:
-                    seed_layer(run.seed, run.unit, layer)
+                seed_layer(run.seed, run.unit, layer)
                 if watched and layer not in self._changes_input:
                     result = self._call(layer, module, arguments, values)
                 else:
