@@ -176,6 +176,24 @@ while True: time.sleep(1)
 """
 
 
+@needs_sshd
+def test_lines_of_two_machines_are_not_mixed(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``show`` is a ``print`` that takes its time between a line and its end."""
+    (tmp_path / "script.py").write_text("for number in range(30):\n    print('number', number, flush=True)\n")
+    shown: list[str] = []
+
+    def slowly(line: str) -> None:
+        shown.append(line)
+        time.sleep(0.002)
+        shown.append("\n")
+
+    monkeypatch.setenv("VPIPE_SSH_CONFIG", str(server.config))
+    script = str(tmp_path / "script.py")
+    launch = SshLaunch(("node-a:0", "node-b:0"), (script,), str(tmp_path), tmp_path / "run")
+    assert run(launch, slowly) == 0
+    assert set(shown[1::2]) == {"\n"}
+
+
 def _said_by_vpipe(lines: Iterable[str]) -> Iterator[str]:
     """Without what a machine's own login shell says (two of them that rehash pyenv at once complain)."""
     return (line for line in lines if "pyenv" not in line)

@@ -137,6 +137,7 @@ def order(node: Node, launch: SshLaunch, meeting: str, port: int, hello: Hello) 
 
 def run(launch: SshLaunch, show: Show) -> int:
     """Run all ranks to their end; the first bad exit code. ``show`` gets every line, tagged with its node."""
+    show = _one_at_a_time(show)
     launch = replace(launch, environment={SECRET: secrets.token_hex(32), **launch.environment})
     here = nodes(launch.machines)
     commands = [command(node, launch) for node in here]
@@ -153,6 +154,17 @@ def run(launch: SshLaunch, show: Show) -> int:
             connection.send(order(node, launch, meeting, port, hello))
         with _hearing() as heard:
             return _first_bad(connections, show, heard, launch)
+
+
+def _one_at_a_time(show: Show) -> Show:
+    """Machines are read by threads of their own, and ``print`` writes a line and its end one after the other."""
+    turn = threading.Lock()
+
+    def shown(line: str) -> None:
+        with turn:
+            show(line)
+
+    return shown
 
 
 class Connection:
