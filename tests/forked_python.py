@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -148,15 +148,7 @@ def _become(told: dict[str, object], streams: list[int]) -> NoReturn:
     _variables(variables)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    try:
-        _run([word for index, word in enumerate(words) if index or word != "-u"])
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    _leave(code)
+    _leave_after(lambda: _run([word for index, word in enumerate(words) if index or word != "-u"]))
 
 
 def _run(words: list[str]) -> None:
@@ -184,6 +176,19 @@ def _run(words: list[str]) -> None:
 def _variables(given: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(given)
+
+
+def _leave_after(main: Callable[[], object]) -> NoReturn:
+    """End as an interpreter ends after its program."""
+    code = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    _leave(code)
 
 
 def _leave(code: int) -> NoReturn:
@@ -246,15 +251,7 @@ def _become_zygote(
     _variables(environment)
     atexit._clear()
     sys.argv = ["zygote", str(control), str(launcher), *preload]
-    code = 0
-    try:
-        zygote.main()
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    _leave(code)
+    _leave_after(zygote.main)
 
 
 if __name__ == "__main__":
