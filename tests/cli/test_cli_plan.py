@@ -232,7 +232,7 @@ def test_the_memory_of_a_plan_that_swaps_is_what_is_measured(here: Any, vpipe: A
         done = vpipe(*common, "--memory", cap, "--check", "--json")
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)["check"]["rank_memory"]
-        assert all(abs(pair["error"]) < 0.1 for pair in found), (name, found)
+        assert all(-0.1 < pair["error"] < 0.2 for pair in found), (name, found)  # a lane that lags holds less
         largest = free.index(max(free))
         assert name != "gpipe" or found[largest]["measured"] < 0.9 * free[largest], "what is out counted, before"
 
