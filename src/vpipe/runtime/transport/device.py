@@ -192,13 +192,13 @@ class DeviceTransport:
             self._let_go(leaving)
 
     def _let_go(self, leaving: list[tuple[list[Any], list[Tensor]]]) -> None:
-        """Free what left before, for what the compute stream does next: the memory of sends is then that of two of a
+        """Free what left before, for what the compute stream does next: the memory of sends is then that of three of a
         route, however far the host is ahead. That stream hardly waits: a receive is posted before its send can happen.
         (In the first step of a form receives are posted later, and everything is held.)"""
-        for works, _ in leaving[:-1]:
+        for works, _ in leaving[:-2]:
             for work in works:
                 work.wait()
-        del leaving[:-1]
+        del leaving[:-2]
 
     def _check(self, envelope: Envelope, found: Form) -> None:
         form = self._known[_place(envelope)]
