@@ -34,8 +34,6 @@ import yaml
 WHERE = ("nobody", "own port", "page", "store")
 HELD = 2000
 """Connections that stay open at once."""
-TRIES = 5
-"""A visitor who is refused among strangers asks again, as the page itself does."""
 
 
 def config(folder: Path) -> dict[str, Any]:
@@ -154,7 +152,7 @@ def measure(folder: Path, rounds: int, seconds: float, rate: float) -> dict[str,
                 stranger.start()
             time.sleep(seconds)
             if where == "page":
-                answered += any(answers(run.url) for _ in range(TRIES))
+                answered += answers(run.url)
             times[where] += run.steps()[before:]
             ended.set()
             if where in ports:

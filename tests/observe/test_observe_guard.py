@@ -51,6 +51,34 @@ def test_a_flood_of_half_sent_requests_costs_only_themselves(make_run: MakeRun) 
             each.close()
 
 
+@pytest.mark.parametrize("sent", [HALF, b""], ids=["half", "nothing"])
+def test_a_visitor_who_was_not_read_yet_is_not_sent_away(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """On a busy machine more connections were accepted at once than may wait, and the oldest of them, unread, went."""
+    monkeypatch.setattr(guard, "PATIENCE_SECONDS", 60.0)
+    with Dashboard(make_run("1f1b", 2, 4)) as page:
+        visitor = connect(page.port, b"")
+        flood = [connect(page.port, sent) for _ in range(3 * guard.MAX_WAITING)]
+        assert answers(page.url) == 200, "the server has accepted all of them"
+        visitor.sendall(f"GET /?{page.url.partition('?')[2]} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        assert visitor.recv(12) == b"HTTP/1.1 200"
+        for each in flood:
+            each.close()
+
+
+def test_those_who_say_nothing_are_bounded_too(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 60.0)
+    monkeypatch.setattr(guard, "MAX_UNREAD", 40)
+    with Dashboard(make_run("1f1b", 2, 4)) as page:
+        flood = [connect(page.port, b"") for _ in range(50)]
+        assert all(is_closed(each) for each in flood[:10])
+        assert answers(page.url) == 200
+    for each in flood:
+        each.close()
+
+
 def test_a_request_has_a_deadline(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "HEADER_SECONDS", 0.2)
     with Dashboard(make_run("1f1b", 2, 4)) as page:
