@@ -321,13 +321,20 @@ def slow_reader(num_messages: int, length: int) -> list[float]:
     return found
 
 
-def large_ones() -> list[list[str]]:
+def large_ones(rank_of_little_room: int | None) -> list[list[str]]:
     """Per step, how the messages of a channel went that is too large for a stream."""
-    from vpipe.runtime.transport import stream_link
+    from vpipe.runtime.transport import stream_door, stream_link
 
+    granted = stream_door.RECEIVE_BUFFER
+    if torch.distributed.get_rank() == rank_of_little_room:
+        stream_door.RECEIVE_BUFFER = 64 * 1024
     transport = opened("distributed")
+    stream_door.RECEIVE_BUFFER = granted
+    limit: int = transport.links[1 - transport.rank]._streamed  # type: ignore[attr-defined]
+    if rank_of_little_room is not None:
+        assert limit == stream_link.LEAST_STREAMED, "both ends go by the lesser room"
     went: list[list[str]] = []
-    for step, length in enumerate((stream_link.STREAMED // 4, 10, 10)):
+    for step, length in enumerate((limit // 4, 10, 10)):
         ways: list[str] = []
         transport.begin_step(step)
         for k in range(3):

@@ -27,6 +27,7 @@ from vpipe.runtime.transport.neighbours import Door
 from vpipe.runtime.transport.ring import ALIGN, Ring, Segment
 from vpipe.runtime.transport.ring_link import RingLink
 from vpipe.runtime.transport.stream_door import StreamDoor
+from vpipe.runtime.transport.stream_link import streamable
 from vpipe.runtime.transport.wire import Envelope, MessageLayout, pack
 
 Run = Callable[..., list[Any]]
@@ -157,8 +158,15 @@ def test_what_the_network_does_not_take_is_sent_by_a_thread(worlds: Worlds) -> N
     assert worlds.run(2, alone.slow_reader, 12, 500_000)[1] == [float(k) for k in range(12)]
 
 
-def test_large_messages_go_over_gloo_from_the_next_step_on(worlds: Worlds) -> None:
-    assert worlds.run(2, alone.large_ones) == [[["stream"] * 3, ["gloo"] * 3, ["gloo"] * 3]] * 2
+@pytest.mark.parametrize("rank_of_little_room", [None, 0, 1])
+def test_large_messages_go_over_gloo_from_the_next_step_on(worlds: Worlds, rank_of_little_room: int | None) -> None:
+    assert worlds.run(2, alone.large_ones, rank_of_little_room) == [[["stream"] * 3, ["gloo"] * 3, ["gloo"] * 3]] * 2
+
+
+def test_what_goes_by_a_stream_follows_from_what_the_kernel_grants() -> None:
+    assert streamable(425_984) == 512 * 1024, "what Linux grants where nobody has told it otherwise"
+    assert streamable(8 * 2**20) == 2 * 2**20
+    assert streamable(64 * 2**20) == 2 * 2**20
 
 
 @BOTH

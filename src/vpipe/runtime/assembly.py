@@ -161,7 +161,8 @@ def between_processes(
         door.close()
     links: dict[int, Link] = {peer: RingLink(peer, connection, ring_bytes) for peer, connection in near.items()}
     for peer, (records, tensors) in streams.items():
-        links[peer] = StreamLink(peer, records, tensors, ring_bytes, plain.patience.total_seconds())
+        streamed = min(cards[rank].stream.streamed for rank in (plain.rank, peer))  # both ends must decide alike
+        links[peer] = StreamLink(peer, records, tensors, ring_bytes, plain.patience.total_seconds(), streamed)
     return LinkedTransport(links, timeout=timeout) if links else plain
 
 

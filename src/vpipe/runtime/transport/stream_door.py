@@ -21,7 +21,7 @@ import torch
 
 from vpipe.network import address_here
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.transport.stream_link import RECEIVE_BUFFER
+from vpipe.runtime.transport.stream_link import RECEIVE_BUFFER, streamable
 
 _HELLO = struct.Struct("<32sII")
 _HELLO_WITHIN = 10.0
@@ -36,6 +36,8 @@ class StreamCard(NamedTuple):
     address: str = ""
     port: int = 0
     word: str = ""
+    streamed: int = 0
+    """Bytes of the largest message that its machine has room for."""
 
 
 class StreamDoor:
@@ -55,7 +57,8 @@ class StreamDoor:
             listener.close()
             return
         self._listener = listener
-        self.card = StreamCard(address, listener.getsockname()[1], secrets.token_hex(16))
+        granted = listener.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        self.card = StreamCard(address, listener.getsockname()[1], secrets.token_hex(16), streamable(granted))
 
     def connect(
         self, transport: Transport, cards: Sequence[StreamCard], peers: Sequence[int]

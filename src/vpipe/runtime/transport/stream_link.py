@@ -6,7 +6,7 @@ and the rank that waits for them reads them, straight into the tensors: two copi
 not take at once (``Outlet``) is sent by a thread, so that no rank ever waits for the network with its hands full.
 
 The network's buffers are the ring of this link: a message stays there until it is taken. They are small, so that this
-way is for messages of up to ``STREAMED`` bytes; larger ones go over gloo, whose thread receives while a rank computes.
+way is for messages that fit (``streamable``); larger ones go over gloo, whose thread receives while a rank computes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import c_char
 from typing import Any
 
@@ -35,21 +36,33 @@ from vpipe.runtime.transport.link import (
 )
 from vpipe.runtime.transport.wire import Envelope, Memory, Packed, assembled, parsed
 
-STREAMED = 512 * 1024
-"""Bytes of a message up to which it goes by a stream."""
-RECEIVE_BUFFER = 4 * STREAMED
+RECEIVE_BUFFER = 8 * 2**20
 """What the kernel is asked to hold for a rank that computes; it grants less where it is told to."""
+LEAST_STREAMED, MOST_STREAMED = 512 * 1024, 2 * 2**20
 _AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _TIME = struct.Struct("@ll")
 
 
+def streamable(granted: int) -> int:
+    """Bytes of a message up to which it goes by a stream, where the kernel says that it has ``granted`` a buffer of so
+    many bytes, of which it counts half for itself: two of the largest fit, where they are not the least."""
+    return min(max(LEAST_STREAMED, granted // 4), MOST_STREAMED)
+
+
 class StreamLink(Link):
-    """This rank's end: ``connection`` for records, ``data`` for tensors."""
+    """This rank's end: ``connection`` for records, ``data`` for tensors; ``streamed`` is the largest message."""
 
     def __init__(
-        self, peer: int, connection: socket.socket, data: socket.socket, most_bytes: int, patience: float
+        self,
+        peer: int,
+        connection: socket.socket,
+        data: socket.socket,
+        most_bytes: int,
+        patience: float,
+        streamed: int,
     ) -> None:
         super().__init__(peer, connection, most_bytes)
+        self._streamed = streamed
         self._data, self._outlet = data, Outlet(data)
         self._heard_bytes = b""
         """The beginning of a record whose end has not come."""
@@ -67,7 +80,7 @@ class StreamLink(Link):
             room = max(START_BYTES, min(self._most_bytes, WINDOW * self._largest))
             if num_unread >= UNDER_WAY or self._sent_position - self._freed_position + num_bytes > room:
                 return False
-        if num_bytes > STREAMED:
+        if num_bytes > self._streamed:
             self.too_large[envelope.source, envelope.target, envelope.backward] = num_bytes
         form = self._forms.get(id(layout))
         self._num_sent += 1
@@ -131,7 +144,7 @@ class StreamLink(Link):
             tensors.append(tensor.requires_grad_() if fact.needs_grad else tensor)
         if places:
             self._fill(places)
-        if layout.num_bytes > STREAMED:
+        if layout.num_bytes > self._streamed:
             self.too_large[envelope.source, envelope.target, envelope.backward] = layout.num_bytes
         self._position = position
         self._quarter = max(self._quarter, 4 * layout.num_bytes)
@@ -177,19 +190,16 @@ class Outlet:
 
     def send(self, parts: list[Memory]) -> None:
         """The parts may be changed or dropped afterwards."""
-        left = sum(map(len, parts))
+        left: Sequence[Memory | memoryview] = parts
         if left and not self._waiting:  # the thread takes away what it has sent, not what it is about to send
-            try:
-                sent = self._connection.sendmsg(parts, (), _AT_ONCE)
-            except BlockingIOError:
-                sent = 0
-            left -= sent
+            with suppress(BlockingIOError):
+                left = _after(left, self._connection.sendmsg(left, (), _AT_ONCE))
         if not left:
             return
         with self._changed:
             if self._error is not None:
                 raise self._error
-            self._waiting.append(b"".join(parts)[-left:])
+            self._waiting.append(b"".join(left))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="vpipe outlet", daemon=True)
                 self._thread.start()
