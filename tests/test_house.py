@@ -61,7 +61,6 @@ HALL: dict[str, set[str]] = {
     "parcel": set(),
     "process": set(),
     "registry": {"errors"},
-    "terminal": set(),
 }
 """Module of the hall → what of the house it imports. Everybody passes the hall, so it holds little and knows few."""
 

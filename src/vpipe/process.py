@@ -1,4 +1,5 @@
-"""Which process is it, is it one of several, and how large is it? A pid alone says little: it is given to the next one.
+"""Which process is it, is it one of several, how large is it, and who reads what it writes? A pid alone says little: it
+is given to the next one.
 
 A process is known by its machine (until the next start of it), its pid namespace (a container has pids of its own), its
 pid and its start, in clock ticks after the machine's. ``alive`` answers only where it can know.
@@ -7,6 +8,7 @@ pid and its start, in clock ticks after the machine's. ``alive`` answers only wh
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -117,3 +119,20 @@ def resident_bytes() -> int:
         return int(os.read(handle, 256).split()[1]) * PAGE
     finally:
         os.close(handle)
+
+
+def obeys(stream: Any) -> bool:
+    """Whether ``stream`` is a terminal that understands escape codes; ``TERM=dumb`` (Emacs, some CI) does not."""
+    return is_terminal(stream) and os.environ.get("TERM") != "dumb"
+
+
+def columns(stream: Any) -> int | None:
+    """The width of the terminal at ``stream``; ``None`` for a file or a pipe, whose lines may be long."""
+    return shutil.get_terminal_size().columns if is_terminal(stream) else None
+
+
+def is_terminal(stream: Any) -> bool:
+    try:
+        return os.isatty(stream.fileno())
+    except (AttributeError, OSError, ValueError):
+        return False

@@ -10,8 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from vpipe.observe.console import Console
-from vpipe.observe.readable import count, duration, memory, time
+from vpipe.observe.console import Console, count, duration, memory, time
 
 FACTS = {
     "schedule": "1f1b", "num_ranks": 2, "num_stages": 4, "num_microbatches": 8, "partition": [2, 2],

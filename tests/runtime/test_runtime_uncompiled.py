@@ -12,8 +12,8 @@ import pytest
 
 COMMON = """
 import sys, torch
-from vpipe.runtime.updates import uncompiled
-from vpipe.runtime.updates.uncompiled import COMPILER, REMEMBERED, uncompiled as around
+from vpipe.runtime.updates import optimizing
+from vpipe.runtime.updates.optimizing import COMPILER, REMEMBERED, uncompiled as around
 
 def asleep():
     kept = [f for f in vars(torch.optim.Optimizer).values() if hasattr(getattr(f, "__wrapped__", None), REMEMBERED)]
@@ -31,8 +31,8 @@ def trained(kind, options, plainly):
             made = kind([weight], lr=0.1, **options)
     for _ in range(3):
         weight.grad = torch.randn(5)
-        made.step() if plainly else uncompiled.step(made)
-        made.zero_grad(set_to_none=True) if plainly else uncompiled.clear(made)
+        made.step() if plainly else optimizing.step(made)
+        made.zero_grad(set_to_none=True) if plainly else optimizing.clear(made)
         assert weight.grad is None
         assert torch.is_grad_enabled()
     return weight.detach()
@@ -57,7 +57,7 @@ with around(torch.optim.SGD):
 assert sys.modules[COMPILER] is torch._dynamo and torch._dynamo is not inside and real is torch._dynamo.config
 assert not hasattr(torch.optim.Optimizer.add_param_group.__wrapped__, REMEMBERED)
 before = dict(sys.modules)
-uncompiled.step(made)
+optimizing.step(made)
 assert sys.modules[COMPILER] is before[COMPILER]
 
 @torch.compile(backend="eager")
@@ -72,7 +72,7 @@ class Own(torch.optim.SGD):
         assert COMPILER not in sys.modules or isinstance(sys.modules[COMPILER].__path__, object), "no stand-in"
         super().step()
 made = Own([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-uncompiled.step(made)
+optimizing.step(made)
 assert not asleep(), "code of a user's own sees torch as it is"
 """
 

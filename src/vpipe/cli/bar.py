@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vpipe.terminal import obeys
+from vpipe.process import obeys
 
 PROGRESS = "progress.json"
 """What a measuring rank 0 writes into its directory: done, total, name."""

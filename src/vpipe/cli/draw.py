@@ -13,8 +13,8 @@ import click
 from vpipe.cli.choice import ProgramSource, program_options
 from vpipe.cli.timing import cost_options
 from vpipe.errors import UserError, nearest
+from vpipe.process import columns, obeys
 from vpipe.schedule.program import Program
-from vpipe.terminal import columns, obeys
 
 if TYPE_CHECKING:
     from vpipe.schedule.simulate import Simulation

@@ -13,7 +13,7 @@ from vpipe.cli.choice import COUNT
 from vpipe.cli.table import paragraph, table
 from vpipe.cli.timing import TIMES, cost_options
 from vpipe.errors import UserError
-from vpipe.terminal import columns
+from vpipe.process import columns
 
 MAX_RANKED = 400_000
 """Forwards and backwards of the largest schedule: about a minute for all."""

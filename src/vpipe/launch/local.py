@@ -29,7 +29,7 @@ from vpipe.rundir.endings import Ending
 
 COMPILER = "torch._dynamo"
 """A user's own optimizer imports it in its first step: a second of processor time, here once for all ranks. Ours do
-without (``runtime.updates.uncompiled``)."""
+without (``runtime.updates.optimizing``)."""
 STOP_GRACE = 10.0
 """Seconds from the first Ctrl-C to the end of patience."""
 

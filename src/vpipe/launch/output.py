@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from vpipe.terminal import obeys
+from vpipe.process import obeys
 
 _CLEAR_LINE = b"\r\x1b[K"
 _LONGEST_OPEN_LINE = 4096

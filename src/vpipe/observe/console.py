@@ -2,7 +2,8 @@
 
 A log is read by people and by scripts, so a line is complete in itself, has units, and never moves. A terminal shows
 the same facts in place: progress and time left, loss and throughput, and one bar per rank that says how much of the
-last step it worked. VPipe's own line format is kept for those who parse it.
+last step it worked. VPipe's own line format is kept for those who parse it. Figures as people read them, seconds, bytes
+and counts with a unit, stand at the end.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vpipe.observe.readable import count, duration, memory
-from vpipe.terminal import obeys
+from vpipe.process import obeys
 
 Metrics = Mapping[str, Any]
 
@@ -300,3 +300,42 @@ def _number(value: object, form: str) -> str:
 
 def _milliseconds(value: object) -> str:
     return f"{value * 1000:.0f} ms" if isinstance(value, int | float) else "–"
+
+
+def duration(seconds: float) -> str:
+    """``1h 02m``, ``3m 05s``, ``12s``, ``1.20s``."""
+    if seconds < 10:
+        return f"{seconds:.2f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def time(seconds: float) -> str:
+    """A short time with the unit that suits it: ``1.25 s``, ``12.5 ms``, ``80 µs``."""
+    size = abs(seconds)
+    if size >= 1:
+        return f"{seconds:.2f} s"
+    if size >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def memory(size: float) -> str:
+    """Bytes in binary units: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def count(number: float) -> str:
+    """``1.2M``, ``340K``, ``12``."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:g}"

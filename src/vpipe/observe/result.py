@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any
 
 from vpipe.errors import UserError
+from vpipe.observe.console import duration
 from vpipe.observe.memory import tensor_bytes
 from vpipe.observe.payload import recorded, thinned
-from vpipe.observe.readable import duration
 from vpipe.observe.rundir import RunDirectory, open_run
 from vpipe.observe.timelines import timelines
 

@@ -35,7 +35,7 @@ from vpipe.runtime.memory.live import LiveBytes
 from vpipe.runtime.region import Run
 from vpipe.runtime.stage import Loss, Stage, StageOptions, Unit
 from vpipe.runtime.transport.wire import flatten
-from vpipe.runtime.updates import uncompiled
+from vpipe.runtime.updates import optimizing
 from vpipe.runtime.updates.weights import count_bytes
 from vpipe.schedule.placement import Layout
 
@@ -266,11 +266,11 @@ def _update(stage: Stage, measuring: Measuring) -> tuple[int, float]:
     if not parameters:
         return 0, 0.0
     optimizer = measuring.optimizer(parameters)
-    uncompiled.step(optimizer)
+    optimizing.step(optimizer)
     times = []
     for _ in range(max(3, measuring.repeat // 2)):
         begin = measuring.now()
-        uncompiled.step(optimizer)
+        optimizing.step(optimizer)
         times.append(measuring.now() - begin)
     tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return count_bytes(tensors), median(times)

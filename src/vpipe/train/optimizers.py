@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from vpipe.config.sections import TrainingConfig
 from vpipe.registry import OPTIMIZER_REGISTRY
 from vpipe.runtime.device import device_type
-from vpipe.runtime.updates.rates import LearningRate
-from vpipe.runtime.updates.uncompiled import OptimizerMaker
+from vpipe.runtime.updates.optimizing import LearningRate, OptimizerMaker
 from vpipe.runtime.updates.update import LossScale
 
 

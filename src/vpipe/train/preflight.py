@@ -24,7 +24,7 @@ from vpipe.config.problems import ConfigError, Key, Problem
 from vpipe.data.dataset import Batch, DataSet
 from vpipe.errors import UserError
 from vpipe.layer import bind_inputs, input_names
-from vpipe.models import trial
+from vpipe.models.losses import first_output, problem_of_loss
 from vpipe.models.model import Model, Skeleton
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, load_plugins
 from vpipe.runtime.device import chosen
@@ -181,8 +181,8 @@ def _together(
         return
     small = ends and sum(skeleton.parameters) <= FEW_PARAMETERS
     modules = None if small else skeleton.modules  # built, which is quicker than shapes: these load 1.4 s of torch
-    output = found.attempt(lambda: trial.output(model, modules, values), "model", "dataset")
-    if problem := trial.problem_of_loss(model, rows.targets, output):
+    output = found.attempt(lambda: first_output(model, modules, values), "model", "dataset")
+    if problem := problem_of_loss(model, rows.targets, output):
         found.note(
             f"the loss of the model {config.model.name} cannot use the targets of the data set {config.dataset.name} "
             f"{problem}; choose a data set for this model",

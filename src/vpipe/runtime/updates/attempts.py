@@ -18,7 +18,7 @@ from vpipe.errors import UserError
 from vpipe.runtime.device import Number, beside, is_host
 from vpipe.runtime.modes import forget_casts
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.updates import uncompiled
+from vpipe.runtime.updates import optimizing
 from vpipe.runtime.updates.agreement import LossKey, counted, divide, judge, judge_there, multiply
 from vpipe.runtime.updates.skipping import Before, can_be_restored
 from vpipe.runtime.updates.update import Updater
@@ -70,9 +70,9 @@ class AgreeingAfterwards(Updater):
             hopeless = self._skips and is_host(self._device) and not bool(torch.isfinite(sizes).all())
         if not hopeless:
             self._set_learning_rate(stage.index, update)
-            uncompiled.step(optimizer)
+            optimizing.step(optimizer)
         if not self._judges:
-            uncompiled.clear(optimizer)
+            optimizing.clear(optimizer)
         self.num_updates[stage.index] = update + 1
         forget_casts()
 
@@ -99,8 +99,8 @@ class AgreeingAfterwards(Updater):
                 multiply(attempt.gradients, beside(factor, attempt.gradients[0]))
             if wrong and finite:
                 self._set_learning_rate(index, self.num_updates[index] - 1)
-                uncompiled.step(attempt.optimizer)
-            uncompiled.clear(attempt.optimizer)
+                optimizing.step(attempt.optimizer)
+            optimizing.clear(attempt.optimizer)
         self._attempts.clear()
         forget_casts()
         return wrong or self.loss_scale != scale

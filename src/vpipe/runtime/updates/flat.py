@@ -34,13 +34,8 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from vpipe.runtime.updates.blocks import Block, are_apart
-from vpipe.runtime.updates.uncompiled import uncompiled
+from vpipe.runtime.updates.optimizing import NUMBERWISE, OptimizerStep, uncompiled
 
-NUMBERWISE = tuple(
-    getattr(torch.optim, name)
-    for name in ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop", "SGD"]
-)
-"""Classes that compute each number of a parameter from this number's own gradient and state, and from counts."""
 COUNTS = frozenset(["step", "mu_product", "eta", "mu"])
 """What their states have once per parameter and not per number; the same for all parameters of a block."""
 EXTRAS = ("foreach", "fused", "capturable", "differentiable")
@@ -53,12 +48,12 @@ TAILLESS = 64
 """Numbers that the widest of torch's loops takes at a time."""
 
 
-class FlatStep:
-    """The updates of one optimizer of one stage."""
+class FlatStep(OptimizerStep):
+    """The updates of one optimizer of one stage, whose small parameters lie together."""
 
     def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         """Of ``parameters`` those that are small may lie together."""
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._own = {id(parameter) for parameter in parameters}
         self._fits = type(optimizer) in NUMBERWISE and bool(self._own)
         self._seen: list[Tensor] = []
@@ -93,8 +88,7 @@ class FlatStep:
     def step(self) -> None:
         """One update, after ``prepare``."""
         if not self._ready:
-            with uncompiled(type(self.optimizer)):
-                self.optimizer.step()
+            super().step()
             return
         if "step" in vars(self.optimizer):
             vars(self.optimizer)["_opt_called"] = True  # what a learning-rate scheduler has put there does
@@ -103,16 +97,6 @@ class FlatStep:
                 self._update(block)
         for group, parameters in self._rest:
             self._run(group, parameters, self.optimizer.state)
-
-    def clear(self) -> None:
-        """``optimizer.zero_grad(set_to_none=True)``"""
-        if type(self.optimizer) not in NUMBERWISE:
-            with uncompiled(type(self.optimizer)):
-                self.optimizer.zero_grad(set_to_none=True)
-            return
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
 
     def _update(self, block: Block) -> None:
         assert block.is_together, "weights lay the blocks of an update together"

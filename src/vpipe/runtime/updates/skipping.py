@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from vpipe.runtime.updates.uncompiled import uncompiled
+from vpipe.runtime.updates.optimizing import uncompiled
 
 TakeBack = Callable[[], None]
 

@@ -37,6 +37,7 @@ from vpipe.runtime.updates.agreement import (
     told_apart,
 )
 from vpipe.runtime.updates.flat import FlatStep
+from vpipe.runtime.updates.optimizing import OptimizerStep
 from vpipe.runtime.updates.repeats import SkipNeed, Start, need_of
 from vpipe.runtime.updates.replicas import AMONG_REPLICAS, GradientsAhead, add_up, trained
 from vpipe.runtime.updates.skipping import Before, TakeBack, can_be_restored, can_be_told, step_told
@@ -121,7 +122,7 @@ class Updater:
         self._verdict: tuple[bool | Tensor, Tensor | None] | None = None
         self._told: list[Tensor] | None = None
         """Every rank's losses, still on the device: read when the step is over."""
-        self._flat: dict[int, FlatStep] = {}
+        self._steps: dict[int, OptimizerStep] = {}
         self._take_back: list[TakeBack] = []
         self._need: SkipNeed | None = None
         self._start: Start | None = None
@@ -245,26 +246,27 @@ class Updater:
             dtype = promoted([p.dtype for p in parameters])
             finite, factor = self._verdict_of(*judge_here(parameters, dtype)) if self._judges else (True, None)
             self._skipped[0] = self._skipped[0] + (1.0 - finite if isinstance(finite, bool) else 1.0 - finite.double())
-        optimizer, flat = self.optimizers[stage.index], self._flat_step(stage)
-        stage.weights.before_update(flat.prepare())
+        optimizer, own = self.optimizers[stage.index], self._own_step(stage)
+        stage.weights.before_update(own.prepare())
 
         def update() -> None:
             if factor is not None and gradients:
                 multiply(gradients, beside(factor, gradients[0]))
             self._set_learning_rate(stage.index, self.num_updates[stage.index])
-            flat.step()
+            own.step()
 
         self._step_if(finite, optimizer, update)
-        flat.clear()
+        own.clear()
         self.num_updates[stage.index] += 1
         stage.weights.after_update()
         forget_casts()
 
-    def _flat_step(self, stage: Stage) -> FlatStep:
+    def _own_step(self, stage: Stage) -> OptimizerStep:
         """What updates a stage by its optimizer; a move may have brought another one."""
-        found, optimizer = self._flat.get(stage.index), self.optimizers[stage.index]
+        found, optimizer = self._steps.get(stage.index), self.optimizers[stage.index]
         if found is None or found.optimizer is not optimizer:
-            found = self._flat[stage.index] = FlatStep(optimizer, stage.weights.may_lie_together)
+            joined = stage.weights.may_lie_together
+            found = self._steps[stage.index] = FlatStep(optimizer, joined) if joined else OptimizerStep(optimizer)
         return found
 
     def _step_if(self, finite: bool | Tensor, optimizer: Optimizer, update: Callable[[], None]) -> None:
