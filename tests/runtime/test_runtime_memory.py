@@ -178,6 +178,7 @@ def test_nothing_is_left_after_a_step() -> None:
     for engine in pipe.engines:
         for stage in engine.stages.values():
             assert not stage.units
+            assert stage.queue is not None
             assert not stage.queue._waiting
     assert not pipe.engines[0].transport.hub.mail  # type: ignore[attr-defined]
 

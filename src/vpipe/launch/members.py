@@ -10,6 +10,7 @@ import json
 import os
 import selectors
 import socket
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -46,7 +47,7 @@ def make_shelves(count: int) -> list[list[int]]:
     return [[os.memfd_create("vpipe-copy") for _ in range(2)] for _ in range(count)]
 
 
-class MemberLaunch(Launch):
+class MemberLaunch(Launch, ABC):
     """A launcher whose processes are told things, and say things, one by one."""
 
     num_streams = 4
@@ -74,9 +75,9 @@ class MemberLaunch(Launch):
             self._said(slot, message)
         return True
 
+    @abstractmethod
     def _said(self, slot: int, message: dict[str, Any]) -> None:
         """A process says how it stands."""
-        raise NotImplementedError
 
     def _tell(self, slot: int, order: dict[str, Any]) -> None:
         """A process that is gone will be reaped."""

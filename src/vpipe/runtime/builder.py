@@ -38,8 +38,9 @@ from vpipe.runtime.transport.device import DeviceTransport
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.routes import routes
 from vpipe.runtime.updates.attempts import AgreeingAfterwards
-from vpipe.runtime.updates.ties import check_owners, refuse_sharing, tie_layers
+from vpipe.runtime.updates.ties import check_owners, tie_layers
 from vpipe.runtime.updates.update import LossScale, UpdateOptions, Updater, checked_scale
+from vpipe.runtime.updates.weights import refuse_sharing
 from vpipe.schedule import catalog
 from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Layout
@@ -177,7 +178,8 @@ class Builder:
             mine, loss = self._modules(flow, index, rank, replica, device, modules)
             stages[index] = Stage(index, flow, mine, loss, stage_options)
         built = {layer: module for stage in stages.values() for layer, module in stage.owned.items()}
-        check_owners(built, parts.tied)
+        if parts.tied:
+            check_owners(built, parts.tied)
         refuse_sharing(built)
         optimizers = {i: self._optimizer(stage) for i, stage in stages.items()} if update.optimizer else {}
         options = UpdateOptions(programs.synchronous, update.clip_norm, update.skip_nonfinite, update.exact_reduction)
@@ -256,5 +258,7 @@ def prepared(
     if policy is not None and spec.agrees_after:
         raise UserError("post_validation needs executor='plain': worker threads would be among forwards made again")
     scale = checked_scale(options.update.loss_scale, spec.synchronous)
-    plain, ties = tie_layers(tied, as_layers(layers), loss, spec)
+    plain, ties = as_layers(layers), list(tied)
+    if tied or any(isinstance(part, nn.Module) for part in (*(layer.module for layer in plain), loss)):
+        plain, ties = tie_layers(tied, plain, loss, spec)
     return Builder(Parts(plain, loss, ties, scale, policy), options, spec, wires)

@@ -1,4 +1,4 @@
-"""How values enter and leave a graph of autograd's, and what a graph is told of their fate."""
+"""How values enter and leave a graph of autograd's, how it runs backward, and what it is told of their fate."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge, increment_version
 
 from vpipe.runtime.flow import Value
 from vpipe.runtime.transport.wire import flatten, unflatten
 
 _alias: Any = torch.ops.aten._unsafe_view.default._op
 _pieces = torch.unsafe_split
+Roots = Sequence[GradientEdge]
 Gradients = list[Tensor | None]
 _NO_MORE = (None,)
 """What a hook passes on where a gradient has come to its end."""
@@ -50,6 +52,15 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     # A node in Python does not keep its graph; the node of a view of what it gave does.
     keeper = tensor.view_as(tensor).grad_fn if isinstance(node, FunctionCtx) else None
     return GradientEdge(node, tensor.output_nr, keeper)
+
+
+def run_backward(roots: Roots, gradients: Sequence[Tensor], inputs: Sequence[GradientEdge] = ()) -> None:
+    """``torch.autograd.backward`` without its checks of what the engine has made itself: they cost more than a small
+    layer's backward. With ``inputs``, only what leads to these nodes runs.
+
+    On the host the backward runs in this thread, so the engine needs no copy of its context."""
+    run: Any = Variable._execution_engine.run_backward if gradients[0].is_cpu else _engine_run_backward
+    run(tuple(roots), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
 
 
 def versions_of(values: Any) -> list[int]:

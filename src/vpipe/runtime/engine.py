@@ -38,7 +38,7 @@ from vpipe.runtime.updates.replicas import share_buffers
 from vpipe.runtime.updates.update import Updater
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import WEIGHT_GRADIENT, version_table
+from vpipe.schedule.semantics import num_uses, version_table
 
 
 class Engine:
@@ -55,18 +55,14 @@ class Engine:
         lock: threading.Lock | None = None,
         device: torch.device = HOST,
     ) -> None:
-        self.rank = transport.rank
-        self.device = device
-        self.stages = stages
-        self.flow = flow
-        self.transport = transport
-        self.updater = updater
-        self._seed = seed
-        self._autocast = autocast
+        self.rank, self.device = transport.rank, device
+        self.stages, self.flow = stages, flow
+        self.transport, self.updater = transport, updater
+        self._seed, self._autocast = seed, autocast
         self._guard: AbstractContextManager[Any] = lock or threading.Lock()  # cheaper than a nullcontext
         self._times = None if is_host(device) else DeviceTimes(device)
         self._events: list[tuple[torch.Event, torch.Event, torch.Event]] = []
-        self._swapper = Swapper() if self._times is None else DeviceSwapper(device, self._times)
+        self._swapper: Swapper | DeviceSwapper | None = None
         self._feeding = None if is_host(device) else torch.Stream(device)
         self._feeds: list[Prefetch] = []
         self._moves: dict[Action, Passage] = {}
@@ -101,13 +97,6 @@ class Engine:
         }
         row = program.rows[self.rank]
         versions = version_table(program)
-        uses: dict[int, list[int]] = {stage: [0] for stage in self.stages}
-        for stage, kind, _ in row:
-            if kind is Kind.STEP:
-                uses[stage].append(0)
-        for stage, kind, microbatch in row:
-            if kind in WEIGHT_GRADIENT:
-                uses[stage][versions[stage, microbatch]] += 1
         tasks = Tasks(program, self.flow, self.rank, self.stages)
 
         def bound(action: Action) -> Callable[[], None]:
@@ -117,7 +106,7 @@ class Engine:
         calls = [(action, bound(action)) for action in row]
         if isinstance(self.updater, AgreeingAfterwards):
             calls = with_second_tries(calls, self.stages, self.updater, partial(setattr, self, "current"))
-        return Compiled(program, calls, tasks, versions, uses)
+        return Compiled(program, calls, tasks, versions, num_uses(row, self.stages, versions))
 
     def run(self, compiled: Compiled, job: Job) -> Result:
         """Run the row. A failure names the action; the other ranks are told."""
@@ -234,8 +223,10 @@ class Engine:
 
     def _settle(self, result: Result) -> None:
         """The swap lane is done: write down when it did what."""
-        self._swapper.settle()
-        for record in result.records if self._moves else ():
+        if not self._moves:
+            return
+        self._lane.settle()
+        for record in result.records:
             if record.action in self._moves:
                 move = self._moves[record.action]
                 record.ready, record.end, record.bytes = move.begin, move.end, move.bytes
@@ -246,7 +237,8 @@ class Engine:
     def _abandon(self) -> None:
         """Drop what a failed step has left, its gradients too: the next step must not add to half of a batch."""
         self._moves.clear()
-        self._swapper.abandon()
+        if self._swapper is not None:
+            self._swapper.abandon()
         if self._job.training:
             for stage in self.stages.values():
                 stage.abandon()
@@ -332,17 +324,24 @@ class Engine:
         with self._guard:
             task.stage.recompute(task.microbatch)
 
+    @property
+    def _lane(self) -> Swapper | DeviceSwapper:
+        """The swap lane, from the first passage on."""
+        if self._swapper is None:
+            self._swapper = Swapper() if self._times is None else DeviceSwapper(self.device, self._times)
+        return self._swapper
+
     def _swap_out(self, task: Task) -> None:
         """Roughly: ``host = saved.to(host)``, beside what follows."""
         stage, microbatch, *_ = task
         what = f"rank {self.rank}, stage {stage.index}, microbatch {microbatch} going out"
-        self._moves[Action(stage.index, Kind.OUT, microbatch)] = self._swapper.out(stage.leave(microbatch), what)
+        self._moves[Action(stage.index, Kind.OUT, microbatch)] = self._lane.out(stage.leave(microbatch), what)
 
     def _swap_in(self, task: Task) -> None:
         """Roughly: ``saved = host.to(device)``, awaited where it is used."""
         stage, microbatch, *_ = task
         what = f"rank {self.rank}, stage {stage.index}, microbatch {microbatch} coming in"
-        self._moves[Action(stage.index, Kind.IN, microbatch)] = self._swapper.fetch(stage.come_back(microbatch), what)
+        self._moves[Action(stage.index, Kind.IN, microbatch)] = self._lane.fetch(stage.come_back(microbatch), what)
 
     def _await_swap(self, task: Task) -> None:
         """What has been swapped must be back."""
@@ -385,7 +384,8 @@ class Engine:
 
     def retire(self) -> None:
         """Release what the rank holds beside its stages and its ways to the others, which the next engine takes on."""
-        self._swapper.close()
+        if self._swapper is not None:
+            self._swapper.close()
 
     def close(self) -> None:
         self.retire()

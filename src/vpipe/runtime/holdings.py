@@ -5,8 +5,7 @@ Of a layer that several ranks of this process hold (replicas), the first stands 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.train_mode import follow
-from vpipe.runtime.updates.update import LossScale
 from vpipe.runtime.updates.weights import count_bytes
 
 
@@ -27,18 +25,6 @@ class HeldLayer(NamedTuple):
     """Whether this rank is the first of those that hold it."""
     module: nn.Module
     optimizer: Optimizer | None
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Where training stands; the same on every rank."""
-
-    num_updates: int
-    num_skipped: int
-    """Updates left out because a gradient was not finite."""
-    gradient_norm: float | None
-    loss_scale: float
-    good_steps: int
 
 
 class Holdings:
@@ -104,28 +90,11 @@ class Holdings:
         for _, parameter in self._all_parameters():
             parameter.grad = None
 
-    def set_learning_rate(self, rate_of_update: Callable[[int], float]) -> None:
-        """Let update ``n`` use ``rate_of_update(n)``, on every stage."""
-        for engine in self.engines:
-            engine.updater.learning_rate = rate_of_update
-
     def _lead_replicas(self) -> None:
         """Replicas of this process train as the first does, which is the one that the user sees."""
         for layer, first in self.modules().items():
             copies = [held.module for held in self.held_layers() if held.layer == layer and held.module is not first]
             follow(first, copies)
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """What losses are multiplied by now; the same on every rank."""
-        return self.engines[0].updater.scaler
-
-    @property
-    def stats(self) -> Stats:
-        """Updates, norm and loss scale; asking waits for the device."""
-        updater, scale = self.engines[0].updater, self.loss_scale
-        most = max(updater.num_updates.values())
-        return Stats(most, updater.num_skipped, updater.last_norm, scale.value, scale.good_steps)
 
     def weights_of(self, rank: int) -> dict[str, int]:
         """Bytes of the weights and optimizer states of a rank of this process, and the most versions of a stage."""

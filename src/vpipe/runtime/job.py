@@ -92,6 +92,18 @@ class Compiled:
 
 
 @dataclass(frozen=True)
+class Stats:
+    """Where training stands; the same on every rank."""
+
+    num_updates: int
+    num_skipped: int
+    """Updates left out because a gradient was not finite."""
+    gradient_norm: float | None
+    loss_scale: float
+    good_steps: int
+
+
+@dataclass(frozen=True)
 class Trace:
     """Per rank of this process, its records in order."""
 

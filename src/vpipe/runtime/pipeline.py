@@ -21,7 +21,7 @@ from vpipe.runtime.builder import prepared
 from vpipe.runtime.device import is_host
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow
-from vpipe.runtime.job import Compiled, Job, Result, Trace
+from vpipe.runtime.job import Compiled, Job, Result, Stats, Trace
 from vpipe.runtime.microbatches import check_counts, check_rows, copies_of, mean_loss, torn, units_of, without_gradient
 from vpipe.runtime.modes import Modes
 from vpipe.runtime.moves.movable import Movable
@@ -146,6 +146,23 @@ class Pipeline(Movable):
         self.builder.finish(change)
         for engine in self.engines:
             change(engine)
+
+    def set_learning_rate(self, rate_of_update: Callable[[int], float]) -> None:
+        """Let update ``n`` use ``rate_of_update(n)``, on every stage."""
+        for engine in self.engines:
+            engine.updater.learning_rate = rate_of_update
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """What losses are multiplied by now; the same on every rank."""
+        return self.engines[0].updater.scaler
+
+    @property
+    def stats(self) -> Stats:
+        """Updates, norm and loss scale; asking waits for the device."""
+        updater, scale = self.engines[0].updater, self.loss_scale
+        most = max(updater.num_updates.values())
+        return Stats(most, updater.num_skipped, updater.last_norm, scale.value, scale.good_steps)
 
     @contextmanager
     def annotated(self) -> Iterator[None]:

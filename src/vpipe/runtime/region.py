@@ -26,11 +26,20 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from vpipe.errors import UserError
 from vpipe.layer import Layer, collect_into, describe
 from vpipe.runtime.device import scalar
-from vpipe.runtime.edges import Gradients, Pending, edge_of, entrance, mapped, summed, tell_change, versions_of
+from vpipe.runtime.edges import (
+    Gradients,
+    Pending,
+    edge_of,
+    entrance,
+    mapped,
+    run_backward,
+    summed,
+    tell_change,
+    versions_of,
+)
 from vpipe.runtime.flow import Value
 from vpipe.runtime.memory.saved_tensors import SavedTensors
 from vpipe.runtime.randomness import seed_layer
-from vpipe.runtime.split.promise import run_backward
 from vpipe.runtime.transport.wire import DTYPES, check_tensor, flatten
 
 _IN_PLACE = (

@@ -25,13 +25,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from vpipe.runtime.device import is_host
-from vpipe.runtime.edges import Pending, detached
+from vpipe.runtime.edges import Pending, detached, run_backward
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.memory.saved_tensors import SavedTensor, SavedTensors
 from vpipe.runtime.memory.swap import Slot
 from vpipe.runtime.region import Region, RegionGraph, Run, Treatment
 from vpipe.runtime.split.deferred import WeightQueue
-from vpipe.runtime.split.promise import run_backward
 from vpipe.runtime.updates.weights import VersionedWeights, Weights
 
 Loss = Callable[[Any, Any], Tensor]
@@ -98,7 +97,9 @@ class Stage:
         self.weights = VersionedWeights(self.owned, options.swap) if options.versioned else Weights(self.owned)
         self.units: dict[int, Unit] = {}
         self.options = options
-        self.queue = WeightQueue(list(self.weights.parameters), options.fused, options.stashes)
+        names = list(self.weights.parameters)
+        self.queue = WeightQueue(names, options.fused, options.stashes) if options.splits else None
+        """The weight gradients that wait for their W, where the program separates them."""
         self.loss = loss
         readers = Counter(value for reads in flow.reads for value in dict.fromkeys(reads))
         self._shared = {value for value, number in readers.items() if number > 1}
@@ -243,15 +244,15 @@ class Stage:
         """Turn the gradients of what the unit gave into the gradients of what it took."""
         unit = self.units[microbatch]
         self.weights.read(unit.version)  # a layer may compute parts of its forward again in the backward
-        splits = defer_weights and self.options.splits
-        if splits:
-            self.queue.open(microbatch, self.weights.leaves(unit.version))
-        run = self.queue.backward if splits else run_backward
+        queue = self.queue if defer_weights else None
+        if queue is not None:
+            queue.open(microbatch, self.weights.leaves(unit.version))
+        run = run_backward if queue is None else queue.backward
         for region, graph in zip(reversed(self.regions), reversed(unit.graphs), strict=True):
             assert graph is not None, f"stage {self.index}: R must come before the backward of microbatch {microbatch}"
             region.backward(graph, pending, unit.weight, run)
-        if splits:
-            self.queue.close()
+        if queue is not None:
+            queue.close()
         unit.graphs.clear()
         if not defer_weights:
             self._finish(microbatch)
@@ -259,13 +260,15 @@ class Stage:
 
     def weight_gradient(self, microbatch: int) -> None:
         """Compute what the backward deferred."""
-        self.queue.run(microbatch)
+        if self.queue is not None:
+            self.queue.run(microbatch)
         self._finish(microbatch)
 
     def abandon(self) -> None:
         """Forget all units and their gradients: the step has failed."""
         self.units.clear()
-        self.queue.clear()
+        if self.queue is not None:
+            self.queue.clear()
         for parameter in self.weights.parameters.values():
             parameter.grad = None
 

@@ -17,7 +17,7 @@ with itself.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -250,6 +250,18 @@ def version_table(program: Program) -> VersionTable:
     if program.versions is Versions.VERTICAL:
         return {place: table.get((0, place[1]), version) for place, version in table.items()}
     return table
+
+
+def num_uses(row: Sequence[Action], stages: Iterable[int], versions: VersionTable) -> dict[int, list[int]]:
+    """Stage of a rank → how many of its row's units read each version there, of those that the row makes."""
+    uses: dict[int, list[int]] = {stage: [0] for stage in stages}
+    for stage, kind, _ in row:
+        if kind is Kind.STEP:
+            uses[stage].append(0)
+    for stage, kind, microbatch in row:
+        if kind in WEIGHT_GRADIENT:
+            uses[stage][versions[stage, microbatch]] += 1
+    return uses
 
 
 def updates_once(program: Program) -> bool:

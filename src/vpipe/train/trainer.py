@@ -25,7 +25,7 @@ from vpipe.rundir import lineage
 from vpipe.rundir.endings import Ending
 from vpipe.rundir.manifest import Standing
 from vpipe.rundir.state import ENDING
-from vpipe.runtime.holdings import Stats
+from vpipe.runtime.job import Stats
 from vpipe.runtime.moves.moving import Moved
 from vpipe.runtime.options import Memory
 from vpipe.schedule.catalog import short_name

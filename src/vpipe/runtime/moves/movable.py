@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from vpipe.runtime.programs import Programs
 from vpipe.schedule.placement import Layout
 
 
-class Movable(Holdings):
+class Movable(Holdings, ABC):
     """Moves layers between two steps; what nothing writes goes ahead, beside training."""
 
     builder: Builder
@@ -80,14 +81,14 @@ class Movable(Holdings):
             self._ahead.close()
             self._ahead = None
 
-    def _hold(self, programs: Programs, engines: list[Engine]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _hold(self, programs: Programs, engines: list[Engine]) -> None: ...
 
-    def gather(self, text: str) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def gather(self, text: str) -> list[str]: ...
 
-    def _on_all(self, call: Callable[[Engine], Any]) -> list[Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _on_all(self, call: Callable[[Engine], Any]) -> list[Any]: ...
 
-    def _require_whole(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _require_whole(self) -> None: ...

@@ -26,7 +26,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vpipe.runtime.split.promise import Promise, Roots, accumulate, run_backward, same
+from vpipe.runtime.edges import Roots, run_backward
+from vpipe.runtime.split.promise import Promise, accumulate, same
 from vpipe.runtime.split.structure import Analysis, Reading, Signature, Structure, read
 
 MOST_STRUCTURES = 256

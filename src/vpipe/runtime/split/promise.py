@@ -15,24 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
+from vpipe.runtime.edges import run_backward
 from vpipe.runtime.split.products import MatrixProduct, NodeTensors, OwnFunction
 from vpipe.runtime.split.structure import Analysis, Product, Reading
 
-Roots = Sequence[GradientEdge]
 Carried = list[tuple[GradientEdge, Tensor]]
 """Gradients that autograd takes on from an edge."""
-
-
-def run_backward(roots: Roots, gradients: Sequence[Tensor], inputs: Sequence[GradientEdge] = ()) -> None:
-    """``torch.autograd.backward`` without its checks of what the engine has made itself: they cost more than a small
-    layer's backward. With ``inputs``, only what leads to these nodes runs.
-
-    On the host the backward runs in this thread, so the engine needs no copy of its context."""
-    run: Any = Variable._execution_engine.run_backward if gradients[0].is_cpu else _engine_run_backward
-    run(tuple(roots), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:

@@ -19,7 +19,6 @@ from vpipe.errors import UserError, nearest
 from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.transport.wire import Envelope
-from vpipe.runtime.updates.weights import check_sharing
 from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Placement
 
@@ -139,21 +138,6 @@ def _separate(modules: Mapping[int, nn.Module], tied: Sequence[TiedWeight]) -> N
                     own = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
                     setattr(modules[layer].get_submodule(path), slot, own)
                 seen.add(id(parameter))
-
-
-def refuse_sharing(modules: Mapping[int, nn.Module]) -> None:
-    """Layers whose factories have built one parameter for both."""
-    for first, second in check_sharing(modules):
-        raise UserError(
-            f"the factories of two layers return one parameter ({first} and {second}); give modules instead of "
-            f"factories, or let each factory build its own and declare "
-            f"tied=[TiedWeight((({_owner(first)}), ({_owner(second)})))]"
-        )
-
-
-def _owner(name: str) -> str:
-    layer, parameter = name.split(".", 1)
-    return f'{layer}, "{parameter}"'
 
 
 def _dotted(owner: tuple[int, str]) -> str:

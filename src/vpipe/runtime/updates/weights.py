@@ -15,7 +15,7 @@ swapped layers an old version leaves memory when all units that still need it ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor, UntypedStorage, nn
 
@@ -234,15 +234,18 @@ def _call_hooks(name: str, parameter: Tensor) -> None:
         )
 
 
-def check_sharing(modules: Mapping[int, nn.Module]) -> Iterator[tuple[str, str]]:
-    """Pairs of names of one parameter that two layers hold: they must be declared as tied, or stages would drift
-    apart."""
-    first: dict[int, str] = {}
+def refuse_sharing(modules: Mapping[int, nn.Module]) -> None:
+    """Refuse one parameter that the factories of two layers have built: untied, stages would drift apart."""
+    seen: dict[int, tuple[int, str]] = {}
     for layer, module in modules.items():
         for name, parameter in module.named_parameters():
-            here = f"{layer}.{name}"
-            if first.setdefault(id(parameter), here) != here:
-                yield first[id(parameter)], here
+            (first, named), here = seen.setdefault(id(parameter), (layer, name)), (layer, name)
+            if (first, named) != here:
+                raise UserError(
+                    f"the factories of two layers return one parameter ({first}.{named} and {layer}.{name}); give "
+                    f"modules instead of factories, or let each factory build its own and declare "
+                    f'tied=[TiedWeight((({first}, "{named}"), ({layer}, "{name}")))]'
+                )
 
 
 def count_bytes(tensors: Sequence[Tensor]) -> int:
