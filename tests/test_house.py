@@ -53,7 +53,6 @@ NUMPY_IN_SCHEDULE = {
 HALL: dict[str, set[str]] = {
     "__init__": {"errors", "layer", "runtime"},
     "__main__": {"cli"},
-    "balance": {"errors"},
     "errors": set(),
     "interfaces": {"errors", "layer", "registry", "models", "data"},
     "layer": {"errors"},

@@ -45,8 +45,8 @@ def step(schedule: str, num_ranks: int, transfer: float, repeats: int) -> tuple[
     from vpipe.observe.measured import Measured
     from vpipe.observe.rundir import Event
     from vpipe.schedule import catalog
-    from vpipe.schedule.costs import uniform
     from vpipe.schedule.simulate import simulate
+    from vpipe.schedule.timeline import uniform
 
     program = catalog.build(schedule, num_ranks, MICROBATCHES)
     devices(transfer, PRODUCT)

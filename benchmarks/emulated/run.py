@@ -107,8 +107,8 @@ def line(name: str, row: dict[str, Any], shown: list[str]) -> str:
 def measured(schedule: str, num_ranks: int, speed: str, sides: list[str], repeats: int) -> dict[str, Any]:
     """One row: every side's step over the simulated one."""
     from vpipe.schedule import catalog
-    from vpipe.schedule.costs import uniform
     from vpipe.schedule.simulate import simulate
+    from vpipe.schedule.timeline import uniform
 
     seconds = SPEEDS[speed]
     program = catalog.build(schedule, num_ranks, MICROBATCHES)

@@ -32,8 +32,8 @@ def rank(task: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from vpipe import Pipeline
-    from vpipe.balance import even_partition
     from vpipe.config import PipelineConfig
+    from vpipe.layer import even_partition
     from vpipe.plan.costs import Profile
     from vpipe.plan.profile import Measuring, measure_layers
     from vpipe.plan.transfer import empty_pipeline, measure_link, measure_overhead
@@ -114,7 +114,7 @@ def group(
 
     The profile is made by two ranks, one for each core: more would measure how they wait for a core.
     """
-    from vpipe.balance import even_partition
+    from vpipe.layer import even_partition
     from vpipe.plan.costs import profile_from_json
     from vpipe.plan.layout import PlannedLayout
     from vpipe.plan.predict import Machine, Pipe, predict

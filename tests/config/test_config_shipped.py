@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vpipe.config import load
-from vpipe.data import catalog as data
+from vpipe.data import dataset as data
 from vpipe.interfaces import model_options
 from vpipe.models import model as models
 from vpipe.schedule import catalog as schedules

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from vpipe.data import Batch, DataSet, Loader, dataset_names, load
-from vpipe.data.catalog import options
+from vpipe.data.dataset import options
 from vpipe.errors import UserError
 
 
 def test_importing_the_room_loads_nothing_heavy() -> None:
     program = (
-        "import sys, vpipe.data, vpipe.data.catalog\n"
+        "import sys, vpipe.data, vpipe.data.dataset\n"
         "from vpipe.data import BatchOrder, Batch, DataSet, build, Manifest\n"
         "import vpipe.data.builders.bert, vpipe.data.builders.code, vpipe.data.builders.text\n"
         "import vpipe.data.builders.translation\n"

@@ -11,8 +11,7 @@ import torch
 from emulated_ranks import on_ranks
 
 from vpipe.runtime.transport.wire import Envelope
-from vpipe.schedule.program import Program
-from vpipe.schedule.text import from_csv
+from vpipe.schedule.program import Program, from_csv
 from vpipe.schedule.verify import verify
 from vpipe.train.proof import device_suite
 

@@ -15,12 +15,11 @@ from vpipe.rundir import endings
 from vpipe.rundir.endings import Ending
 from vpipe.rundir.state import Beat
 from vpipe.schedule.catalog import build
-from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.lower import lower, swap
-from vpipe.schedule.program import Program
+from vpipe.schedule.program import Program, to_csv
 from vpipe.schedule.semantics import LANE, Lane, version_table
 from vpipe.schedule.simulate import simulate
-from vpipe.schedule.text import to_csv
+from vpipe.schedule.timeline import Costs, StageCosts
 
 MakeRun = Callable[..., Path]
 Vpipe = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -15,8 +15,8 @@ from vpipe.observe.measured import Measured, from_simulation
 from vpipe.observe.payload import recorded
 from vpipe.observe.rundir import Event, open_run
 from vpipe.schedule.catalog import build
-from vpipe.schedule.costs import Costs, StageCosts, uniform
 from vpipe.schedule.simulate import simulate
+from vpipe.schedule.timeline import Costs, StageCosts, uniform
 
 SCHEDULES = ["gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "pipedream", "pipedream-2bw"]
 

@@ -22,10 +22,10 @@ from vpipe.observe.trend import trend
 from vpipe.runtime.job import Record
 from vpipe.schedule.action import parse
 from vpipe.schedule.catalog import build
-from vpipe.schedule.costs import Costs, StageCosts, uniform
 from vpipe.schedule.lower import lower
+from vpipe.schedule.program import to_csv
 from vpipe.schedule.simulate import simulate
-from vpipe.schedule.text import to_csv
+from vpipe.schedule.timeline import Costs, StageCosts, uniform
 
 MS = 1e-3
 

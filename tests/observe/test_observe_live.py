@@ -17,7 +17,7 @@ from vpipe.observe.rundir import RunDirectory, RunFacts, open_run
 from vpipe.observe.watcher import LIVE_STEPS, Watcher
 from vpipe.schedule.catalog import build
 from vpipe.schedule.lower import lower
-from vpipe.schedule.text import to_csv
+from vpipe.schedule.program import to_csv
 
 PROGRAM = lower(build("1f1b", 4, 4))
 

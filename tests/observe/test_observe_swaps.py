@@ -17,8 +17,8 @@ from vpipe.observe.measured import Measured, join
 from vpipe.observe.recorder import Recorder
 from vpipe.observe.rundir import RunDirectory, RunFacts
 from vpipe.schedule.action import Kind
+from vpipe.schedule.program import to_csv
 from vpipe.schedule.simulate import simulate
-from vpipe.schedule.text import to_csv
 from vpipe.schedule.verify import verify
 
 

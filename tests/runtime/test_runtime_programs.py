@@ -12,12 +12,11 @@ from runtime_models import build
 from runtime_support import Case, check, pipeline
 
 from vpipe import Pipeline, UserError
-from vpipe.balance import balanced, even_partition
+from vpipe.layer import balanced, even_partition
 from vpipe.schedule import catalog
 from vpipe.schedule.action import Action, Kind, parse
 from vpipe.schedule.placement import loop
-from vpipe.schedule.program import Program
-from vpipe.schedule.text import from_csv
+from vpipe.schedule.program import Program, from_csv
 
 schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
 

@@ -24,8 +24,8 @@ from vpipe.runtime.memory import swap
 from vpipe.runtime.memory.swap_store import Extents, FileStore
 from vpipe.runtime.options import treated_layers
 from vpipe.schedule.action import Kind
-from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.simulate import simulate
+from vpipe.schedule.timeline import Costs, StageCosts
 from vpipe.schedule.verify import verify
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream", "pipedream-2bw", "naive", "async_threaded")

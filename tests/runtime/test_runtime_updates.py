@@ -13,7 +13,7 @@ from runtime_support import OPTIMIZERS, Case, check, differing, pipeline
 from torch import Tensor, nn
 
 from vpipe import Pipeline
-from vpipe.balance import even_partition
+from vpipe.layer import even_partition
 from vpipe.runtime.updates.update import LossScale
 from vpipe.schedule import catalog
 

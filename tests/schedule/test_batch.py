@@ -7,13 +7,12 @@ import random
 import numpy as np
 import pytest
 
+from vpipe.schedule.authors.authoring import Entry
 from vpipe.schedule.batch import ProgramGraph
 from vpipe.schedule.catalog import entries
-from vpipe.schedule.costs import Costs, StageCosts
-from vpipe.schedule.entry import Entry
 from vpipe.schedule.lower import lower
 from vpipe.schedule.simulate import simulate
-from vpipe.schedule.timeline import price_tables
+from vpipe.schedule.timeline import Costs, StageCosts, price_tables
 
 
 def random_costs(rng: random.Random, num_stages: int) -> Costs:

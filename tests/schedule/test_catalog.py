@@ -12,10 +12,10 @@ from vpipe.schedule.action import Kind
 from vpipe.schedule.authors.gpipe import gpipe
 from vpipe.schedule.catalog import Entry, build, entries, get
 from vpipe.schedule.catalog_entries import CATALOG
-from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.replicas import replicate
 from vpipe.schedule.semantics import update_groups
 from vpipe.schedule.simulate import simulate
+from vpipe.schedule.timeline import Costs, StageCosts
 from vpipe.schedule.verify import verify
 
 NAMES = [

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 
 from vpipe.schedule.catalog import build
-from vpipe.schedule.costs import uniform
 from vpipe.schedule.semantics import version_table
 from vpipe.schedule.simulate import Simulation, simulate
+from vpipe.schedule.timeline import uniform
 
 EQUAL = (1.0, 1.0, 1.0)
 UNEQUAL = [EQUAL, (2.0, 3.0, 1.0), (1.0, 2.0, 1.0), (3.0, 4.0, 2.0)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.authors.authoring import Entry
 from vpipe.schedule.catalog import build, entries
-from vpipe.schedule.entry import Entry
 from vpipe.schedule.lower import communicate, is_lowered, lower, recompute, reduce, swap
 from vpipe.schedule.placement import loop
-from vpipe.schedule.program import Program
+from vpipe.schedule.program import Program, from_csv, to_csv
 from vpipe.schedule.semantics import COMMUNICATION
-from vpipe.schedule.text import from_csv, to_csv
 from vpipe.schedule.timeline import LinkModel
 from vpipe.schedule.verify import verify
 

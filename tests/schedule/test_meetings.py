@@ -6,13 +6,12 @@ import pytest
 
 from vpipe.schedule.action import Action, Kind, parse
 from vpipe.schedule.catalog import build
-from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.lower import agree, lower
 from vpipe.schedule.placement import Placement
-from vpipe.schedule.program import Program
+from vpipe.schedule.program import Program, from_csv, to_csv
 from vpipe.schedule.semantics import MEETINGS, Round, members, rounds
 from vpipe.schedule.simulate import simulate
-from vpipe.schedule.text import from_csv, to_csv
+from vpipe.schedule.timeline import Costs, StageCosts
 from vpipe.schedule.verify import verify
 
 

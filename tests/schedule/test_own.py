@@ -12,8 +12,8 @@ from vpipe.errors import UserError
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.catalog import find, get, short_name, with_updates
 from vpipe.schedule.lower import lower
+from vpipe.schedule.program import from_csv, read_csv
 from vpipe.schedule.semantics import forward_orders, update_groups
-from vpipe.schedule.text import from_csv, read_csv
 from vpipe.schedule.verify import verify
 from vpipe.schedule.violation import folded
 

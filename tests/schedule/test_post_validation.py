@@ -6,13 +6,12 @@ import pytest
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Kind
+from vpipe.schedule.authors.authoring import POST_VALIDATION, Chain
 from vpipe.schedule.catalog import build, entries, get
-from vpipe.schedule.entry import POST_VALIDATION, Chain
 from vpipe.schedule.lower import agree, lower
-from vpipe.schedule.program import Program
+from vpipe.schedule.program import Program, from_csv, to_csv
 from vpipe.schedule.semantics import agrees_after, update_groups, version_table
 from vpipe.schedule.simulate import simulate
-from vpipe.schedule.text import from_csv, to_csv
 from vpipe.schedule.verify import verify
 
 

@@ -9,15 +9,13 @@ import pytest
 from vpipe.schedule.action import Action, Kind, parse
 from vpipe.schedule.batch import ProgramGraph
 from vpipe.schedule.catalog import build, entries
-from vpipe.schedule.costs import Costs, uniform
 from vpipe.schedule.lower import agree, lower, send_ahead
 from vpipe.schedule.placement import Placement
-from vpipe.schedule.program import Program
+from vpipe.schedule.program import Program, from_csv, to_csv
 from vpipe.schedule.replicas import replicate
 from vpipe.schedule.semantics import Round, members, sent_ahead
 from vpipe.schedule.simulate import simulate
-from vpipe.schedule.text import from_csv, to_csv
-from vpipe.schedule.timeline import price_tables
+from vpipe.schedule.timeline import Costs, price_tables, uniform
 from vpipe.schedule.verify import verify
 
 REPLICATED = [entry.name for entry in entries() if not entry.asynchronous]

@@ -12,14 +12,13 @@ import pytest
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.authors.authoring import Entry
 from vpipe.schedule.catalog import build, entries
 from vpipe.schedule.choose import rank
-from vpipe.schedule.costs import Costs, StageCosts, uniform
-from vpipe.schedule.entry import Entry
 from vpipe.schedule.lower import lower
-from vpipe.schedule.program import Program
+from vpipe.schedule.program import Program, from_csv
 from vpipe.schedule.simulate import simulate
-from vpipe.schedule.text import from_csv
+from vpipe.schedule.timeline import Costs, StageCosts, uniform
 
 
 def longest_path(program: Program, costs: Costs) -> dict[Action, float]:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from vpipe.errors import UserError
+from vpipe.schedule.authors.authoring import Entry
 from vpipe.schedule.catalog import build, entries
-from vpipe.schedule.entry import Entry
 from vpipe.schedule.lower import lower
 from vpipe.schedule.placement import replicated
-from vpipe.schedule.text import cells, from_csv, read_csv, to_csv
+from vpipe.schedule.program import cells, from_csv, read_csv, to_csv
 
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)

@@ -10,8 +10,8 @@ import pytest
 from vpipe.schedule.action import Kind
 from vpipe.schedule.catalog import build, entries
 from vpipe.schedule.lower import lower
+from vpipe.schedule.program import from_csv, read_csv, to_csv
 from vpipe.schedule.simulate import simulate
-from vpipe.schedule.text import from_csv, read_csv, to_csv
 from vpipe.schedule.verify import verify
 
 torch: Any = pytest.importorskip("torch")

@@ -12,8 +12,7 @@ from vpipe.schedule.catalog import build
 from vpipe.schedule.grid import around
 from vpipe.schedule.lower import lower
 from vpipe.schedule.placement import two_ways
-from vpipe.schedule.program import Program, Versions
-from vpipe.schedule.text import cells, from_csv, to_csv
+from vpipe.schedule.program import Program, Versions, cells, from_csv, to_csv
 from vpipe.schedule.timeline import LinkModel, never_waits, run, usual
 from vpipe.schedule.verify import verify
 

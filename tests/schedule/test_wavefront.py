@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from vpipe.schedule import timeline, wavefront
+from vpipe.schedule.authors.authoring import Entry
 from vpipe.schedule.catalog import build, entries
-from vpipe.schedule.costs import Costs, StageCosts
-from vpipe.schedule.entry import Entry
 from vpipe.schedule.lanes import Lanes, find_transfers
 from vpipe.schedule.lower import lower
-from vpipe.schedule.program import Program
-from vpipe.schedule.text import from_csv
+from vpipe.schedule.program import Program, from_csv
+from vpipe.schedule.timeline import Costs, StageCosts
 from vpipe.schedule.wavefront import Times
 
 
@@ -23,7 +22,8 @@ def both(program: Program, costs: Costs, rendezvous: bool = True) -> tuple[Times
     flat, transfers = program.flat, find_transfers(program.flat)
     given = timeline._durations(flat, transfers, costs, blocking_sends=False)
     lanes = Lanes(flat, transfers, rendezvous, blocking_sends=False)
-    return wavefront.loop(lanes, *given), timeline._loop(lanes, *(each.tolist() for each in given))
+    found = None if lanes.extra else wavefront.loop(lanes, *given)
+    return found, timeline._loop(lanes, *(each.tolist() for each in given))
 
 
 def random_costs(dice: random.Random, num_stages: int) -> Costs:
@@ -35,7 +35,7 @@ def random_costs(dice: random.Random, num_stages: int) -> Costs:
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wavefront, "WIDE", 1)
+    monkeypatch.setattr(timeline, "WIDE", 1)
     monkeypatch.setattr(wavefront, "NARROW", 0)
 
 

@@ -16,12 +16,12 @@ from torch import nn
 from train_runs import Run, equal, run, tiny
 
 from vpipe.config.sections import TrainingConfig
-from vpipe.data import catalog
+from vpipe.data import dataset
 from vpipe.data.dataset import Batch, DataSet
 from vpipe.schedule.placement import Layout
 from vpipe.train.feed import Feed
 from vpipe.train.optimizers import Lamb, learning_rate, optimizer
-from vpipe.train.reporting.metrics import Metrics, peak_flops
+from vpipe.train.reporting.run_log import Metrics, peak_flops
 
 TOTAL = 100
 
@@ -165,7 +165,7 @@ def test_workers_give_the_same_batches(options: dict[str, int]) -> None:
 
 
 def test_a_synthetic_bert_counts_what_it_reads() -> None:
-    data = catalog.load("synthetic", sequence_length=8, extra={"kind": "bert", "num_examples": 8})
+    data = dataset.load("synthetic", sequence_length=8, extra={"kind": "bert", "num_examples": 8})
     units = Feed(data, num_microbatches=2, batch_size=4).read([(0, 0)])
     assert units.num_tokens == 32
     assert 0 < units.num_targets < 32

@@ -17,7 +17,7 @@ from train_runs import tiny
 import forked_python
 from vpipe.cli.main import main
 from vpipe.config import ConfigError, PipelineConfig
-from vpipe.data import catalog
+from vpipe.data import dataset
 from vpipe.interfaces import DatasetInterface
 from vpipe.models.gpt import gpt
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
@@ -191,13 +191,13 @@ def test_commands_tell_all_of_it(
 def test_a_run_uses_what_its_check_has_gathered(own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process. What code of the user's own has made, which may remember the check, is made anew."""
     made: list[str] = []
-    load = catalog.load
+    load = dataset.load
 
     def counted(name: str, **options: Any) -> Any:
         made.append(name)
         return load(name, **options)
 
-    monkeypatch.setattr(catalog, "load", counted)
+    monkeypatch.setattr(dataset, "load", counted)
     if own:
         MODEL_REGISTRY.register("mine")(gpt)
     changes = {"training.max_iterations": 1, "model.name": "mine" if own else "gpt"}

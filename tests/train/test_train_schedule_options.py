@@ -16,12 +16,11 @@ import vpipe
 from vpipe.cli.main import main
 from vpipe.errors import UserError
 from vpipe.registry import SCHEDULE_REGISTRY
+from vpipe.schedule.authors.authoring import Chain
 from vpipe.schedule.authors.gpipe import gpipe
 from vpipe.schedule.authors.one_f_one_b import one_f_one_b
 from vpipe.schedule.catalog import entries, get
-from vpipe.schedule.entry import Chain
-from vpipe.schedule.program import Program
-from vpipe.schedule.text import from_csv, to_csv
+from vpipe.schedule.program import Program, from_csv, to_csv
 
 SOURCES = Path(vpipe.__file__).parent
 
@@ -62,7 +61,7 @@ def call(*words: str) -> int:
 
 PLUGIN = """
 from vpipe.registry import SCHEDULE_REGISTRY
-from vpipe.schedule.entry import Entry
+from vpipe.schedule.authors.authoring import Entry
 from vpipe.schedule.authors.gpipe import gpipe
 from vpipe.schedule.authors.one_f_one_b import one_f_one_b
 

@@ -25,7 +25,7 @@ from vpipe.schedule.catalog import get, names_file
 from vpipe.schedule.program import Program, Versions
 
 if TYPE_CHECKING:
-    from vpipe.schedule.text import Cells
+    from vpipe.schedule.program import Cells
     from vpipe.schedule.violation import Violation
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -190,7 +190,7 @@ def _build(name: str, counts: dict[str, int | None], options: dict[str, Any], ti
 def _read(
     target: str, counts: dict[str, int | None], versions: str | None, options: dict[str, Any]
 ) -> tuple[Program, ProgramSource]:
-    from vpipe.schedule.text import cells, decode, from_cells, read_text
+    from vpipe.schedule.program import cells, decode, from_cells, read_text
 
     rule = Versions(versions or Versions.NEWEST)
     for option in options:

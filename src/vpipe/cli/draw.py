@@ -96,7 +96,7 @@ def command(
 
 def _csv(program: Program, lowered: bool) -> str:
     from vpipe.schedule.lower import is_lowered, lower
-    from vpipe.schedule.text import to_csv
+    from vpipe.schedule.program import to_csv
 
     return to_csv(lower(program) if lowered and not is_lowered(program) else program)
 
@@ -124,8 +124,8 @@ def _save(simulation: Simulation, path: Path, figure: Figure) -> None:
 
 
 def _simulated(program: Program, source: ProgramSource, times: dict[str, Any]) -> Simulation:
-    from vpipe.schedule.costs import uniform
     from vpipe.schedule.simulate import simulate
+    from vpipe.schedule.timeline import uniform
 
     source.check(program)
     return simulate(program, uniform(program.placement, **times))

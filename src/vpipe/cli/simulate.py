@@ -24,8 +24,8 @@ def command(program: Program, source: ProgramSource, as_json: bool, **times: Any
       vpipe simulate zb-h1 -p 4 -m 8 --forward 1 --input-grad 1.2 --weight-grad 0.8 --latency 0.1
       vpipe simulate interleaved -p 4 -m 8 -v 2 --json
     """
-    from vpipe.schedule.costs import uniform
     from vpipe.schedule.simulate import simulate
+    from vpipe.schedule.timeline import uniform
 
     source.check(program)
     found = simulate(program, uniform(program.placement, **times)).summary()

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vpipe.data.builders import build, builder_names
-    from vpipe.data.catalog import dataset_names, load
-    from vpipe.data.dataset import Batch, DataSet
+    from vpipe.data.dataset import Batch, DataSet, dataset_names, load
     from vpipe.data.loader import Loader
     from vpipe.data.manifest import Manifest
     from vpipe.data.order import BatchOrder
@@ -32,8 +31,8 @@ _HOMES = {
     "Manifest": "vpipe.data.manifest",
     "build": "vpipe.data.builders",
     "builder_names": "vpipe.data.builders",
-    "dataset_names": "vpipe.data.catalog",
-    "load": "vpipe.data.catalog",
+    "dataset_names": "vpipe.data.dataset",
+    "load": "vpipe.data.dataset",
 }
 
 __all__ = ["Batch", "BatchOrder", "DataSet", "Loader", "Manifest", "build", "builder_names", "dataset_names", "load"]

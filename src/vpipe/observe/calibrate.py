@@ -14,8 +14,8 @@ from statistics import median
 from vpipe.observe.measured import Measured, computes
 from vpipe.observe.meetings import meetings
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.program import Program
+from vpipe.schedule.timeline import Costs, StageCosts
 
 NS = 1e-9
 Medians = dict[tuple[int, Kind], float]

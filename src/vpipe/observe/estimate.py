@@ -19,7 +19,7 @@ from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.planner import Plan, plan
 from vpipe.plan.predict import Machine, Pipe, Prediction, predict
-from vpipe.schedule.costs import Costs, StageCosts
+from vpipe.schedule.timeline import Costs, StageCosts
 
 TOLERANCE = 0.1
 """How far the stages may be from the sums of their sorts, as a share of the longest stage."""

@@ -27,10 +27,9 @@ from vpipe.observe.timelines import actions, timeline
 from vpipe.schedule import svg
 from vpipe.schedule.catalog import get
 from vpipe.schedule.choose import options_from
-from vpipe.schedule.costs import uniform
-from vpipe.schedule.program import Program
+from vpipe.schedule.program import Program, from_csv, to_csv
 from vpipe.schedule.simulate import simulate
-from vpipe.schedule.text import from_csv, to_csv
+from vpipe.schedule.timeline import uniform
 from vpipe.schedule.verify import verify
 
 MAX_ACTIONS = 4000

@@ -21,9 +21,8 @@ from vpipe.observe.run_state import begun, ended, story
 from vpipe.rundir.layout import CONFIG, EVENTS, METRICS, PLAN, RUN, SUMMARY
 from vpipe.schedule.action import Action, parse
 from vpipe.schedule.placement import Placement
-from vpipe.schedule.program import Program, Versions
+from vpipe.schedule.program import Program, Versions, from_csv
 from vpipe.schedule.semantics import LANE, Lane
-from vpipe.schedule.text import from_csv
 
 MAX_BYTES = 256 * 2**20
 """Of any file that is read: a larger one was not written by a trainer."""

@@ -13,8 +13,8 @@ from vpipe.observe.measured import from_simulation
 from vpipe.observe.timelines import actions, simulated, timeline, typical
 from vpipe.observe.watcher import Watcher
 from vpipe.schedule.catalog import entries, get
-from vpipe.schedule.costs import Costs, uniform
 from vpipe.schedule.simulate import simulate
+from vpipe.schedule.timeline import Costs, uniform
 
 MAX_ACTIONS = 40_000
 TIMES = {"forward": "1", "input_grad": "1", "weight_grad": "1", "latency": "0"}

@@ -17,9 +17,9 @@ from vpipe.plan.costs import Profile
 from vpipe.plan.machine import Machine
 from vpipe.plan.memory import Peak, StageFacts
 from vpipe.schedule.action import Kind
+from vpipe.schedule.authors.authoring import Chain, Entry
 from vpipe.schedule.catalog import get
 from vpipe.schedule.communication import communicate
-from vpipe.schedule.entry import Chain, Entry
 from vpipe.schedule.program import Program
 from vpipe.schedule.replicas import replicate
 from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, live_versions, most_open, units_in_flight

@@ -18,10 +18,10 @@ from vpipe.plan.machine import Machine
 from vpipe.plan.memory import Choice, MemoryTerms, StageFacts, rank_bytes
 from vpipe.plan.pipe import Pipe, stage_facts
 from vpipe.plan.sites import stage_sites, unit_time
-from vpipe.schedule.costs import Costs
 from vpipe.schedule.lower import lower
 from vpipe.schedule.program import Program
 from vpipe.schedule.simulate import bubble, simulate
+from vpipe.schedule.timeline import Costs
 
 __all__ = ["Machine", "Pipe", "Prediction", "predict", "stage_facts"]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from vpipe.plan.costs import Profile
 from vpipe.plan.machine import Machine
-from vpipe.schedule.entry import Entry
+from vpipe.schedule.authors.authoring import Entry
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from vpipe.plan.costs import Profile
 from vpipe.plan.machine import Machine
 from vpipe.plan.memory import Choice, MemoryTerms, StageFacts, stage_memory
 from vpipe.plan.pipe import Pipe, stage_facts
-from vpipe.schedule.costs import StageCosts
+from vpipe.schedule.timeline import StageCosts
 
 
 @dataclass(frozen=True)

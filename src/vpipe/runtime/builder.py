@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vpipe.balance import even_partition
 from vpipe.errors import UserError
-from vpipe.layer import Layer, TiedWeight, as_layers
+from vpipe.layer import Layer, TiedWeight, as_layers, even_partition
 from vpipe.runtime import assembly
 from vpipe.runtime.assembly import Wires
 from vpipe.runtime.device import is_host, place

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vpipe.balance import split_sizes
 from vpipe.errors import UserError
+from vpipe.layer import split_sizes
 from vpipe.runtime.transport.wire import copied_value, flatten, unflatten
 
 

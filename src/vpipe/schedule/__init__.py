@@ -21,23 +21,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vpipe.schedule.action import Action, Kind
     from vpipe.schedule.catalog import Entry, build, entries, get
-    from vpipe.schedule.costs import Costs, StageCosts, uniform
     from vpipe.schedule.placement import Placement
-    from vpipe.schedule.program import Program, Versions
+    from vpipe.schedule.program import Program, Versions, from_csv, read_csv, to_csv
     from vpipe.schedule.simulate import Simulation
-    from vpipe.schedule.text import from_csv, read_csv, to_csv
-    from vpipe.schedule.timeline import LinkModel
+    from vpipe.schedule.timeline import Costs, LinkModel, StageCosts, uniform
     from vpipe.schedule.violation import Violation
 
 _HOMES = {
     "action": ("Action", "Kind"),
     "catalog": ("Entry", "build", "entries", "get"),
-    "costs": ("Costs", "StageCosts", "uniform"),
     "placement": ("Placement",),
-    "program": ("Program", "Versions"),
+    "program": ("Program", "Versions", "from_csv", "read_csv", "to_csv"),
     "simulate": ("Simulation",),
-    "text": ("from_csv", "read_csv", "to_csv"),
-    "timeline": ("LinkModel",),
+    "timeline": ("Costs", "LinkModel", "StageCosts", "uniform"),
     "violation": ("Violation",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -32,14 +32,13 @@ from typing import Any
 from vpipe.errors import UserError, nearest
 from vpipe.registry import SCHEDULE_REGISTRY
 from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.authors.authoring import BATCHES, Chain, Entry
 from vpipe.schedule.catalog_entries import CATALOG
-from vpipe.schedule.entry import BATCHES, Chain, Entry
 from vpipe.schedule.lower import is_lowered, reduce
 from vpipe.schedule.placement import Placement
-from vpipe.schedule.program import Program
+from vpipe.schedule.program import Program, read_csv
 from vpipe.schedule.replicas import replicate
 from vpipe.schedule.semantics import WEIGHT_GRADIENT, agrees_after, updates_once
-from vpipe.schedule.text import read_csv
 
 __all__ = ["Entry", "ScheduleSpec", "build", "entries", "find", "get"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vpipe.schedule.authors.authoring import Chain, Entry
 from vpipe.schedule.authors.chimera import chimera
 from vpipe.schedule.authors.dualpipe import dualpipe, dualpipe_v
 from vpipe.schedule.authors.gpipe import gpipe, naive
@@ -12,7 +13,6 @@ from vpipe.schedule.authors.v_shape import v_half, v_min, zb_v
 from vpipe.schedule.authors.wave import hanayo
 from vpipe.schedule.authors.zero_bubble import zb_h1, zb_h2
 from vpipe.schedule.authors.zero_bubble_auto import zb_auto
-from vpipe.schedule.entry import Chain, Entry
 
 CATALOG: tuple[Entry, ...] = (
     Entry(

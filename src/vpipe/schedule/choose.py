@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vpipe.errors import UserError
+from vpipe.schedule.authors.authoring import Chain
 from vpipe.schedule.catalog import Entry, entries
-from vpipe.schedule.costs import uniform
-from vpipe.schedule.entry import Chain
 from vpipe.schedule.program import Program
 from vpipe.schedule.simulate import Simulation, bubble, simulate
+from vpipe.schedule.timeline import uniform
 
 FREE_STAGES_PER_RANK = (2, 4)
 """Tried where a schedule lets the user choose v."""

@@ -13,14 +13,14 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from vpipe.schedule.authors.authoring import BATCHES, POST_VALIDATION, Entry
 from vpipe.schedule.catalog import entries, get
 from vpipe.schedule.choose import RankedSchedule, rank
-from vpipe.schedule.costs import Costs, uniform
-from vpipe.schedule.entry import BATCHES, POST_VALIDATION, Entry
 from vpipe.schedule.lower import agree, lower, send_ahead
 from vpipe.schedule.replicas import replicate
 from vpipe.schedule.simulate import Simulation, simulate
 from vpipe.schedule.svg import svg
+from vpipe.schedule.timeline import Costs, uniform
 
 RANKS, MICROBATCHES = 4, 8
 MANY = 16

@@ -16,13 +16,12 @@ import numpy.typing as npt
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.costs import Costs, uniform
 from vpipe.schedule.flat import CODE, NONE, Bools, collector_paused
 from vpipe.schedule.lanes import Event
 from vpipe.schedule.lower import is_lowered, lower
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, held_versions, live_versions, staleness, version_table
-from vpipe.schedule.timeline import LinkModel, Timeline, run, usual
+from vpipe.schedule.timeline import Costs, LinkModel, Timeline, run, uniform, usual
 
 Array = npt.NDArray[np.float64]
 

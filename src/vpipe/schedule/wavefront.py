@@ -18,18 +18,13 @@ Array = npt.NDArray[np.float64]
 Times = tuple[Array, Array, Array, Array]
 """Of actions begin and end, of messages departure and arrival; -1 is never."""
 
-WIDE = 128
-"""Lanes, and actions of a lane, from which on it is worth a try."""
 NARROW = 48
 """Lanes that move at once, on average over ``ROUNDS``, below which one after the other is faster."""
 ROUNDS = 256
 
 
 def loop(graph: Lanes, duration: Array, transfer: Array, latency: Array) -> Times | None:
-    """All times, or None where the program is too narrow for arrays, or has actions that wait for several things."""
-    num_lanes, num_events = len(graph.lanes), sum(map(len, graph.lanes))
-    if graph.extra or num_lanes < WIDE or num_events < num_lanes * WIDE:
-        return None
+    """All times, of a program none of whose actions waits for several things; None where too few lanes move at once."""
     front = _Front(graph, duration, transfer, latency)
     lanes = np.flatnonzero(front.head < front.last)
     rounds = 0

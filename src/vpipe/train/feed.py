@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from vpipe.balance import split_sizes
 from vpipe.data.dataset import Batch, DataSet
 from vpipe.data.order import BatchOrder
 from vpipe.errors import UserError
+from vpipe.layer import split_sizes
 from vpipe.runtime.microbatches import Microbatches
 
 Position = tuple[int, int]

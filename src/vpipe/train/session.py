@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vpipe.balance import balanced
 from vpipe.config import PipelineConfig
 from vpipe.config.pipeline import given_options
-from vpipe.data import catalog as data_catalog
+from vpipe.data import dataset
 from vpipe.data.dataset import DataSet
 from vpipe.errors import UserError
 from vpipe.interfaces import ModelInterface, model_options, registered_dataset, registered_model, stage_sizes
+from vpipe.layer import balanced
 from vpipe.models import model as models
 from vpipe.models.model import Model, Skeleton
 from vpipe.plan.layout import layout_from_json
@@ -38,8 +38,8 @@ from vpipe.runtime.priorities.order import Backend
 from vpipe.runtime.priorities.turns import take_turns
 from vpipe.runtime.programs import Programs, Treated
 from vpipe.schedule import catalog
+from vpipe.schedule.authors.authoring import BATCHES, Chain
 from vpipe.schedule.catalog import ScheduleSpec
-from vpipe.schedule.entry import BATCHES, Chain
 from vpipe.schedule.placement import Layout
 from vpipe.train.compiling import compiled
 from vpipe.train.feed import Feed, Position, Units
@@ -113,11 +113,9 @@ def load_data(config: PipelineConfig) -> DataSet:
     if DATASET_REGISTRY.is_own(section.name):
         return registered_dataset(section, length, config.training.seed)
     extra = dict(section.extra)
-    if "test_size" in data_catalog.options(section.name):
+    if "test_size" in dataset.options(section.name):
         extra.setdefault("test_size", section.test_size)
-    return data_catalog.load(
-        section.name, path=section.path, sequence_length=length, seed=config.training.seed, extra=extra
-    )
+    return dataset.load(section.name, path=section.path, sequence_length=length, seed=config.training.seed, extra=extra)
 
 
 def load_model(config: PipelineConfig, vocab_size: int | None) -> Model:

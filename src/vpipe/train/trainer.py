@@ -28,17 +28,16 @@ from vpipe.rundir.state import ENDING
 from vpipe.runtime.job import Stats
 from vpipe.runtime.moves.moving import Moved
 from vpipe.runtime.options import Memory
+from vpipe.schedule.authors.authoring import Chain
 from vpipe.schedule.catalog import short_name
-from vpipe.schedule.entry import Chain
 from vpipe.schedule.placement import Layout
 from vpipe.train import ending
 from vpipe.train.checkpoints.manager import CheckpointManager
 from vpipe.train.evaluation import Evaluation
 from vpipe.train.feed import Position, Units, accumulated
 from vpipe.train.optimizers import learning_rate
-from vpipe.train.reporting.metrics import Metrics, device_name
 from vpipe.train.reporting.profiling import profiled
-from vpipe.train.reporting.run_log import RunLog, run_facts
+from vpipe.train.reporting.run_log import Metrics, RunLog, device_name, run_facts
 from vpipe.train.session import Session
 
 if TYPE_CHECKING:

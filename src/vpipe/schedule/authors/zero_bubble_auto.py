@@ -17,9 +17,9 @@ from vpipe.schedule.authors.authoring import F, I, W, batch
 from vpipe.schedule.authors.list_scheduler import Chooser, Preference, greedy
 from vpipe.schedule.authors.one_f_one_b import one_f_one_b
 from vpipe.schedule.authors.zero_bubble import lagging, zb_h1, zb_h2
-from vpipe.schedule.costs import Costs, StageCosts
 from vpipe.schedule.placement import loop
 from vpipe.schedule.program import Program
+from vpipe.schedule.timeline import Costs, StageCosts
 
 Times = tuple[float, float, float]
 """F, I and W of one stage."""

@@ -34,7 +34,7 @@ from vpipe.runtime import assembly
 from vpipe.runtime.device import is_host, own_memory
 from vpipe.train.feed import Feed, Units
 from vpipe.train.optimizers import autocast, optimizer
-from vpipe.train.reporting.metrics import device_name
+from vpipe.train.reporting.run_log import device_name
 from vpipe.train.session import load_data, load_model
 
 PROGRESS, RESULT = "progress.json", "profile.json"

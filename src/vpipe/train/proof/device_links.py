@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from vpipe.runtime.device import compute_stream, current, own_memory
 from vpipe.runtime.transport.handover import HandoverStreams
-from vpipe.train.reporting.metrics import device_name
+from vpipe.train.reporting.run_log import device_name
 
 SIZE, PRODUCTS = 1024, 8
 """Of the matrices that keep a device busy while a copy is under way, and how many products."""

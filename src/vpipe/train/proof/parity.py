@@ -24,7 +24,7 @@ from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.runtime.device import place
 from vpipe.runtime.replay import Replay, ReplayUnit
-from vpipe.schedule.entry import Chain
+from vpipe.schedule.authors.authoring import Chain
 from vpipe.schedule.program import Program
 from vpipe.train.feed import Position, Units
 from vpipe.train.optimizers import autocast, learning_rate, optimizer
