@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -216,20 +216,12 @@ def stage_sizes(model: ModelInterface, num_stages: int) -> list[int]:
     return [len(stage) for stage in partition]
 
 
-def model_options(section: ModelConfig, known: Collection[str]) -> dict[str, Any]:
-    """The options of a config for a builder that takes ``known``: a size it does not have is left out, unless somebody
-    set it. What is set but not known stays in, so that the builder can refuse it by name."""
-    fields = {name: value for name, value in section if name not in ("name", "compile", "extra")}
-    default = {name: field.default for name, field in type(section).model_fields.items()}
-    return {key: value for key, value in fields.items() if key in known or value != default[key]} | section.extra
-
-
 def registered_model(config: ModelConfig, vocab_size: int | None = None, seed: int = 0) -> Model:
     """The model that ``config.name`` has in ``MODEL_REGISTRY``: a ``ModelInterface``, or a function that gives a Model.
 
     ``vocab_size`` is the data set's, taken where the config has −1.
     """
-    from vpipe.models.model import Model
+    from vpipe.models.model import Model, model_options
 
     found = MODEL_REGISTRY.get(config.name)
     if config.vocab_size == -1 and vocab_size is not None:

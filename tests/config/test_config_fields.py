@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from vpipe.config import PipelineConfig, commented, load, reference, schema
 from vpipe.config.document import parse, plain
 from vpipe.config.problems import expects, section_of
-from vpipe.interfaces import model_options
+from vpipe.models.model import model_options
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {"model": {"name": "gpt"}, "dataset": {"name": "text"}}

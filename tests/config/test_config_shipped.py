@@ -10,8 +10,8 @@ import pytest
 
 from vpipe.config import load
 from vpipe.data import dataset as data
-from vpipe.interfaces import model_options
 from vpipe.models import model as models
+from vpipe.models.model import model_options
 from vpipe.schedule import catalog as schedules
 
 ROOT = Path(__file__).parents[2]

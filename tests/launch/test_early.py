@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from vpipe.cli.main import guessed
 from vpipe.launch import early, local
 
 CONFIG = """
@@ -49,12 +50,12 @@ def config(tmp_path: Path) -> Path:
 )
 def test_what_is_guessed(config: Path, text: str, words: list[str], expected: tuple[int, int] | None) -> None:
     config.write_text(CONFIG + text)
-    assert early.guessed([str(config), *words]) == expected
+    assert guessed([str(config), *words]) == expected
 
 
 def test_no_guess_without_a_config(tmp_path: Path) -> None:
-    assert early.guessed([]) is None
-    assert early.guessed([str(tmp_path / "absent.yaml")]) is None
+    assert guessed([]) is None
+    assert guessed([str(tmp_path / "absent.yaml")]) is None
 
 
 Begin = Callable[..., int]
@@ -69,7 +70,7 @@ def begin(config: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
     monkeypatch.setattr(early, "WORKER", "no_such_module")
 
     def begin(*words: str) -> int:
-        early.begin([str(config), *words])
+        early.begin(*(guessed([str(config), *words]) or (1, 0)))
         (started,) = early._begun
         return started.process.pid
 
@@ -99,7 +100,7 @@ def test_a_wrong_one_is_let_go(begin: Begin, change: dict[str, str]) -> None:
 
 def test_ranks_of_other_launchers_start_none(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    early.begin([str(config)])
+    early.begin(*(guessed([str(config)]) or (1, 0)))
     assert not early._begun
 
 

@@ -16,10 +16,12 @@ import atexit
 import errno
 import gc
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -53,6 +55,12 @@ COMMANDS = {
 
 OUTPUT_LOST = os.EX_IOERR
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+_KEY = re.compile(
+    r"\b(model_parallel_size|data_parallel_size|threads|transport|elastic|machines|container)\s*[:=]\s*([^\s#,}]+)"
+)
+_NOT_HERE = {"transport": "inprocess", "elastic": "", "machines": "", "container": ""}
+"""Keys, and the values with which no zygote is needed, or another one; empty: any but none."""
 
 EXAMPLES = """
 \b
@@ -144,16 +152,39 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def _run(words: list[str]) -> object:
     """Run a command; ranks that ``train`` will want begin to import while its config is read."""
-    if words[:1] != ["train"]:
+    guess = guessed(words[1:]) if words[:1] == ["train"] else None
+    if guess is None:
         return cli.main(args=words, prog_name="vpipe", standalone_mode=False)
     from vpipe.launch import early
 
-    begun = early.begin(words[1:])
+    early.begin(*guess)
     try:
         return cli.main(args=words, prog_name="vpipe", standalone_mode=False)
     finally:
-        if begun:
-            early.dismiss()
+        early.dismiss()
+
+
+def guessed(words: Sequence[str]) -> tuple[int, int] | None:
+    """How many ranks and threads these words of ``train`` and the config that they name ask for; None: no ranks here,
+    or unclear."""
+    if any(word in ("-h", "--help", "--print-config", "--elastic") for word in words):
+        return None
+    files = [word for word in words if word.endswith((".yaml", ".yml")) and Path(word).is_file()]
+    if len(files) != 1:
+        return None
+    found = dict(_KEY.findall(Path(files[0]).read_text(encoding="utf-8", errors="replace")))
+    found |= dict(_KEY.findall("\n".join(words)))
+    if "--nproc" in words[:-1]:
+        found["model_parallel_size"] = words[words.index("--nproc") + 1]
+    for key, value in _NOT_HERE.items():
+        if key in found and found[key] not in ("none", "null", "[]") and value in ("", found[key]):
+            return None
+    defaults = {"model_parallel_size": "", "data_parallel_size": "1", "threads": "0"}
+    numbers = [found.get(key, default) for key, default in defaults.items()]
+    if not all(number.isdecimal() for number in numbers):
+        return None
+    stages, replicas, threads = map(int, numbers)
+    return (stages * replicas, threads) if stages * replicas > 1 else None
 
 
 def _output_is_lost() -> bool:

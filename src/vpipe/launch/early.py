@@ -2,9 +2,9 @@
 
 Reading a config takes the launcher half a second of one core, importing torch takes the zygote more than one of
 another: the second need not wait for the first. What ``vpipe train`` will most probably need is therefore started
-first of all. Only what must be known before torch is imported, the threads of one operation, is guessed, from the
-command's words and the config's text. A guess that turns out wrong costs what was imported until then: the launcher
-lets that zygote go and starts the right one, as it does where nothing was guessed.
+first of all. Only what must be known before torch is imported, the threads of one operation, is guessed
+(``cli.main``), from the command's words and the config's text. A guess that turns out wrong costs what was imported
+until then: the launcher lets that zygote go and starts the right one, as it does where nothing was guessed.
 
     vpipe train ── begin ─────────── read the config ── take ── spec ──▶ ┐
                      └─ zygote: import torch, vpipe ─────────────────────┴─ fork the ranks
@@ -13,13 +13,11 @@ lets that zygote go and starts the right one, as it does where nothing was guess
 from __future__ import annotations
 
 import os
-import re
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from vpipe.launch.process import kill_group, num_cores
 
@@ -29,11 +27,6 @@ WORKER = "vpipe.train.worker"
 STARTED_BY_OTHERS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PMIX_RANK", "MPI_LOCALRANKID")
 LATE = ("VPIPE_COMMAND", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that are read when ranks meet and later: they may still change when torch is imported."""
-_KEY = re.compile(
-    r"\b(model_parallel_size|data_parallel_size|threads|transport|elastic|machines|container)\s*[:=]\s*([^\s#,}]+)"
-)
-_NOT_HERE = {"transport": "inprocess", "elastic": "", "machines": "", "container": ""}
-"""Keys, and the values with which no zygote is needed, or another one; empty: any but none."""
 
 
 @dataclass(frozen=True)
@@ -72,34 +65,10 @@ def spawn(environment: Mapping[str, str], shared: Sequence[int] = (), preload: S
 _begun: list[Started] = []
 
 
-def begin(words: Sequence[str]) -> bool:
-    """Start the zygote of ``vpipe train WORDS``, if these look as if it will be needed; whether it was."""
-    guess = guessed(words)
-    if guess is not None and not any(name in os.environ for name in STARTED_BY_OTHERS):
-        _begun.append(spawn(settings(*guess), preload=(*PRELOAD, WORKER)))
-    return bool(_begun)
-
-
-def guessed(words: Sequence[str]) -> tuple[int, int] | None:
-    """How many ranks and threads these words and the config that they name ask for; None: no ranks here, or unclear."""
-    if any(word in ("-h", "--help", "--print-config", "--elastic") for word in words):
-        return None
-    files = [word for word in words if word.endswith((".yaml", ".yml")) and Path(word).is_file()]
-    if len(files) != 1:
-        return None
-    found = dict(_KEY.findall(Path(files[0]).read_text(encoding="utf-8", errors="replace")))
-    found |= dict(_KEY.findall("\n".join(words)))
-    if "--nproc" in words[:-1]:
-        found["model_parallel_size"] = words[words.index("--nproc") + 1]
-    for key, value in _NOT_HERE.items():
-        if key in found and found[key] not in ("none", "null", "[]") and value in ("", found[key]):
-            return None
-    defaults = {"model_parallel_size": "", "data_parallel_size": "1", "threads": "0"}
-    numbers = [found.get(key, default) for key, default in defaults.items()]
-    if not all(number.isdecimal() for number in numbers):
-        return None
-    stages, replicas, threads = map(int, numbers)
-    return (stages * replicas, threads) if stages * replicas > 1 else None
+def begin(num_ranks: int, threads: int) -> None:
+    """Start the zygote of so many ranks of ``vpipe train``, unless this process is a rank of somebody else's."""
+    if not any(name in os.environ for name in STARTED_BY_OTHERS):
+        _begun.append(spawn(settings(num_ranks, threads), preload=(*PRELOAD, WORKER)))
 
 
 def take(environment: Mapping[str, str]) -> Started | None:

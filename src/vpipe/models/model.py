@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from torch.overrides import TorchFunctionMode
 from vpipe.errors import UserError, nearest
 from vpipe.layer import Layer, TiedWeight, input_names
 from vpipe.registry import MODEL_REGISTRY
+
+if TYPE_CHECKING:
+    from vpipe.config import ModelConfig
 
 Factory = Callable[[], nn.Module]
 BUILDERS = MODEL_REGISTRY.built_in
@@ -287,6 +290,14 @@ def builder(name: str) -> Callable[..., Model]:
     module, _, function = BUILDERS[name].partition(":")
     made: Callable[..., Model] = getattr(import_module(module), function)
     return made
+
+
+def model_options(section: ModelConfig, known: Collection[str]) -> dict[str, Any]:
+    """The options of a config for a builder that takes ``known``: a size it does not have is left out, unless somebody
+    set it. What is set but not known stays in, so that the builder can refuse it by name."""
+    fields = {name: value for name, value in section if name not in ("name", "compile", "extra")}
+    default = {name: field.default for name, field in type(section).model_fields.items()}
+    return {key: value for key, value in fields.items() if key in known or value != default[key]} | section.extra
 
 
 def build(

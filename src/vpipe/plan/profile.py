@@ -34,7 +34,7 @@ from vpipe.runtime.flow import Flow, Value, resolve
 from vpipe.runtime.memory.live import LiveBytes
 from vpipe.runtime.region import Run
 from vpipe.runtime.stage import Loss, Stage, StageOptions, Unit
-from vpipe.runtime.transport.wire import flatten
+from vpipe.runtime.transport.crossing import flatten
 from vpipe.runtime.updates import optimizing
 from vpipe.runtime.updates.weights import count_bytes
 from vpipe.schedule.placement import Layout

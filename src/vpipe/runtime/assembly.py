@@ -37,6 +37,7 @@ from vpipe.runtime.ranks import membership
 from vpipe.runtime.ranks.meeting import COME_WITHIN, LaunchedRank
 from vpipe.runtime.transport import ondevice
 from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.transport.crossing import flatten, unflatten
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.inprocess import Hub
 from vpipe.runtime.transport.link import Link
@@ -44,7 +45,6 @@ from vpipe.runtime.transport.linked import LinkedTransport
 from vpipe.runtime.transport.neighbours import Card, Door
 from vpipe.runtime.transport.ring_link import RingLink
 from vpipe.runtime.transport.stream_link import StreamLink
-from vpipe.runtime.transport.wire import flatten, unflatten
 from vpipe.runtime.updates.replicas import share_states
 from vpipe.runtime.updates.ties import share_tied
 from vpipe.schedule.placement import Layout, Seat

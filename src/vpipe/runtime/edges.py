@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge, increment_version
 
 from vpipe.runtime.flow import Value
-from vpipe.runtime.transport.wire import flatten, unflatten
+from vpipe.runtime.transport.crossing import flatten, unflatten
 
 _alias: Any = torch.ops.aten._unsafe_view.default._op
 _pieces = torch.unsafe_split

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from vpipe.runtime.device import HOST, current, is_host, number
 from vpipe.runtime.device_times import DeviceTimes
 from vpipe.runtime.edges import Pending, listed, unlisted
-from vpipe.runtime.flow import Flow, Value
+from vpipe.runtime.flow import Flow, Hop, Task, Tasks, Value, remote
 from vpipe.runtime.job import Call, Compiled, Job, Record, Result
 from vpipe.runtime.memory.swap import Passage, Swapper
 from vpipe.runtime.memory.swap_device import DeviceSwapper
@@ -30,9 +30,8 @@ from vpipe.runtime.randomness import evaluation_seed
 from vpipe.runtime.region import Run
 from vpipe.runtime.second_try import with_second_tries
 from vpipe.runtime.stage import Stage, Unit
-from vpipe.runtime.tasks import Hop, Task, Tasks, remote
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.transport.wire import copied_value
+from vpipe.runtime.transport.crossing import copied_value
 from vpipe.runtime.updates.attempts import AgreeingAfterwards
 from vpipe.runtime.updates.replicas import share_buffers
 from vpipe.runtime.updates.update import Updater

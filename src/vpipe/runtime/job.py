@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from vpipe.runtime.device import Number
-from vpipe.runtime.flow import Value
-from vpipe.runtime.tasks import Tasks
+from vpipe.runtime.flow import Tasks, Value
 from vpipe.schedule.action import Action
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import VersionTable, version_table

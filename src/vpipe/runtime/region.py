@@ -40,7 +40,7 @@ from vpipe.runtime.edges import (
 from vpipe.runtime.flow import Value
 from vpipe.runtime.memory.saved_tensors import SavedTensors
 from vpipe.runtime.randomness import seed_layer
-from vpipe.runtime.transport.wire import DTYPES, check_tensor, flatten
+from vpipe.runtime.transport.crossing import DTYPES, check_tensor, flatten
 
 _IN_PLACE = (
     "changes its input in place, which others read again (another layer, or the recompute); set the attribute "

@@ -22,7 +22,7 @@ from vpipe.config.pipeline import given_options
 from vpipe.data import dataset
 from vpipe.data.dataset import DataSet
 from vpipe.errors import UserError
-from vpipe.interfaces import ModelInterface, model_options, registered_dataset, registered_model, stage_sizes
+from vpipe.interfaces import ModelInterface, registered_dataset, registered_model, stage_sizes
 from vpipe.layer import balanced
 from vpipe.models import model as models
 from vpipe.models.model import Model, Skeleton
@@ -125,7 +125,7 @@ def load_model(config: PipelineConfig, vocab_size: int | None) -> Model:
     if MODEL_REGISTRY.is_own(section.name):
         return registered_model(section, vocab_size, seed)
     known = inspect.signature(models.builder(section.name)).parameters
-    return models.build(section.name, model_options(section, known), vocab_size=vocab_size, seed=seed)
+    return models.build(section.name, models.model_options(section, known), vocab_size=vocab_size, seed=seed)
 
 
 def refuse(config: PipelineConfig) -> None:

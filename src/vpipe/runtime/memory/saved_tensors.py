@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vpipe.runtime.memory.swap import Slot, worth_moving
-from vpipe.runtime.transport.strides import copied
+from vpipe.runtime.transport.crossing import copied
 
 
 class SavedTensor:

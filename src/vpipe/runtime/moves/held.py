@@ -16,7 +16,7 @@ from torch import Tensor
 from vpipe.runtime.device import is_host
 from vpipe.runtime.memory.sums import word_sum
 from vpipe.runtime.moves.layer_state import State
-from vpipe.runtime.transport.wire import flatten, unflatten
+from vpipe.runtime.transport.crossing import flatten, unflatten
 
 LEAST = 1024
 """Bytes of a tensor for which a place is worth its words."""

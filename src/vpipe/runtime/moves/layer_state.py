@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from vpipe.errors import UserError
 from vpipe.runtime.device import is_host
-from vpipe.runtime.transport.strides import copied
-from vpipe.runtime.transport.wire import Envelope, check_tensor, flatten, pack, unflatten, unpack, unpack_head
+from vpipe.runtime.transport.crossing import check_tensor, copied, flatten, unflatten
+from vpipe.runtime.transport.wire import Envelope, pack, unpack, unpack_head
 
 _BLOCK = Envelope(-2, 0, 0, 0, 0)
 State = dict[str, Any]

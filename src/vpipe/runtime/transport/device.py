@@ -29,10 +29,11 @@ from torch.utils._pytree import tree_map
 from vpipe.errors import UserError
 from vpipe.runtime.device import is_host
 from vpipe.runtime.ranks import device_groups
+from vpipe.runtime.transport.crossing import unflatten
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.form import Form, form_of, room, seen, snapshot
 from vpipe.runtime.transport.routes import Route, route_of
-from vpipe.runtime.transport.wire import Envelope, unflatten
+from vpipe.runtime.transport.wire import Envelope
 
 Place = tuple[int, int, int, int]
 """(source stage, target stage, microbatch, backward) of a message."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vpipe.runtime.device import is_host
-from vpipe.runtime.transport.strides import fill, kept_strides, shift
-from vpipe.runtime.transport.wire import Structure, TensorFacts, check_tensor, flatten
+from vpipe.runtime.transport.crossing import Structure, check_tensor, fill, flatten, kept_strides, shift
+from vpipe.runtime.transport.wire import TensorFacts
 
 
 class Form(NamedTuple):

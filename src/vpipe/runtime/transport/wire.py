@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
 from ctypes import Array, c_char, memmove, string_at
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,33 +23,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vpipe.errors import UserError
-from vpipe.runtime.transport.strides import LINE, copied, default_strides, fill, kept_strides, shift, span
+from vpipe.runtime.transport.crossing import (
+    LINE,
+    NAMED,
+    PLAIN,
+    TENSOR,
+    Structure,
+    default_strides,
+    fill,
+    flatten,
+    kept_strides,
+    name_of,
+    shift,
+    span,
+    unflatten,
+)
 
 ALIGN = LINE
 MOST_LAYOUTS = 1024
 _PREFIX = struct.Struct("<8sqiiiiqq")
 _MAGIC = b"vpipe\x00\x00\x01"
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-        torch.uint8, torch.bool, torch.complex64, torch.complex128,
-    )
-}  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-DTYPES = frozenset(_NAMES)
-"""Those whose tensors can travel."""
-
-_SCALARS: dict[type, str] = {type(None): "none", bool: "bool", int: "int", float: "float", str: "str"}
-
 Memory = Array[c_char]
 """Some bytes, where they are."""
-Structure = tuple[Any, ...]
-"""A value without its tensors: nested tuples that hash. ``("T",)`` stands for the next tensor."""
-_TENSOR: Structure = ("T",)
-_NONE: Structure = ("none", None)
-_PLAIN = frozenset(("none", "bool", "int", "str"))
 
 
 class Envelope(NamedTuple):
@@ -105,74 +99,6 @@ class MessageLayout(NamedTuple):
     """Where in such a tuple the tensors go."""
 
 
-def flatten(value: Any, tensors: list[Tensor]) -> Structure:
-    """The structure of ``value``; its tensors are appended to ``tensors`` in order."""
-    kind = type(value)
-    if kind is Tensor:
-        tensors.append(value)
-        return _TENSOR
-    if kind is tuple:
-        found: list[Any] = ["t"]
-        for part in value:
-            kind = type(part)
-            if kind is Tensor:  # most parts are one of these: without a call
-                tensors.append(part)
-                found.append(_TENSOR)
-            elif kind is int:
-                found.append(("int", part))
-            elif part is None:
-                found.append(_NONE)
-            else:
-                found.append(flatten(part, tensors))
-        return tuple(found)
-    if kind in _SCALARS:
-        # 1, 1.0 and True are equal keys of a cache, and a NaN never is: the kind and the exact text tell them apart.
-        return (_SCALARS[kind], value.hex() if kind is float else value)
-    if kind is list:
-        return ("l", *[flatten(part, tensors) for part in value])
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _TENSOR
-    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
-        return ("d", *[(key, flatten(part, tensors)) for key, part in value.items()])
-    raise UserError(
-        f"a {type(value).__name__} cannot travel between stages; "
-        "pass tensors, numbers, strings, None, or tuples, lists and dicts of them"
-    )
-
-
-def check_tensor(tensor: Tensor) -> None:
-    """Refuse a tensor whose bytes cannot be sent."""
-    if tensor.dtype not in _NAMES:
-        _name(tensor.dtype)
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise UserError(
-            f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot travel between stages; "
-            "return tensor.to_dense()"
-        )
-
-
-def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
-    """The value of a structure; ``take`` yields its tensors in order."""
-    kind = structure[0]
-    if kind == "T":
-        return take()
-    if kind == "t":
-        return tuple(
-            [
-                take() if part[0] == "T" else part[1] if part[0] in _PLAIN else unflatten(part, take)
-                for part in structure[1:]
-            ]
-        )
-    if kind in _PLAIN:
-        return structure[1]
-    if kind == "float":
-        return float.fromhex(structure[1])
-    if kind == "l":
-        return [unflatten(part, take) for part in structure[1:]]
-    return {key: unflatten(part, take) for key, part in structure[1:]}
-
-
 def assembled(layout: MessageLayout, tensors: list[Tensor]) -> Any:
     """The value of a form and its tensors."""
     if layout.parts is None:
@@ -185,7 +111,7 @@ def assembled(layout: MessageLayout, tensors: list[Tensor]) -> Any:
 
 @lru_cache(maxsize=MOST_LAYOUTS)
 def _layout(structure: Structure, facts: tuple[TensorFacts, ...]) -> MessageLayout:
-    tensors = [[_name(fact.dtype), *fact[1:]] for fact in facts]
+    tensors = [[name_of(fact.dtype), *fact[1:]] for fact in facts]
     text = json.dumps([structure, tensors], separators=(",", ":")).encode()
     offset = _aligned(_PREFIX.size + len(text))
     offsets, copying = [], []
@@ -195,9 +121,9 @@ def _layout(structure: Structure, facts: tuple[TensorFacts, ...]) -> MessageLayo
         template = torch.empty((), dtype=fact.dtype).expand(fact.shape if dense else (fact.span,))
         copying.append((template, offset, fact.dtype.itemsize * template.numel(), fact, dense))
         offset = _aligned(offset + fact.dtype.itemsize * fact.span)
-    is_flat = structure[0] == "t" and all(part == _TENSOR or part[0] in _PLAIN for part in structure[1:])
-    parts = tuple(None if part == _TENSOR else part[1] for part in structure[1:]) if is_flat else None
-    places = tuple(place for place, part in enumerate(structure[1:]) if part == _TENSOR)
+    is_flat = structure[0] == "t" and all(part == TENSOR or part[0] in PLAIN for part in structure[1:])
+    parts = tuple(None if part == TENSOR else part[1] for part in structure[1:]) if is_flat else None
+    places = tuple(place for place, part in enumerate(structure[1:]) if part == TENSOR)
     return MessageLayout(structure, facts, tuple(offsets), text, offset, tuple(copying), parts, places)
 
 
@@ -206,7 +132,7 @@ def parsed(text: bytes) -> MessageLayout:
     """The form that a text describes."""
     structure, tensors = json.loads(text)
     facts = tuple(
-        TensorFacts(_DTYPES[name], tuple(shape), bool(needs_grad), tuple(strides), shift)
+        TensorFacts(NAMED[name], tuple(shape), bool(needs_grad), tuple(strides), shift)
         for name, shape, needs_grad, strides, shift in tensors
     )
     return _layout(_hashable(structure), facts)
@@ -214,19 +140,6 @@ def parsed(text: bytes) -> MessageLayout:
 
 def _hashable(structure: Any) -> Any:
     return tuple(_hashable(part) for part in structure) if isinstance(structure, list) else structure
-
-
-def _name(dtype: torch.dtype) -> str:
-    if dtype not in _NAMES:
-        raise UserError(f"tensors of {dtype} cannot travel between stages; use one of {', '.join(sorted(_DTYPES))}")
-    return _NAMES[dtype]
-
-
-def copied_value(value: Any) -> Any:
-    """A value as it arrives at another stage."""
-    tensors: list[Tensor] = []
-    structure = flatten(value, tensors)
-    return unflatten(structure, iter([copied(tensor) for tensor in tensors]).__next__)
 
 
 def _aligned(offset: int) -> int:

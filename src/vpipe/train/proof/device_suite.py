@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_map
 
 from vpipe.runtime.assembly import between_processes
 from vpipe.runtime.device import HOST, compute_stream, current
+from vpipe.runtime.transport.crossing import copied
 from vpipe.runtime.transport.device import DeviceTransport
 from vpipe.runtime.transport.inprocess import Hub
 from vpipe.runtime.transport.ondevice import transports
 from vpipe.runtime.transport.routes import Route, route_of
-from vpipe.runtime.transport.strides import copied
 from vpipe.runtime.transport.wire import Envelope
 from vpipe.train.proof import promises
 

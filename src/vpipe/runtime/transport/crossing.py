@@ -1,0 +1,195 @@
+"""What may cross the boundary between two stages, and how it lies in memory on the other side.
+
+A value is any tuple, list or dict of tensors, numbers, strings and ``None``: its structure, and its tensors in order.
+
+Kernels add in another order, and even ``gelu`` rounds otherwise, where strides differ. So a copy that a stage hands to
+the next must lie in memory as the original does, or cutting a model would change its last bits:
+
+    x.t()        the order of the dimensions
+    x[:, -1]     whether rows follow each other without gaps
+    x.expand(…)  which numbers are one, repeated
+
+    x[:, 3:]     where the first number and each row lie within a line of 64 bytes: matrix products ask for that
+
+Gaps shrink to less than a line, because beyond that nobody asks: the last position of a long sequence does not bring
+the room of the whole sequence with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vpipe.errors import UserError
+
+NAMED = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    )
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in NAMED.items()}
+DTYPES = frozenset(_NAMES)
+"""Those whose tensors can travel."""
+
+_SCALARS: dict[type, str] = {type(None): "none", bool: "bool", int: "int", float: "float", str: "str"}
+
+Structure = tuple[Any, ...]
+"""A value without its tensors: nested tuples that hash. ``("T",)`` stands for the next tensor."""
+TENSOR: Structure = ("T",)
+_NONE: Structure = ("none", None)
+PLAIN = frozenset(("none", "bool", "int", "str"))
+
+Sizes = tuple[int, ...]
+LINE = 64
+"""Bytes within which kernels care where a number lies; torch's memory begins at such lines."""
+
+
+def shift(tensor: Tensor) -> int:
+    """How many elements after the beginning of a line a tensor lies."""
+    size = tensor.element_size()
+    rest = tensor.data_ptr() % LINE
+    return rest // size if rest and rest % size == 0 else 0
+
+
+def kept_strides(tensor: Tensor) -> Sizes:
+    """The strides of a copy."""
+    strides = tensor.stride()
+    if tensor.is_contiguous():
+        return strides
+    found = list(strides)  # those of dimensions of size 1 say nothing of memory, but kernels may ask
+    line = LINE // tensor.element_size()
+    follows, step, reach = 1, 1, 1
+    for dimension in sorted(range(tensor.dim()), key=lambda d: (strides[d], -d)):
+        stride, extent = strides[dimension], tensor.shape[dimension]
+        if extent == 1 or stride == 0:
+            continue
+        if stride < reach:  # elements overlap: nothing but a plain copy holds them
+            return tuple(torch.empty_like(tensor, device="meta").stride())
+        found[dimension] = step if stride == follows else step + 1 + (stride - step - 1) % line
+        follows, step, reach = stride * extent, found[dimension] * extent, reach + stride * (extent - 1)
+    return tuple(found)
+
+
+def default_strides(shape: Sizes) -> Sizes:
+    """Those of a tensor that lies in memory as its dimensions are named, without gaps."""
+    found: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(found))
+
+
+def span(shape: Sizes, strides: Sizes) -> int:
+    """How many elements of memory a tensor reaches over."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def fill(slot: Tensor, tensor: Tensor) -> None:
+    """Write a tensor into a slot of its strides; a number that is repeated is written once."""
+    for dimension, stride in enumerate(slot.stride()):
+        if stride == 0 and slot.shape[dimension] > 1:
+            slot, tensor = slot.narrow(dimension, 0, 1), tensor.narrow(dimension, 0, 1)
+    slot.copy_(tensor.detach(), non_blocking=True)
+
+
+def copied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """What a tensor is on the other side of a boundary: the same numbers, lying alike, in memory of their own, on
+    another ``device`` if one is given."""
+    before = shift(tensor)
+    if device is None and not before and tensor.is_contiguous():
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    shape, strides = tuple(tensor.shape), kept_strides(tensor)
+    memory = torch.empty(before + span(shape, strides), dtype=tensor.dtype, device=device or tensor.device)
+    copy = memory.as_strided(shape, strides, before)
+    fill(copy, tensor)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def flatten(value: Any, tensors: list[Tensor]) -> Structure:
+    """The structure of ``value``; its tensors are appended to ``tensors`` in order."""
+    kind = type(value)
+    if kind is Tensor:
+        tensors.append(value)
+        return TENSOR
+    if kind is tuple:
+        found: list[Any] = ["t"]
+        for part in value:
+            kind = type(part)
+            if kind is Tensor:  # most parts are one of these: without a call
+                tensors.append(part)
+                found.append(TENSOR)
+            elif kind is int:
+                found.append(("int", part))
+            elif part is None:
+                found.append(_NONE)
+            else:
+                found.append(flatten(part, tensors))
+        return tuple(found)
+    if kind in _SCALARS:
+        # 1, 1.0 and True are equal keys of a cache, and a NaN never is: the kind and the exact text tell them apart.
+        return (_SCALARS[kind], value.hex() if kind is float else value)
+    if kind is list:
+        return ("l", *[flatten(part, tensors) for part in value])
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return TENSOR
+    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+        return ("d", *[(key, flatten(part, tensors)) for key, part in value.items()])
+    raise UserError(
+        f"a {type(value).__name__} cannot travel between stages; "
+        "pass tensors, numbers, strings, None, or tuples, lists and dicts of them"
+    )
+
+
+def check_tensor(tensor: Tensor) -> None:
+    """Refuse a tensor whose bytes cannot be sent."""
+    if tensor.dtype not in _NAMES:
+        name_of(tensor.dtype)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise UserError(
+            f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot travel between stages; "
+            "return tensor.to_dense()"
+        )
+
+
+def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
+    """The value of a structure; ``take`` yields its tensors in order."""
+    kind = structure[0]
+    if kind == "T":
+        return take()
+    if kind == "t":
+        return tuple(
+            [
+                take() if part[0] == "T" else part[1] if part[0] in PLAIN else unflatten(part, take)
+                for part in structure[1:]
+            ]
+        )
+    if kind in PLAIN:
+        return structure[1]
+    if kind == "float":
+        return float.fromhex(structure[1])
+    if kind == "l":
+        return [unflatten(part, take) for part in structure[1:]]
+    return {key: unflatten(part, take) for key, part in structure[1:]}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """What a message calls a dtype; one that cannot travel is refused."""
+    if dtype not in _NAMES:
+        raise UserError(f"tensors of {dtype} cannot travel between stages; use one of {', '.join(sorted(NAMED))}")
+    return _NAMES[dtype]
+
+
+def copied_value(value: Any) -> Any:
+    """A value as it arrives at another stage."""
+    tensors: list[Tensor] = []
+    structure = flatten(value, tensors)
+    return unflatten(structure, iter([copied(tensor) for tensor in tensors]).__next__)
