@@ -107,6 +107,8 @@ def _values(item: pytest.Item) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _rotate(config, items)
     _skip_what_is_newer(items)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # what starts last is short: no core idles in the end
 
 
 def _rotate(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import json
 import os
 import runpy
@@ -45,7 +46,10 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
 sys.exit(int(said.readline() or 1))
 """
 
-IMPORTED = ("torch.distributed.launcher.api", "vpipe.cli.main", "vpipe.train.worker", "vpipe.train.elastic")
+IMPORTED = (
+    *("torch.distributed.launcher.api", "vpipe.cli.main", "vpipe.train.worker", "vpipe.train.elastic"),
+    *("torch._dynamo", "torch.distributed.fsdp"),  # what checks a model without its weights imports them: a second
+)
 
 
 @cache
@@ -86,6 +90,7 @@ def serve(address: str, *preload: str) -> None:
         import_module(name)
 
     fork_zygotes()
+    gc.freeze()  # forks look for garbage among what is theirs, and share the pages of the rest
     die_with_parent(os.getppid())
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
