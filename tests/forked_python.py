@@ -68,6 +68,11 @@ def program() -> str:
     return str(folder / "python")
 
 
+def address() -> str:
+    """Where the process listens that forks; the last word of every fork."""
+    return str(Path(program()).parent / "socket")
+
+
 def write(program: Path, address: Path, *words: str) -> None:
     """The program, with the words that come first of all; ``python`` beside it has none."""
     text = CLIENT.format(python=sys.executable, address=str(address))

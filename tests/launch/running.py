@@ -7,13 +7,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+import forked_python
 
 HERE = Path(__file__).parent
 FAILING = str(HERE / "failing.py")
@@ -22,12 +23,14 @@ HANG = 150.0
 
 
 class Running:
-    """A command whose descendants carry a mark in their environment, so that none can hide."""
+    """A command whose descendants carry a mark in their environment, so that none can hide. Forks have their server's
+    environment: all that come meanwhile are taken for the command's."""
 
     def __init__(self, folder: Path, *command: str) -> None:
         self._mark = uuid.uuid4().hex
         self._folder = folder
         self._command = command
+        self._before = {each.pid for each in psutil.process_iter()}
         self.started = time.time()
         self.process = subprocess.Popen(
             command,
@@ -66,11 +69,15 @@ class Running:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("MARK") == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                if self._is_ours(process) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except psutil.Error:
                 continue
         return found
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        is_fork = self._command[0] == forked_python.program() and process.cmdline()[-1:] == [forked_python.address()]
+        return (is_fork and process.pid not in self._before) or process.environ().get("MARK") == self._mark
 
     def assert_clean(self, timeout: float = HANG) -> None:
         """Nothing is left; a killed process may take a moment to go."""
@@ -90,7 +97,7 @@ class BareRanks:
 
     def __init__(self) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, str(HERE / "bare_ranks.py")],
+            [forked_python.program(), str(HERE / "bare_ranks.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environment(),
@@ -139,6 +146,9 @@ def _kill(group: int) -> bool:
     return True
 
 
-def vpipe_run(folder: Path, num_ranks: int, *target: str, options: tuple[str, ...] = ()) -> Running:
-    """``vpipe run --nproc N target``."""
-    return Running(folder, sys.executable, "-m", "vpipe", "run", "--nproc", str(num_ranks), *options, *target)
+def vpipe_run(
+    folder: Path, num_ranks: int, *target: str, options: tuple[str, ...] = (), python: str | None = None
+) -> Running:
+    """``vpipe run --nproc N target``, by default forked."""
+    python = python or forked_python.program()
+    return Running(folder, python, "-m", "vpipe", "run", "--nproc", str(num_ranks), *options, *target)

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,7 +89,7 @@ def test_killed_and_stopped_ranks_change_no_bit(config: Path, tmp_path: Path) ->
 def test_fewer_and_more_ranks_and_a_killed_launcher_change_no_bit(config: Path, tmp_path: Path) -> None:
     """3 ranks, 2, 4; then the launcher is killed: no rank stays, and the newest copy is a checkpoint to go on from."""
     words = (str(config), "--set", "checkpoint.interval=1000")
-    train = [sys.executable, "-m", "vpipe", "train", *words]
+    train = [forked_python.program(), "-m", "vpipe", "train", *words]
     folder = tmp_path / "run"
     running = Running(
         tmp_path, *train, "--elastic", "2:4", "--output-dir", str(folder), "--set", "checkpoint.on_exit=true"
@@ -118,7 +117,7 @@ def test_a_run_that_is_asked_to_stop_during_a_recovery_saves_and_leaves(config: 
     """Its ranks waited for an order until they were killed, and nothing was saved."""
     folder = tmp_path / "run"
     words = ("--elastic", "3:3", "--set", "checkpoint.interval=1000", "--output-dir", str(folder))
-    running = Running(tmp_path, sys.executable, "-m", "vpipe", "train", str(config), *words)
+    running = Running(tmp_path, forked_python.program(), "-m", "vpipe", "train", str(config), *words)
     metrics = folder / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 5:  # a copy of an earlier step is whole
         assert running.process.poll() is None, running.out + running.err
@@ -164,8 +163,8 @@ def test_a_rank_that_cannot_be_interrupted_is_replaced(config: Path, tmp_path: P
     words = (str(config), "--plugin", str(tmp_path / "stuck.py"))
     assert vpipe("train", *words, "--output-dir", tmp_path / "plain").returncode == 0
     folder = tmp_path / "run"
-    train = (sys.executable, "-m", "vpipe", "train", *words, "--elastic", "2:3", "--output-dir", str(folder))
-    running = Running(tmp_path, *train)
+    train = ("-m", "vpipe", "train", *words, "--elastic", "2:3", "--output-dir", str(folder))
+    running = Running(tmp_path, forked_python.program(), *train)
     while (roster := Roster.read(folder)) is None or not roster.has_stepped:
         assert running.process.poll() is None, running.out + running.err
         time.sleep(0.02)

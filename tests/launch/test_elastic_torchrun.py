@@ -17,6 +17,7 @@ from running import Running
 from test_elastic import CONFIG, vpipe
 from test_mpi import command
 
+import forked_python
 from vpipe.launch import chaos
 from vpipe.rundir import lineage
 from vpipe.rundir.manifest import checkpoints
@@ -27,7 +28,8 @@ LONG = {"extra": CONFIG["dataset"]["extra"] | {"num_examples": 1600}}
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHON_EXEC", forked_python.program())  # of the workers; an agent is a Python of its own
     path = tmp_path / "config.yaml"
     values = CONFIG | {"dataset": CONFIG["dataset"] | LONG, "launch": {"threads": 1, "elastic": "2:4"}}
     path.write_text(yaml.safe_dump(values))
@@ -116,7 +118,16 @@ def test_an_agent_that_is_lost_leaves_fewer_ranks_and_changes_no_bit(config: Pat
 @pytest.mark.skipif(not shutil.which("mpirun.openmpi"), reason="no mpirun.openmpi; apt-get install openmpi-bin")
 def test_mpirun_that_is_started_again_with_fewer_ranks_changes_no_bit(config: Path, tmp_path: Path) -> None:
     """mpirun ends all ranks with the one that is killed; whoever starts it again goes on."""
-    train = (sys.executable, "-m", "vpipe", "train", str(config), "--output-dir", str(tmp_path / "run"), "--quiet")
+    train = (
+        forked_python.program(),
+        "-m",
+        "vpipe",
+        "train",
+        str(config),
+        "--output-dir",
+        str(tmp_path / "run"),
+        "--quiet",
+    )
     mpirun = (*command("mpirun.openmpi"), "-n")
     run = Running(tmp_path, *mpirun, "3", *train)
     try:

@@ -20,13 +20,19 @@ Bare = Callable[..., tuple[list[int], str]]
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.fixture(autouse=True)
+def fork_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torchrun; its agent is a Python of its own."""
+    monkeypatch.setenv("PYTHON_EXEC", forked_python.program())
+
+
 @pytest.fixture
 def ran(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    """Run ``failing.py`` on three ranks of ``vpipe run``, to its end."""
+    """Run ``failing.py`` on three ranks of ``vpipe run``, forked or ``fresh``, to its end."""
     runs: list[Running] = []
 
-    def run(*args: str) -> Running:
-        runs.append(vpipe_run(tmp_path, 3, FAILING, *args))
+    def run(*args: str, fresh: bool = False) -> Running:
+        runs.append(vpipe_run(tmp_path, 3, FAILING, *args, python=sys.executable if fresh else None))
         return runs[-1]
 
     yield run
@@ -48,7 +54,7 @@ def ran(tmp_path: Path) -> Iterator[Callable[..., Running]]:
 def test_the_failing_rank_speaks_and_the_others_are_folded(
     ran: Callable[..., Running], how: str, victim: int, error: str, place: str
 ) -> None:
-    run = ran(how, str(victim))
+    run = ran(how, str(victim), fresh=True)  # where a traceback begins is part of it
     assert run.wait() == 1
     lines = run.err.splitlines()
     assert lines[0] == f"rank {victim} failed:"

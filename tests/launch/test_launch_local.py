@@ -29,11 +29,12 @@ Start = Callable[..., Running]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start ``vpipe run``; whatever the test leaves is killed."""
+    """Start ``vpipe run``, forked or ``fresh``; whatever the test leaves is killed."""
     runs: list[Running] = []
 
-    def begin(num_ranks: int, *target: str, options: tuple[str, ...] = ()) -> Running:
-        runs.append(vpipe_run(tmp_path, num_ranks, *target, options=options))
+    def begin(num_ranks: int, *target: str, fresh: bool = False, options: tuple[str, ...] = ()) -> Running:
+        python = sys.executable if fresh else None
+        runs.append(vpipe_run(tmp_path, num_ranks, *target, options=options, python=python))
         return runs[-1]
 
     yield begin
@@ -44,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 @pytest.mark.slow
 def test_the_example_prints_the_same_losses_on_four_ranks_and_in_one_process(start: Start) -> None:
     script = str(ROOT / "examples" / "minimal.py")
-    four = start(4, script)
+    four = start(4, script, fresh=True)
     assert four.wait() == 0, four.err
     one = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=HANG, check=True)
     assert four.out == one.stdout
@@ -90,7 +91,7 @@ def test_terminate_stops_in_good_order(start: Start) -> None:
 
 
 def test_a_killed_launcher_leaves_nothing(start: Start) -> None:
-    run = start(2, FAILING, "long", "0")
+    run = start(2, FAILING, "long", "0", fresh=True)
     run.until("step 1")
     assert len(run.processes()) == 5  # launcher, zygote, store, two ranks
     run.process.kill()
@@ -99,7 +100,7 @@ def test_a_killed_launcher_leaves_nothing(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_launcher_killed_while_torch_is_imported_leaves_nothing(start: Start) -> None:
-    run = start(2, FAILING, "long", "0")
+    run = start(2, FAILING, "long", "0", fresh=True)
     while len(run.processes()) < 2:
         time.sleep(0.01)
     run.process.kill()
@@ -108,7 +109,7 @@ def test_a_launcher_killed_while_torch_is_imported_leaves_nothing(start: Start) 
 
 @pytest.mark.slow
 def test_a_killed_zygote_takes_the_ranks_along(start: Start) -> None:
-    run = start(2, FAILING, "long", "0")
+    run = start(2, FAILING, "long", "0", fresh=True)
     run.until("step 1")
     zygote = next(p for p in run.processes() if p.ppid() == run.process.pid)
     zygote.kill()
@@ -220,7 +221,7 @@ def test_what_the_zygote_froze_is_freed_when_a_rank_ends(start: Start, tmp_path:
         "    def __del__(self, write=__import__('os').write): write(1, b'freed\\n')\n"
         "gc.disable(); Cycle(); gc.freeze()\n"
     )
-    run = start(1, str(tmp_path / "cycle.py"))
+    run = start(1, str(tmp_path / "cycle.py"), fresh=True)
     assert run.wait() == 0, run.err
     assert "freed" in run.out
 

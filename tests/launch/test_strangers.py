@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +38,7 @@ def waiting(tmp_path: Path) -> Iterator[tuple[Running, Path]]:
     """Two ranks that have met and wait for a file."""
     script, gate = tmp_path / "script.py", tmp_path / "gate"
     script.write_text(SCRIPT)
-    run = vpipe_run(tmp_path, 2, str(script), str(gate))
+    run = vpipe_run(tmp_path, 2, str(script), str(gate), python=sys.executable)
     run.until("joined at")
     yield run, gate
     run.kill_all()
