@@ -80,9 +80,9 @@ def write(program: Path, address: Path, *words: str) -> None:
     program.chmod(0o755)
 
 
-def start(address: Path, *preload: str) -> subprocess.Popen[str]:
+def start(address: Path, *preload: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[str]:
     """The process that forks, when it listens; ``preload``: what else it imports."""
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # read when torch is imported
+    variables = {**environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # read when torch is imported
     words = [sys.executable, __file__, str(address), *preload]
     server = subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 from typing import Any
+
+import forked_python
 
 
 def vendor_package(folder: Path) -> Path:
@@ -34,6 +38,26 @@ def vendor_environment(folder: Path, devices: int, **settings: float) -> dict[st
     }
 
 
+@contextmanager
+def vendor_commands(folder: Path, devices: int, **settings: float) -> Iterator[Callable[..., str]]:
+    """``vpipe WORDS`` in such processes, all forked from one that has loaded the device: what it says."""
+    environment = vendor_environment(folder, devices, **settings)
+    server = forked_python.start(folder / "socket", environment=environment)
+    forked_python.write(folder / "python", folder / "socket")
+
+    def vpipe(where: Path, *words: str) -> str:
+        command = [folder / "python", "-m", "vpipe", *words]
+        done = subprocess.run(command, env=environment, cwd=where, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    try:
+        yield vpipe
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
 def on_ranks(
     work: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120, wait: float = 240
 ) -> list[Any]:
@@ -42,7 +66,7 @@ def on_ranks(
     A rank that raises gives its error as text. ``timeout`` is the group's; what has not ended after ``wait`` is killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(["torch._dynamo", "vpipe.train.optimizers", "vpipe.train.proof.device_suite"])
     with tempfile.TemporaryDirectory() as scratch:
         pipes, processes = [], []
         for rank in range(num_ranks):

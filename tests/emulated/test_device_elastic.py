@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from emulated_ranks import on_ranks, vendor_environment
+from emulated_ranks import on_ranks, vendor_commands, vendor_environment
 
 from vpipe.errors import UserError
 from vpipe.launch import chaos
@@ -139,28 +139,15 @@ def test_a_wait_on_a_device_can_be_ended_by_another_thread() -> None:
     assert on_ranks(lonely, 2, timeout=120)[0] == [8.0, True, 4.0]
 
 
-def vpipe(folder: Path, *words: object, **settings: float) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "vpipe", *map(str, words)],
-        env=vendor_environment(folder, 3, **settings),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-
-
 @pytest.mark.rotates(1, of="lost ranks")
 @pytest.mark.slow
 def test_killed_and_stopped_ranks_on_devices_change_no_bit(tmp_path: Path) -> None:
     """As threads of a device may run, and with peers whose absence nobody notices until the communicators are ended, as
     NCCL's may; layers move meanwhile."""
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
-    blows = ("--kills", 3, "--stops", 1, "--moves", 1, "--seed", 5)
-    done = vpipe(tmp_path, "chaos", "job.yaml", *blows, "--json", "--output-dir", "runs", jitter_us=100, lost_hangs=1)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
+    blows = ("--kills", "3", "--stops", "1", "--moves", "1", "--seed", "5")
+    with vendor_commands(tmp_path, 3, jitter_us=100, lost_hangs=1) as vpipe:
+        found = json.loads(vpipe(tmp_path, "chaos", "job.yaml", *blows, "--json", "--output-dir", "runs"))
     assert found["equal"]
     assert (found["kills"], found["stops"], found["moves"]) == (3, 1, 1)
     facts = json.loads((tmp_path / "runs" / "broken-1" / "run.json").read_text())
@@ -173,13 +160,12 @@ def test_fewer_and_more_ranks_on_devices_change_no_bit(tmp_path: Path) -> None:
     """A rank is killed and two go on; then a third is asked for, and takes the device that was left."""
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
     words = ("train", "job.yaml", "--quiet", "--set", "training.max_iterations=24", "--output-dir")
-    assert vpipe(tmp_path, *words, "plain").returncode == 0
-    folder = tmp_path / "run"
-    command = [sys.executable, "-m", "vpipe", *words, str(folder), "--elastic", "2:3", "--set", "launch.on_loss=shrink"]
+    environment, folder = vendor_environment(tmp_path, 3), tmp_path / "run"
+    fresh = [sys.executable, "-m", "vpipe", *words]
+    subprocess.run([*fresh, "plain"], env=environment, cwd=tmp_path, timeout=400, check=True)
+    command = [*fresh, str(folder), "--elastic", "2:3", "--set", "launch.on_loss=shrink"]
     with (tmp_path / "said").open("wb") as said:
-        running = subprocess.Popen(
-            command, env=vendor_environment(tmp_path, 3), cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT
-        )
+        running = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT)
     try:
         for num_ranks in (3, 2, 3):
             while (roster := Roster.read(folder)) is None or len(roster.ranks) != num_ranks or not roster.has_stepped:

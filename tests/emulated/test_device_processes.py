@@ -24,8 +24,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 OF_MODE = {"as-is": [0, 1, 5, 6, 7], "lazy": [0, 2, 3, 8], "delays": [1, 4, 8]}
 """Mode → its cases: processes are dear."""
-STEPS = 3
-"""The first goes through main memory, the others from device to device."""
+STEPS = 2
+"""The first goes through main memory, the second from device to device."""
 
 
 def run(rank: int, mode: str) -> list[Any]:

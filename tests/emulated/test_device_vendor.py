@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from emulated_ranks import vendor_environment
+from emulated_ranks import vendor_commands
 
 from vpipe.launch import chaos
 
@@ -42,13 +41,13 @@ parallel: {model_parallel_size: 2, scheduler: 1f1b, backend: nccl}
 """OurGPipe's form."""
 
 
-def vpipe(folder: Path, *words: str) -> str:
-    command = [sys.executable, "-m", "vpipe", *words]
-    done = subprocess.run(
-        command, env=vendor_environment(folder, 2), cwd=folder, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+Vpipe = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def vpipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vpipe]:
+    with vendor_commands(tmp_path_factory.mktemp("vendor"), 2) as commands:
+        yield commands
 
 
 def written(folder: Path, config: str) -> Path:
@@ -67,7 +66,9 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(("config", "device"), [(FLAT, "auto"), (SECTIONS, "cpu")], ids=["VPipe", "OurGPipe"])
-def test_nccl_configs_of_the_source_systems_train_as_processes(config: str, device: str, tmp_path: Path) -> None:
+def test_nccl_configs_of_the_source_systems_train_as_processes(
+    config: str, device: str, vpipe: Vpipe, tmp_path: Path
+) -> None:
     """By the device's own backend, and equal to ranks of one process to the bit: on the CPU, or (the model of VPipe's has
     dropout, and a device its own random numbers) on devices."""
     file = written(tmp_path / "job", config)
@@ -79,7 +80,7 @@ def test_nccl_configs_of_the_source_systems_train_as_processes(config: str, devi
     assert len(losses(tmp_path / "there")) >= 2
 
 
-def test_the_whole_profile_command_on_the_device(tmp_path: Path) -> None:
+def test_the_whole_profile_command_on_the_device(vpipe: Vpipe, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(SECTIONS)
     vpipe(tmp_path, "profile", "job.yaml", "-o", "profile.json", "--repeat", "1")
     found = json.loads((tmp_path / "profile.json").read_text())
@@ -90,7 +91,7 @@ def test_the_whole_profile_command_on_the_device(tmp_path: Path) -> None:
     assert all(layer["forward"] > 0 for layer in found["layers"])
 
 
-def test_the_doctor_lists_what_torch_finds(tmp_path: Path) -> None:
+def test_the_doctor_lists_what_torch_finds(vpipe: Vpipe, tmp_path: Path) -> None:
     """Whatever the vendor: nobody but torch is asked."""
     told = json.loads(vpipe(tmp_path, "doctor", "--json"))
     (finding,) = [each for each in told["findings"] if each["topic"] == "accelerator"]
@@ -99,7 +100,7 @@ def test_the_doctor_lists_what_torch_finds(tmp_path: Path) -> None:
     assert "backend " in finding["detail"]
 
 
-def test_layers_leave_a_device_that_is_slow_and_no_bit_changes(tmp_path: Path) -> None:
+def test_layers_leave_a_device_that_is_slow_and_no_bit_changes(vpipe: Vpipe, tmp_path: Path) -> None:
     """``adapt`` reads the device's own times: its host only enqueues, and is as quick as the other's."""
     (tmp_path / "slow.py").write_text(
         "import os\nif os.environ.get('RANK') == '0':\n"

@@ -65,7 +65,7 @@ def assert_never_waits(
     scale = options.pop("loss_scale", None)
     options["loss_scale"] = LossScale(scale, dynamic=catalog.get(schedule).mode == "bsp") if scale else None
     pipe = Pipeline(
-        plain(), nn.functional.mse_loss, schedule=schedule, num_microbatches=4, device="emu",
+        plain(4), nn.functional.mse_loss, schedule=schedule, num_microbatches=4, device="emu",
         optimizer=OPTIMIZERS[optimizer], **options,
     )  # fmt: skip
     first, *others = batches(3, 32)
@@ -91,6 +91,7 @@ def test_the_loop_never_waits(schedule: str, emulated: Any, monkeypatch: pytest.
     assert_never_waits(schedule, optimizer, emulated, monkeypatch, **replicated, **MORE[index % len(MORE)])
 
 
+@pytest.mark.rotates(9)
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "secretive"])
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream-2bw"])
 def test_no_optimizer_waits(schedule: str, optimizer: str, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +105,7 @@ def test_one_that_cannot_be_put_back_waits_once_an_update(
 ) -> None:
     """And the counter that raises sees it: the negative control."""
     given = {"num_ranks": 2, "num_microbatches": 4, "schedule": schedule, "device": "emu"}
-    pipe = Pipeline(plain(), nn.functional.mse_loss, optimizer=OPTIMIZERS["secretive"], **given)  # type: ignore[arg-type]
+    pipe = Pipeline(plain(4), nn.functional.mse_loss, optimizer=OPTIMIZERS["secretive"], **given)  # type: ignore[arg-type]
     with monkeypatch.context() as patches:
         loops = Loops(emulated, patches, 2)
         emulated.native.reset_counts()
@@ -116,6 +117,7 @@ def test_one_that_cannot_be_put_back_waits_once_an_update(
     emulated.settings(sync_mode=0)
 
 
+@pytest.mark.rotates(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("more", MORE, ids=lambda more: " ".join(more) or "plain")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "pipedream"])
@@ -129,7 +131,7 @@ def skipping(device: str, schedule: str, optimizer: str, bad: int) -> tuple[dict
     """Four steps, one of which has an infinite target: the state, what is told of it, what optimizers count."""
     scale = LossScale(4.0, dynamic=True) if schedule == "1f1b" else None
     pipe = Pipeline(
-        plain(), nn.functional.mse_loss, schedule=schedule, num_microbatches=4, num_ranks=2, device=device,
+        plain(4), nn.functional.mse_loss, schedule=schedule, num_microbatches=4, num_ranks=2, device=device,
         optimizer=OPTIMIZERS[optimizer], clip_norm=0.2, loss_scale=scale,
     )  # fmt: skip
     given = batches(4, 32)
@@ -147,6 +149,7 @@ def skipping(device: str, schedule: str, optimizer: str, bad: int) -> tuple[dict
     return state, [losses, *told], counts
 
 
+@pytest.mark.rotates(14)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 @pytest.mark.parametrize("bad", [0, 1])
