@@ -40,7 +40,6 @@ NUMPY_IN_SCHEDULE = {
     "batch",
     "communication",
     "flat",
-    "lanes",
     "updates",
     "timeline",
     "simulate",
@@ -148,10 +147,10 @@ def test_a_class_name_stands_for_one_thing() -> None:
 
 
 def test_the_index_of_a_step_is_called_microbatch() -> None:
-    """``unit`` is the thing, or its number over the whole run (``randomness``, ``Run.unit``): docs/glossary.md."""
+    """``unit`` is the thing, or its number over the whole run (``surroundings``, ``Run.unit``): docs/glossary.md."""
     wrong = []
     for room, path, tree in modules():
-        if room not in ("runtime", "train", "schedule") or path.stem == "randomness":
+        if room not in ("runtime", "train", "schedule") or path.stem == "surroundings":
             continue
         for node in ast.walk(tree):
             index = isinstance(node, ast.arg) and node.arg == "unit" and ast.unparse(node.annotation or node) == "int"

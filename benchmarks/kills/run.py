@@ -31,8 +31,7 @@ import yaml
 
 from vpipe.cli.main import main as vpipe
 from vpipe.launch.early import PRELOAD
-from vpipe.rundir import endings
-from vpipe.rundir.endings import EndingKind
+from vpipe.rundir.journal import EndingKind, read_ending
 from vpipe.rundir.manifest import CheckpointManifest, find
 
 CASES = [
@@ -127,7 +126,7 @@ def ended(pids: list[int], seconds: float) -> bool:
 
 
 def _finished(directory: Path) -> bool:
-    found = endings.read(directory)
+    found = read_ending(directory)
     return found is not None and found.kind is EndingKind.FINISHED
 
 

@@ -275,9 +275,11 @@ def test_a_run_keeps_the_plan_it_follows(here: Any) -> None:
     from vpipe.rundir.claim import take
 
     Path("plan.json").write_text('{"partition": [3, 3], "schedule": "1f1b", "num_ranks": 2}')
-    made = take(load("tiny.yaml", ("parallel.partition=plan.json",)).config, Path("run")).directory
+    config = load("tiny.yaml", ("parallel.partition=plan.json",)).config
+    made = take(config, config.to_yaml(), Path("run")).directory
     assert (made / "plan.json").read_text() == Path("plan.json").read_text()
-    assert not (take(load("tiny.yaml").config, Path("other")).directory / "plan.json").exists()
+    config = load("tiny.yaml").config
+    assert not (take(config, config.to_yaml(), Path("other")).directory / "plan.json").exists()
 
 
 # ── the machine ─────────────────────────────────────────────────────────────────────────────────────────────────────

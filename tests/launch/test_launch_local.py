@@ -20,7 +20,7 @@ from running import FAILING, HANG, Running, vpipe_run
 from vpipe.errors import UserError
 from vpipe.launch import local
 from vpipe.launch.output import Output, Sink
-from vpipe.rundir.endings import Ending
+from vpipe.rundir.journal import Ending
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(300)

@@ -11,9 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vpipe.observe.recorder import Recorder
-from vpipe.rundir import endings
-from vpipe.rundir.endings import Ending
-from vpipe.rundir.state import Beat
+from vpipe.rundir.journal import Beat, Ending, EndingKind, conclude
 from vpipe.schedule.catalog import build
 from vpipe.schedule.lower import lower, swap
 from vpipe.schedule.program import Program, to_csv
@@ -139,5 +137,5 @@ def write_run(
     if finished:
         summary = {"total_time_seconds": 3.0, "total_iterations": 10 * steps, "throughput_tokens_per_second": 81000.0,
                    "mfu": "n/a", "final_loss": lines[-1]["loss"]}  # fmt: skip
-        endings.conclude(path, beat.run, Ending.of(endings.EndingKind.FINISHED, "all iterations are trained"), summary)
+        conclude(path, beat.run, Ending.of(EndingKind.FINISHED, "all iterations are trained"), summary)
     return path

@@ -17,8 +17,7 @@ from observe_runs import MakeRun, write_run
 
 from vpipe.errors import UserError
 from vpipe.observe.report import write_report
-from vpipe.rundir import endings
-from vpipe.rundir.endings import Ending
+from vpipe.rundir.journal import Ending, EndingKind, conclude
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -141,7 +140,7 @@ def test_the_live_page_follows_a_run_and_survives_its_server(browser: Any, tmp_p
         with (path / "metrics.jsonl").open("a") as file:
             file.write('{"kind": "train", "iteration": 77777, "loss": 1.2345}\n')
         shows(page, "#tiles", "77,777")
-        endings.conclude(path, "0123456789ab", Ending.of(endings.EndingKind.FINISHED, "done"))
+        conclude(path, "0123456789ab", Ending.of(EndingKind.FINISHED, "done"))
         shows(page, "#state", "finished")
         assert not opened.problems
         port, token = server.port, server.token

@@ -13,9 +13,7 @@ from observe_runs import MakeRun, write_run
 from test_observe_state import dead_process
 
 from vpipe.observe.report import write_report
-from vpipe.rundir import endings
-from vpipe.rundir.endings import Ending, EndingKind
-from vpipe.rundir.state import Beat
+from vpipe.rundir.journal import Beat, Ending, EndingKind, conclude
 
 __all__ = ["browser"]
 pytest.importorskip("uvicorn", reason="the live page needs vpipe[dashboard]")
@@ -61,7 +59,7 @@ def test_a_run_that_is_killed_while_it_is_looked_at_is_called_so(browser: Any, m
 @pytest.mark.parametrize("kind", [EndingKind.STOPPED, EndingKind.INTERRUPTED])
 def test_a_run_that_was_stopped_is_not_called_finished(browser: Any, make_run: MakeRun, kind: EndingKind) -> None:
     path = make_run("1f1b", 2, 4, finished=False)
-    endings.conclude(path, RUN, Ending.of(kind, "asked to", iteration=9).at(9, 9, str(path)))
+    conclude(path, RUN, Ending.of(kind, "asked to", iteration=9).at(9, 9, str(path)))
     page = Opened(browser).go(write_report(path).report.as_uri())
     assert page.inner_text("#state") == kind
     assert "--resume" in page.inner_text("#story")

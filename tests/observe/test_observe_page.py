@@ -13,9 +13,7 @@ from observe_runs import MakeRun, write_run
 from vpipe.observe import comparison
 from vpipe.observe.dashboard import Dashboard
 from vpipe.observe.report import write_report
-from vpipe.rundir import endings
-from vpipe.rundir.endings import Ending, EndingKind
-from vpipe.rundir.state import Beat
+from vpipe.rundir.journal import Beat, Ending, EndingKind, conclude
 from vpipe.schedule.simulate import simulate
 from vpipe.schedule.svg import svg
 
@@ -100,7 +98,7 @@ def test_a_failed_run_shows_its_first_cause_and_its_last_lines(browser: Any, tmp
             rank=1,
             details="frame\n" * 60 + "ValueError: 3 and 4",
         )
-        endings.conclude(path, RUN, cause)
+        conclude(path, RUN, cause)
         shows(opened.page, "#state", "failed")
         shows(opened.page, "#story", "The run failed on rank 1")
         shows(opened.page, "#story", "shapes do not match")

@@ -15,9 +15,7 @@ from vpipe.observe.run_state import story
 from vpipe.observe.rundir import open_run
 from vpipe.observe.watcher import Watcher
 from vpipe.process import Process
-from vpipe.rundir import endings
-from vpipe.rundir.endings import Ending, EndingKind
-from vpipe.rundir.state import Beat
+from vpipe.rundir.journal import Beat, Ending, EndingKind, conclude
 
 RUN = "0123456789ab"
 
@@ -48,7 +46,7 @@ def test_a_killed_run_is_not_running_for_ever(make_run: MakeRun) -> None:
 @pytest.mark.parametrize("kind", list(EndingKind))
 def test_every_ending_is_called_by_its_name(make_run: MakeRun, kind: EndingKind) -> None:
     path = make_run("1f1b", 2, 4, finished=False)
-    endings.conclude(path, RUN, Ending.of(kind, "why it ended", rank=1, details="Traceback\nValueError: first"))
+    conclude(path, RUN, Ending.of(kind, "why it ended", rank=1, details="Traceback\nValueError: first"))
     found = payload(open_run(path), [])["state"]
     assert (found["kind"], found["sentence"], found["ended"]) == (kind, "why it ended", True)
     assert found["bad"] == (kind in (EndingKind.FAILED, EndingKind.KILLED, EndingKind.LOST))
@@ -67,7 +65,7 @@ def failed_early(path: Path) -> Path:
     (path / "config.yaml").write_text("model:\n  name: gpt\n")
     Beat(RUN).write(path)
     cause = Ending.of(EndingKind.FAILED, "model.vocab_size is 64, but the data set has 1024 token ids", 2, rank=1)
-    endings.conclude(path, RUN, cause)
+    conclude(path, RUN, cause)
     (path / "logs").mkdir()
     (path / "logs" / "rank1.log").write_text("loading\nvpipe: model.vocab_size is 64\n")
     return path

@@ -11,7 +11,8 @@ CONFIG = {"model": {"name": "gpt"}, "dataset": {"name": "synthetic"}}
 
 
 def taken(runs: Path, output_dir: Path | None = None) -> Path:
-    made = claim.take(PipelineConfig.from_dict(CONFIG | {"observe": {"directory": str(runs)}}), output_dir)
+    config = PipelineConfig.from_dict(CONFIG | {"observe": {"directory": str(runs)}})
+    made = claim.take(config, config.to_yaml(), output_dir)
     made.release()
     return made.directory
 

@@ -12,10 +12,9 @@ import psutil
 import pytest
 
 from vpipe.process import Process, resident_bytes
-from vpipe.rundir import endings, state, writing
-from vpipe.rundir.endings import CODES, Ending, EndingKind
+from vpipe.rundir import state, writing
+from vpipe.rundir.journal import CODES, Beat, Ending, EndingKind, Heart, conclude
 from vpipe.rundir.layout import STATE
-from vpipe.rundir.state import Beat, Heart
 
 
 def dead() -> Process:
@@ -70,7 +69,7 @@ def test_another_machine_is_lost_when_it_is_silent(tmp_path: Path) -> None:
 def test_an_ending_is_read_as_it_was_written(kind: EndingKind, tmp_path: Path) -> None:
     Beat("a" * 12, writer=dead()).write(tmp_path)
     told = Ending.of(kind, "so it was", rank=3, details="Traceback").at(7, 5, "there")
-    endings.conclude(tmp_path, "a" * 12, told)
+    conclude(tmp_path, "a" * 12, told)
     found = state.of(tmp_path)
     assert found.ending == told
     assert found.kind == kind
@@ -78,7 +77,7 @@ def test_an_ending_is_read_as_it_was_written(kind: EndingKind, tmp_path: Path) -
 
 
 def test_the_ending_of_the_run_before_does_not_count(tmp_path: Path) -> None:
-    endings.conclude(tmp_path, "b" * 12, Ending.of(EndingKind.FINISHED, ""))
+    conclude(tmp_path, "b" * 12, Ending.of(EndingKind.FINISHED, ""))
     Beat("a" * 12, "training").write(tmp_path)
     assert state.of(tmp_path).kind == "running"
 

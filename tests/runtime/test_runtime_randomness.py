@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe import Pipeline
-from vpipe.runtime.randomness import key
+from vpipe.runtime.surroundings import key
 
 WIDTH = 4096
 

@@ -10,7 +10,7 @@ import pytest
 from vpipe.schedule import timeline, wavefront
 from vpipe.schedule.authors.authoring import Entry
 from vpipe.schedule.catalog import build, entries
-from vpipe.schedule.lanes import Lanes, find_transfers
+from vpipe.schedule.flat import Lanes, find_transfers
 from vpipe.schedule.lower import lower
 from vpipe.schedule.program import Program, from_csv
 from vpipe.schedule.timeline import Costs, StageCosts

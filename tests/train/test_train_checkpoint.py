@@ -15,8 +15,8 @@ import torch
 from train_runs import Run, close, equal, run, tiny
 
 from vpipe.errors import UserError
+from vpipe.rundir.journal import Beat
 from vpipe.rundir.manifest import CheckpointManifest
-from vpipe.rundir.state import Beat
 from vpipe.train.checkpoints import checkpoint, writer
 
 ADAM = {"training.optimizer": "adamw", "training.weight_decay": 0.1, "model.extra": {"dropout": 0.2}}

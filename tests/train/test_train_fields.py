@@ -243,7 +243,8 @@ def threads(bench: Bench, config: dict[str, Any]) -> Any:
 
 def run_directory(bench: Bench, config: dict[str, Any]) -> Any:
     bench.patch.chdir(bench.tmp_path)
-    return claim.take(PipelineConfig.from_dict(config), None).directory.parent
+    chosen = PipelineConfig.from_dict(config)
+    return claim.take(chosen, chosen.to_yaml(), None).directory.parent
 
 
 def resumed(bench: Bench, config: dict[str, Any]) -> Any:

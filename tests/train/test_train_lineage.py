@@ -269,9 +269,9 @@ def test_one_writer_at_a_time_and_the_second_is_told_who(tmp_path: Path) -> None
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=rf"is being written by run c{{12}} \(process {holder.pid} on .*x.yaml"):
-            claim.take(chosen, tmp_path)
+            claim.take(chosen, chosen.to_yaml(), tmp_path)
         holder.kill()
-    taken = claim.take(chosen, tmp_path)
+    taken = claim.take(chosen, chosen.to_yaml(), tmp_path)
     assert taken.directory == tmp_path.resolve(), "whoever is killed lets go"
     assert taken.lock is not None
     taken.lock.release()

@@ -12,7 +12,7 @@ from test_train_parity import MODELS, parity
 from train_runs import tiny
 
 from vpipe.errors import UserError
-from vpipe.runtime import randomness
+from vpipe.runtime import surroundings
 from vpipe.train.proof import plain
 
 GPT: dict[str, Any] = tiny(MODELS["gpt"])
@@ -45,8 +45,8 @@ def test_versions_need_the_replay(tmp_path: Path) -> None:
 
 def test_a_mistake_that_the_replay_shares_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer of a unit draws the same mask."""
-    right = randomness.key
-    monkeypatch.setattr(randomness, "key", lambda seed, unit, layer: right(seed, unit, 0))
+    right = surroundings.key
+    monkeypatch.setattr(surroundings, "key", lambda seed, unit, layer: right(seed, unit, 0))
     assert parity(GPT, tmp_path, "--steps", "1", "--reference", "replay")[0] == 0
     code, found = parity(GPT, tmp_path, "--steps", "1")
     assert code == 1

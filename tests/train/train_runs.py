@@ -14,6 +14,7 @@ from vpipe.config import PipelineConfig
 from vpipe.observe.console import Console
 from vpipe.train.session import open_session
 from vpipe.train.trainer import Trainer
+from vpipe.train.worker import StopRequests
 
 TINY: dict[str, Any] = {
     "model": {"name": "gpt", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "sequence_length": 8},
@@ -60,7 +61,8 @@ class Run:
         self._stream = io.StringIO()
         observe = self.config.observe
         console = Console(self._stream, line_format=observe.line_format, log_interval=observe.log_interval, live=False)
-        self.trainer = Trainer(open_session(self.config), directory, console)
+        session = open_session(self.config)
+        self.trainer = Trainer(session, directory, StopRequests(session.pipeline), console)
         MADE.append(self.trainer)
         if resume is not None:
             self.trainer.resume(resume)

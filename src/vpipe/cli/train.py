@@ -22,11 +22,10 @@ from vpipe import config as configs
 from vpipe.cli import completion, loading
 from vpipe.cli.options import plugin_option, set_option
 from vpipe.errors import UserError, on_one_line
-from vpipe.rundir import endings, lineage, manifest, writing
+from vpipe.rundir import lineage, manifest, writing
 from vpipe.rundir.claim import CLAIMED, Claim
-from vpipe.rundir.endings import Ending, EndingKind
+from vpipe.rundir.journal import MISTAKE, Beat, Ending, EndingKind, conclude_from_outside
 from vpipe.rundir.layout import CONFIG, LOGS, SUMMARY
-from vpipe.rundir.state import Beat
 
 if TYPE_CHECKING:
     from vpipe.launch.elastic import Elastic
@@ -98,11 +97,16 @@ def command(
     resume = resume or loaded.config.checkpoint.resume
     if overwrite and resume:
         raise UserError(f"--overwrite removes the run that --resume {resume} would go on from; give one of them")
-    return run(loaded.config, loaded.warnings, output_dir, resume, overwrite, loaded.source, quiet, as_json)
+    from vpipe.launch import environment
+
+    environment.adopt()
+    rank = environment.rank()
+    return run(loaded.config, rank, loaded.warnings, output_dir, resume, overwrite, loaded.source, quiet, as_json)
 
 
 def run(
     config: configs.PipelineConfig,
+    rank: int | None,
     warnings: tuple[str, ...],
     output_dir: Path | None,
     resume: str | None,
@@ -111,32 +115,29 @@ def run(
     quiet: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Train a checked config here and now."""
-    from vpipe.launch import environment
+    """Train a checked config here and now, as ``rank`` of a launcher of others' or with ranks of our own."""
+    from vpipe.launch.environment import interface_variables
     from vpipe.rundir import claim
 
-    environment.adopt()
-    rank = environment.rank()
     if not rank:
         for warning in warnings:
             click.echo(f"vpipe: warning: {warning}", err=True)
     asked = resume is not None
     config, resume = _as_started(_on_nodes(config), output_dir, resume)
     elastic = _elastic(config) if "RANK" not in os.environ else None
-    start = _resume_from(config, output_dir, resume, other_runs=asked)
+    start, again = _resume_from(config, output_dir, resume, other_runs=asked), resume is not None
     arguments: dict[str, Any] = {"resume": str(start) if start else None, "quiet": quiet}
     if rank is not None:
         from vpipe.train import session, worker
 
         session.refuse(config)
-        os.environ.update(environment.interface_variables(config.launch.interface))
+        os.environ.update(interface_variables(config.launch.interface))
         where = str(output_dir) if output_dir else None
         with summary_alone(as_json) as runs:
             told = None if rank else runs.append
-            again = resume is not None
             return worker.run(config, **arguments, output_dir=where, overwrite=overwrite, continues=again, told=told)
     _enter_container(config)
-    taken = claim.take(config, output_dir, resume=resume is not None, source=start, overwrite=overwrite)
+    taken = claim.take(config, config.to_yaml(), output_dir, resume=again, source=start, overwrite=overwrite)
     with taken, summary_alone(as_json) as runs:
         runs.append(taken)
         arguments |= {"directory": str(taken.directory), "run": taken.run}
@@ -153,7 +154,7 @@ def _refuse(config: configs.PipelineConfig, taken: Claim) -> Materials | None:
     try:
         return loading.refuse(config, here=not _elsewhere(config))
     except UserError as error:
-        _conclude(taken, Ending.of(EndingKind.FAILED, on_one_line(error.sentence), endings.MISTAKE))
+        _conclude(taken, Ending.of(EndingKind.FAILED, on_one_line(error.sentence), MISTAKE))
         raise
 
 
@@ -283,12 +284,8 @@ def _grace(config: configs.PipelineConfig, directory: Path) -> LaunchGrace | flo
 
 def _conclude(taken: Claim, ending: Ending) -> str:
     """Write down an ending that no rank could write; what else there is to say."""
-    beat = Beat.read(taken.directory)
-    if beat is not None and beat.run == taken.run:
-        ending = ending.at(beat.iteration, beat.saved, beat.checkpoint)
-    with suppress(OSError):
-        endings.conclude(taken.directory, taken.run, ending)
-    said = ending.code != endings.MISTAKE and (ending.checkpoint is not None or ending.kind is EndingKind.INTERRUPTED)
+    ending = conclude_from_outside(taken.directory, taken.run, ending)
+    said = ending.code != MISTAKE and (ending.checkpoint is not None or ending.kind is EndingKind.INTERRUPTED)
     return ending.remedy(taken.directory) if said else ""
 
 

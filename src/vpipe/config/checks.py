@@ -229,16 +229,16 @@ def _replicas(config: PipelineConfig) -> Iterator[Problem]:
             "parallel.replicas",
             "parallel.data_parallel_size",
         )
-    machines, elastic = config.launch.machines, config.launch.elastic
+    machines, elastic, num_ranks = config.launch.machines, config.launch.elastic, config.num_ranks
     if elastic and machines and len(machines) != int(elastic.split(":")[1]):
         yield _broken(
             f"lists {len(machines)} machines, but launch.elastic is {elastic}; one host:gpu for each rank of the most",
             "launch.machines",
             "launch.elastic",
         )
-    elif machines and not elastic and len(machines) != config.num_ranks:
+    elif machines and not elastic and len(machines) != num_ranks:
         yield _broken(
-            f"lists {len(machines)} machines, but the pipeline has {config.num_ranks} ranks; one host:gpu per rank",
+            f"lists {len(machines)} machines, but the pipeline has {num_ranks} ranks; one host:gpu per rank",
             "launch.machines",
             "parallel.model_parallel_size",
             "parallel.data_parallel_size",
@@ -252,10 +252,17 @@ def _only(values: Sequence[int]) -> set[int]:
 
 
 def _older_keys(config: PipelineConfig) -> Iterator[Problem]:
-    """Options of one schedule, given with another, would be read by nobody."""
-    scheduler = config.parallel.scheduler
+    """Options of one schedule, given with another, would be read by nobody; of two values, one."""
+    scheduler, chosen = config.parallel.scheduler, config.parallel.schedule_options
     for older in OLDER_KEYS:
-        if older.value(config) is not None and scheduler.lower() != older.scheduler:
+        value = older.value(config)
+        if value is not None and chosen.get(older.option, value) != value:
+            yield _broken(
+                f"has {older.option}: {chosen[older.option]}, but {older.key} is {value}; give one of them",
+                "parallel.schedule_options",
+                older.key,
+            )
+        if value is not None and scheduler.lower() != older.scheduler:
             yield _broken(
                 f"is an option of scheduler {older.scheduler}, but parallel.scheduler is {scheduler!r}; remove it",
                 older.key,

@@ -25,7 +25,6 @@ from vpipe.config.placement import ParallelConfig
 from vpipe.config.problems import ConfigError, expects, section_of
 from vpipe.config.running import CheckpointConfig, LaunchConfig, ObserveConfig
 from vpipe.config.sections import DatasetConfig, ModelConfig, TrainingConfig
-from vpipe.errors import UserError
 
 WIDTH = 120
 
@@ -125,19 +124,6 @@ OLDER_KEYS = (
     OlderKey("training.update_interval", "update_interval", "pipedream", 1),
 )
 """The only schedules that the config knows: what one is called, has and may be told, its entry says."""
-
-
-def given_options(config: PipelineConfig) -> dict[str, Any]:
-    """The options of the config's schedule, by whichever key; whether it has them, its entry says."""
-    chosen = dict(config.parallel.schedule_options)
-    for older in OLDER_KEYS:
-        value = older.value(config)
-        if value is not None and chosen.setdefault(older.option, value) != value:
-            raise UserError(
-                f"parallel.schedule_options has {older.option}: {chosen[older.option]}, but {older.key} is {value}; "
-                "give one of them"
-            )
-    return chosen
 
 
 class _Dumper(yaml.SafeDumper):

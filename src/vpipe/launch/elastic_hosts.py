@@ -35,7 +35,7 @@ from vpipe.launch.output import Output
 from vpipe.launch.process import signal_name
 from vpipe.launch.remote import Hello
 from vpipe.launch.ssh import SshLaunch
-from vpipe.rundir.endings import Ending
+from vpipe.rundir.journal import Ending
 
 SILENT = 2.0
 """Seconds without a sign after which a machine is taken for lost; more where it has been late before."""

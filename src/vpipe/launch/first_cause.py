@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vpipe.launch.process import signal_name
-from vpipe.rundir.endings import CODES, MISTAKE, RESUME_ME, UNSAVED, Ending, EndingKind
+from vpipe.rundir.journal import CODES, MISTAKE, RESUME_ME, UNSAVED, Ending, EndingKind
 
 IN_ORDER = (UNSAVED, RESUME_ME, 128 + signal.SIGINT, 128 + signal.SIGHUP)
 """Exit codes of a rank that came to its end in order: it has said what there is to say."""
@@ -100,7 +100,7 @@ class Verdict:
         return any(report.cause["kind"] in ("silent", "missing") for report in self.reports.values() if report.cause)
 
     def exit_code(self) -> int:
-        """0: all well; else the code of the ending: see ``endings``."""
+        """0: all well; else the code of the ending: see ``rundir.journal``."""
         if self.failed:
             return self.ending().code
         return next((code for code in IN_ORDER if code in self.statuses.values()), 0)

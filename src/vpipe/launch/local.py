@@ -25,7 +25,7 @@ from vpipe.launch.early import PRELOAD, settings
 from vpipe.launch.elastic import Elastic, ElasticLaunch
 from vpipe.launch.loop import Grace, Launch
 from vpipe.launch.output import Output, Stream
-from vpipe.rundir.endings import Ending
+from vpipe.rundir.journal import Ending
 
 COMPILER = "torch._dynamo"
 """A user's own optimizer imports it in its first step: a second of processor time, here once for all ranks. Ours do

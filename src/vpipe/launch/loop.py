@@ -29,7 +29,7 @@ from vpipe.launch.first_cause import IN_ORDER, Report, Verdict
 from vpipe.launch.lines import JsonLines
 from vpipe.launch.output import Output
 from vpipe.launch.process import MOST_DESCRIPTORS, is_stopped, kill_group
-from vpipe.rundir.endings import BY_SIGNAL, MISTAKE, Ending, EndingKind
+from vpipe.rundir.journal import BY_SIGNAL, MISTAKE, Ending, EndingKind
 
 FAILURE_GRACE = 3.0
 """Seconds that the other ranks get after one has failed."""

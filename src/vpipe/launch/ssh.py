@@ -31,7 +31,7 @@ from vpipe.launch.environment import SECRET, carried, interface_variables
 from vpipe.launch.hosts import Node, all_local, machinefile, meeting_point, nodes
 from vpipe.launch.process import signal_name
 from vpipe.launch.remote import PATIENCE, Hello, Order, Stop
-from vpipe.rundir.state import Beat
+from vpipe.rundir.journal import Beat
 
 OPTIONS = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "5", "ServerAliveCountMax": "3"}
 """No password prompts that nobody sees; a host that is gone is noticed."""

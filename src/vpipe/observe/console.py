@@ -95,9 +95,7 @@ class Console:
 
     def finish(self, summary: Metrics) -> None:
         """The run ended: what it came to."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self.close()
         if self._last and self._live_wanted:
             self._say(self._line(self._last))
         trained = int(summary.get("total_iterations", self._last.get("iteration", 0)))

@@ -11,10 +11,11 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from vpipe.rundir import endings, layout
+from vpipe.rundir import layout
 from vpipe.rundir import state as states
+from vpipe.rundir.journal import EndingKind
 
-BAD = (endings.EndingKind.FAILED, endings.EndingKind.KILLED, endings.EndingKind.LOST)
+BAD = (EndingKind.FAILED, EndingKind.KILLED, EndingKind.LOST)
 LINES = 14
 """Of a log that a page shows."""
 TAIL = 64 * 1024

@@ -25,8 +25,8 @@ from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.process import Process
 from vpipe.rundir import lineage, manifest, writing
+from vpipe.rundir.journal import SILENT_AFTER, Beat
 from vpipe.rundir.layout import CHECKPOINTS, CONFIG, LATEST, LOCK, LOGS, METRICS, OF_A_RUN, PLAN, RUN, STATE
-from vpipe.rundir.state import SILENT_AFTER, Beat
 
 COMMAND = "VPIPE_COMMAND"
 """The variable in which a launcher tells its ranks what its user has typed, as JSON."""
@@ -76,6 +76,7 @@ def command() -> list[str]:
 
 def take(
     config: PipelineConfig,
+    text: str,
     output_dir: Path | None,
     *,
     resume: bool = False,
@@ -84,7 +85,8 @@ def take(
 ) -> Claim:
     """A directory for a new run: ``output_dir``, or a new one of this second's name below ``observe.directory``.
 
-    ``resume`` says that the run continues another one, ``source`` which; without one there was no checkpoint yet.
+    ``text`` is the config as config.yaml has it. ``resume`` says that the run continues another one, ``source`` which;
+    without one there was no checkpoint yet.
     """
     run = lineage.new_id()
     path = output_dir or Path(config.observe.directory)
@@ -95,7 +97,7 @@ def take(
         lock = Lock(path, run, shlex.join(command()))
         try:
             _refuse_used(path, resume, source, overwrite)
-            config.to_yaml(path / CONFIG)
+            (path / CONFIG).write_text(text, encoding="utf-8")
             if isinstance(plan, str) and plan != "auto":
                 (path / PLAN).write_bytes(Path(plan).read_bytes())
             me = Process.here()

@@ -4,13 +4,13 @@ config.yaml             the resolved config
 plan.json               optional: the plan that the run follows
 lineage.json            the runs that have trained here, each with its parent (``lineage``)
 lock                    held by the one process that may write (``lock``)
-state.json              the heartbeat: where the run is, and whose run it is (``state``)
+state.json              the heartbeat: where the run is, and whose run it is (``journal``)
 run.json                what runs: schedule, program, placement, stages, versions of the software
 metrics.jsonl           one line per training iteration or evaluation, and one where a run was resumed
 events/rank<r>.jsonl    the last steps of a rank, action by action; rank<r>.steps.jsonl: one short line per step
 crew.json, wanted.json  of an elastic run: its processes, and how many its user wants (``crew``)
 left/<run>/             copies of several machines whose launcher is lost, until they are a checkpoint; then ``saved``
-summary.json            written at the end, however the run ends, with its ending (``endings``)
+summary.json            written at the end, however the run ends, with its ending (``journal``)
 checkpoints/iteration-<n>/, logs/rank<r>.log, report.html, trace.json.gz
 """
 

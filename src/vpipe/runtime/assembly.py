@@ -32,9 +32,9 @@ from vpipe.runtime.device import DEVICES, chosen, is_host
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.options import Ranks
 from vpipe.runtime.programs import Programs
-from vpipe.runtime.randomness import use_generator_of
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.ranks.meeting import COME_WITHIN, LaunchedRank
+from vpipe.runtime.surroundings import use_generator_of
 from vpipe.runtime.transport import ondevice
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.crossing import flatten, unflatten

@@ -26,10 +26,10 @@ from vpipe.runtime.job import Call, Compiled, Job, Record, Result
 from vpipe.runtime.memory.swap import Passage, Swapper
 from vpipe.runtime.memory.swap_device import DeviceSwapper
 from vpipe.runtime.prefetch import Prefetch
-from vpipe.runtime.randomness import evaluation_seed
 from vpipe.runtime.region import Run
 from vpipe.runtime.second_try import with_second_tries
 from vpipe.runtime.stage import Stage, Unit
+from vpipe.runtime.surroundings import evaluation_seed
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.crossing import copied_value
 from vpipe.runtime.updates.attempts import AgreeingAfterwards
@@ -95,7 +95,9 @@ class Engine:
             Kind.RECV_B: lambda task: partial(self._post, remote(task.output_gradients)),
         }
         row = program.rows[self.rank]
-        versions = version_table(program)
+        versioned = any(stage.options.versioned for stage in self.stages.values())
+        versions = version_table(program) if versioned else {}
+        uses = num_uses(row, self.stages, versions) if versioned else {}
         tasks = Tasks(program, self.flow, self.rank, self.stages)
 
         def bound(action: Action) -> Callable[[], None]:
@@ -105,7 +107,7 @@ class Engine:
         calls = [(action, bound(action)) for action in row]
         if isinstance(self.updater, AgreeingAfterwards):
             calls = with_second_tries(calls, self.stages, self.updater, partial(setattr, self, "current"))
-        return Compiled(program, calls, tasks, versions, num_uses(row, self.stages, versions))
+        return Compiled(program, calls, tasks, versions, uses)
 
     def run(self, compiled: Compiled, job: Job) -> Result:
         """Run the row. A failure names the action; the other ranks are told."""
@@ -140,7 +142,7 @@ class Engine:
         self.updater.begin(self._result.losses, compiled.program.num_microbatches, num_updates)
         for index, stage in self.stages.items():
             if job.training:
-                stage.weights.begin(compiled.uses[index])
+                stage.weights.begin(compiled.uses.get(index, ()))
         try:
             self.transport.begin_program(
                 (compiled.program, self.flow.layout, job.training, job.wants_loss), self._form_of_data
@@ -266,7 +268,7 @@ class Engine:
             if job.training:
                 weight = share if job.gradient_weights is None else job.gradient_weights[microbatch]
                 weight *= job.scale * self.updater.scaler.value
-                unit = Unit(self._versions[index, microbatch], run, targets, weight)
+                unit = Unit(self._versions.get((index, microbatch), 0), run, targets, weight)
                 given = stage.forward(microbatch, unit, values)
                 added, loss = unit.added, unit.loss
             else:
@@ -344,8 +346,7 @@ class Engine:
 
     def _await_swap(self, task: Task) -> None:
         """What has been swapped must be back."""
-        move = self._moves.get(Action(task.stage.index, Kind.IN, task.microbatch)) if self._moves else None
-        if move is not None:
+        if (move := self._moves.get(Action(task.stage.index, Kind.IN, task.microbatch))) is not None:
             move.wait()
 
     def _send(self, hops: Sequence[Hop]) -> None:

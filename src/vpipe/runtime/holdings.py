@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.train_mode import follow
+from vpipe.runtime.surroundings import follow
 from vpipe.runtime.updates.weights import count_bytes
 
 

@@ -86,8 +86,9 @@ class Compiled:
     calls: list[Call]
     tasks: Tasks
     versions: VersionTable
+    """Where stages keep several versions of their weights; empty where each has one."""
     uses: dict[int, list[int]]
-    """Stage → how many of this rank's units read each version."""
+    """Stage → how many of this rank's units read each version; as above."""
 
 
 @dataclass(frozen=True)

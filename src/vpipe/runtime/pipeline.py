@@ -23,12 +23,10 @@ from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow
 from vpipe.runtime.job import Compiled, Job, Result, Stats, Trace
 from vpipe.runtime.microbatches import check_counts, check_rows, copies_of, mean_loss, torn, units_of, without_gradient
-from vpipe.runtime.modes import Modes
 from vpipe.runtime.moves.movable import Movable
 from vpipe.runtime.options import Memory, PipelineOptions, PlainKeywords, Ranks, Schedule, Update
 from vpipe.runtime.programs import Programs
-from vpipe.runtime.randomness import undisturbed
-from vpipe.runtime.train_mode import evaluating
+from vpipe.runtime.surroundings import Modes, evaluating, undisturbed
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.inprocess import PeerFailed
 from vpipe.runtime.updates.update import LossScale

@@ -39,7 +39,7 @@ from vpipe.runtime.edges import (
 )
 from vpipe.runtime.flow import Value
 from vpipe.runtime.memory.saved_tensors import SavedTensors
-from vpipe.runtime.randomness import seed_layer
+from vpipe.runtime.surroundings import seed_layer
 from vpipe.runtime.transport.crossing import DTYPES, check_tensor, flatten
 
 _IN_PLACE = (

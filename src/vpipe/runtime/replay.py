@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from vpipe.layer import TiedWeight, collecting
 from vpipe.runtime.flow import Flow, Value
-from vpipe.runtime.randomness import seed_layer, undisturbed
+from vpipe.runtime.surroundings import seed_layer, undisturbed
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import VersionTable, agrees_after, forward_orders, update_groups, version_table
 

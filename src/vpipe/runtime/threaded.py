@@ -21,9 +21,9 @@ from typing import Any
 
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.job import Call, Record, Result, recorded
-from vpipe.runtime.modes import Modes
 from vpipe.runtime.priorities.order import Policy, Turnstile, none
 from vpipe.runtime.priorities.turns import Turns
+from vpipe.runtime.surroundings import Modes
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import INPUT_GRADIENT, LANE, SEND_OF, WEIGHT_GRADIENT, Lane, peers

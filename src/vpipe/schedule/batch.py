@@ -19,8 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from vpipe.errors import UserError
-from vpipe.schedule.flat import CODE, KINDS, NONE, Flat, Ints, collector_paused
-from vpipe.schedule.lanes import Lanes, find_transfers
+from vpipe.schedule.flat import CODE, KINDS, NONE, Flat, Ints, Lanes, collector_paused, find_transfers
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import SEND_OF
 from vpipe.schedule.timeline import directions, loop, priced_as

@@ -21,7 +21,7 @@ from itertools import accumulate, islice
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.authors.authoring import check_counts, check_flags
-from vpipe.schedule.lanes import find_transfers
+from vpipe.schedule.flat import find_transfers
 from vpipe.schedule.program import Program, Row
 from vpipe.schedule.violation import Violation
 

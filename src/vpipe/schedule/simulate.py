@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.flat import CODE, NONE, Bools, collector_paused
-from vpipe.schedule.lanes import Event
+from vpipe.schedule.flat import CODE, NONE, Bools, Event, collector_paused
 from vpipe.schedule.lower import is_lowered, lower
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, Lane, held_versions, live_versions, staleness, version_table

@@ -33,8 +33,19 @@ import numpy as np
 from vpipe.errors import UserError
 from vpipe.schedule import wavefront
 from vpipe.schedule.action import Kind
-from vpipe.schedule.flat import CODE, KINDS, NONE, Flat, Ints, collector_paused
-from vpipe.schedule.lanes import Event, Lanes, Transfers, find_transfers, previous
+from vpipe.schedule.flat import (
+    CODE,
+    KINDS,
+    NONE,
+    Event,
+    Flat,
+    Ints,
+    Lanes,
+    Transfers,
+    collector_paused,
+    find_transfers,
+    previous,
+)
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, MEETINGS, SEND_OF, Lane, Message, rounds, sent_ahead

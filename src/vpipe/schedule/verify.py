@@ -25,8 +25,7 @@ import numpy as np
 from vpipe.errors import UserError
 from vpipe.schedule import updates
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
-from vpipe.schedule.flat import NONE, Bools, Flat, Ints, collector_paused, padded
-from vpipe.schedule.lanes import find_transfers
+from vpipe.schedule.flat import NONE, Bools, Flat, Ints, collector_paused, find_transfers, padded
 from vpipe.schedule.lower import agree, communicate, is_lowered, lower, reduce, send_ahead
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import COMMUNICATION, MEETINGS, NEEDS, SEND_OF, Need, Round, Where, members, peers, rounds

@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from vpipe.schedule.flat import NONE, Ints
-from vpipe.schedule.lanes import Lanes
+from vpipe.schedule.flat import NONE, Ints, Lanes
 
 Array = npt.NDArray[np.float64]
 Times = tuple[Array, Array, Array, Array]

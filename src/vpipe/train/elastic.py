@@ -29,7 +29,7 @@ import torch
 from vpipe.config import PipelineConfig
 from vpipe.data.dataset import DataSet
 from vpipe.registry import load_plugins
-from vpipe.rundir.endings import BY_SIGNAL
+from vpipe.rundir.journal import BY_SIGNAL
 from vpipe.rundir.layout import CHECKPOINTS
 from vpipe.rundir.manifest import Standing, checkpoints
 from vpipe.runtime import assembly
@@ -46,7 +46,7 @@ from vpipe.train.copies import SHELVES, CopyShelf, HeldCopies, Key, Layers, Part
 from vpipe.train.session import gather, load_data, open_session, schedule_of
 from vpipe.train.sizes import resized
 from vpipe.train.trainer import Trainer
-from vpipe.train.worker import make_console
+from vpipe.train.worker import StopRequests, make_console
 
 CONSEQUENCE = 0.5
 """Seconds within which an error must be explained by an abort; later it is this rank's own."""
@@ -144,7 +144,7 @@ class Rank:
         session.epoch = order.epoch
         took.mark("groups")
         console = make_console(config, self._quiet) if order.rank == 0 else None
-        trainer = Trainer(session, self._directory, console, self._run)
+        trainer = Trainer(session, self._directory, StopRequests(session.pipeline), console, self._run)
         try:
             self._restore(trainer, order, found)
             took.mark("state")

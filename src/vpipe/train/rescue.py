@@ -17,9 +17,9 @@ from typing import Any
 from vpipe.config import PipelineConfig
 from vpipe.registry import load_plugins
 from vpipe.rundir import lineage
+from vpipe.rundir.journal import Beat
 from vpipe.rundir.layout import CHECKPOINTS, LEFT, SAVED
 from vpipe.rundir.lineage import Line
-from vpipe.rundir.state import Beat
 from vpipe.train import copies
 from vpipe.train.checkpoints.writer import CheckpointPlace, Save, Saver
 from vpipe.train.copies import PIECE, SHELVES, Copy, CopyShelf

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.config import PipelineConfig
-from vpipe.config.pipeline import given_options
+from vpipe.config.pipeline import OLDER_KEYS
 from vpipe.data import dataset
 from vpipe.data.dataset import DataSet
 from vpipe.errors import UserError
@@ -240,7 +240,8 @@ def schedule_of(config: PipelineConfig) -> ScheduleSpec:
     """The schedule that the config's pipeline runs, with the options that ``parallel.schedule_options`` and older keys
     give: its entry says which it has, and its author what they may be. Nothing here knows an option's meaning."""
     parallel, num_readers = config.parallel, num_replicas(config)
-    options = given_options(config)
+    older = {each.option: each.value(config) for each in OLDER_KEYS}
+    options = {name: value for name, value in older.items() if value is not None} | parallel.schedule_options
     for own in (BATCHES, "replicas"):
         if own in options:
             raise UserError(

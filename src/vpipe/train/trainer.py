@@ -22,16 +22,14 @@ from torch import Tensor
 from vpipe.errors import UserError
 from vpipe.observe.console import Console
 from vpipe.rundir import lineage
-from vpipe.rundir.endings import Ending
+from vpipe.rundir.journal import ENDING, Ending
 from vpipe.rundir.manifest import Standing
-from vpipe.rundir.state import ENDING
 from vpipe.runtime.job import Stats
 from vpipe.runtime.moves.moving import Moved
 from vpipe.runtime.options import Memory
 from vpipe.schedule.authors.authoring import Chain
 from vpipe.schedule.catalog import short_name
 from vpipe.schedule.placement import Layout
-from vpipe.train import ending
 from vpipe.train.checkpoints.manager import CheckpointManager
 from vpipe.train.evaluation import Evaluation
 from vpipe.train.feed import Position, Units, accumulated
@@ -42,6 +40,7 @@ from vpipe.train.session import Session
 
 if TYPE_CHECKING:
     from vpipe.train.adapt import Adapter, Decision
+    from vpipe.train.worker import StopRequests
 
 MAX_CHAINED_UNITS = 256
 """Units that an asynchronous schedule runs between two drains at most."""
@@ -51,7 +50,12 @@ class Trainer:
     """One run of one session, on this rank."""
 
     def __init__(
-        self, session: Session, directory: Path, console: Console | None = None, run: str | None = None
+        self,
+        session: Session,
+        directory: Path,
+        stop_requests: StopRequests,
+        console: Console | None = None,
+        run: str | None = None,
     ) -> None:
         config, pipeline, training = session.config, session.pipeline, session.config.training
         self.session = session
@@ -69,7 +73,7 @@ class Trainer:
         self.log = RunLog(session, directory, self.run_id, console)
         self.checkpoints = CheckpointManager(session, directory, self.run_id, self.log.say, self.log.beat)
         self.evaluation = Evaluation(session) if training.evaluation_interval >= 0 else None
-        self.stop_requests = ending.StopRequests(pipeline)
+        self.stop_requests = stop_requests
         self.metrics = Metrics(config.num_ranks, training.precision, config.observe.warmup_iterations)
         self.adapter = self._adapter()
         self._last_loss: float | None = None
@@ -149,12 +153,12 @@ class Trainer:
             self.close()
 
     def close(self) -> None:
-        """End what runs beside: the heartbeat, recorders, the page, readers of data. Once is enough."""
+        """End what runs beside: readers of data, recorders, the page, last the heartbeat. Once is enough."""
         if not self._closed:
             self._closed = True
-            self.log.close()
             self.checkpoints.close()
             self.session.close()
+            self.log.close()
 
     def _adapter(self) -> Adapter | None:
         """Who moves layers between ranks, if the config asks for it."""
@@ -323,14 +327,8 @@ class Trainer:
 
     def _evaluate_and_save(self) -> None:
         config = self.session.config
-        if (
-            self.evaluation is not None
-            and self.evaluation.num_batches
-            and self._due(config.training.evaluation_interval)
-        ):
-            begin = perf_counter()
-            loss = self.evaluation.run()
-            self.log.evaluation({"iteration": self.iteration, "loss": loss, "seconds": perf_counter() - begin})
+        if self._due(config.training.evaluation_interval):
+            self.evaluate()
         self._owes_checkpoint = self._owes_checkpoint or self._due(config.checkpoint.interval)
         if self._owes_checkpoint and self._ends_update(self.iteration):  # half of an update cannot be resumed
             self.checkpoints.save(self.iteration, self.position)

@@ -1,10 +1,13 @@
-"""What every rank of ``vpipe train`` runs."""
+"""What every rank of ``vpipe train`` runs: how it is asked to stop, together with all others, and what its end means
+for the run, be it an exception or what the watchdog found."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,19 +16,70 @@ import torch
 import torch.distributed as dist
 
 from vpipe.config import PipelineConfig
+from vpipe.errors import UserError
 from vpipe.observe.console import Console, QuietConsole
 from vpipe.process import under_launcher
 from vpipe.registry import load_plugins
 from vpipe.rundir import claim
 from vpipe.rundir.claim import CLAIMED, Claim
-from vpipe.rundir.endings import Ending
+from vpipe.rundir.journal import BY_SIGNAL, MISTAKE, Ending, EndingKind, conclude_from_outside
 from vpipe.runtime import assembly
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.ranks import membership
+from vpipe.runtime.ranks.failure import Cause, PeerLost
 from vpipe.runtime.ranks.membership import Membership
-from vpipe.train import ending
 from vpipe.train.session import Materials, open_session
 from vpipe.train.trainer import Trainer
+
+MOST_DETAILS = 8_000
+"""Characters of a traceback that are kept: its end says what it was."""
+
+
+class StopRequests:
+    """Whether somebody has asked this run to stop: USR1 (a cluster's warning), TERM, Ctrl-C and HUP end it after the
+    update, on all ranks together, with a checkpoint. A second Ctrl-C ends it at once."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self.heard = 0
+        self.wish = ""
+        """What else this rank was asked for, as text; all ranks hear of it at the same place."""
+        self.granted = ""
+
+    @contextmanager
+    def listening(self, to_the_end: bool = False) -> Iterator[None]:
+        """Catch the signals while the body runs; where this is not the main thread, they are somebody else's.
+        ``to_the_end``: this process ends with the run, and until it is gone nothing but Ctrl-C ends it earlier. Signals
+        reach ranks one after the other: for the last one to hear, the run may be over because others have heard."""
+        try:
+            before = {number: signal.signal(number, self._hear) for number in BY_SIGNAL}
+        except ValueError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                # An interpreter that ends gives every handler up, but goes on ignoring what is ignored.
+                deaf = to_the_end and number != signal.SIGINT
+                signal.signal(number, signal.SIG_IGN if deaf else handler)
+
+    def _hear(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT and self.heard == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.heard = number
+
+    def agreed(self) -> signal.Signals | None:
+        """The signal that any rank has heard; ``granted`` is what any has been asked for. Every rank calls this."""
+        if self._pipeline.in_process:  # nobody else is asked
+            self.granted, self.wish = self.wish, ""
+            return signal.Signals(self.heard) if self.heard else None
+        wish = self.wish
+        told = self._pipeline.gather_numbers([self.heard, bool(wish)])
+        self.granted = self._pipeline.gather_first(wish) if any(numbers[1] for numbers in told) else ""
+        self.wish = "" if self.granted else self.wish
+        heard = max(int(numbers[0]) for numbers in told)
+        return signal.Signals(heard) if heard else None
 
 
 def train(config: dict[str, Any], **arguments: Any) -> int:
@@ -64,16 +118,19 @@ def run(
         session = open_session(config, materials)
         if taken is None:
             chosen, source = Path(output_dir) if output_dir else None, Path(resume) if resume else None
-            take = partial(claim.take, config, chosen, resume=continues, source=source, overwrite=overwrite)
+            take = partial(
+                claim.take, config, config.to_yaml(), chosen, resume=continues, source=source, overwrite=overwrite
+            )
             taken = _take(session.pipeline, chosen, rank, take)
             conclusion.claim = taken
             if told is not None:
                 told(taken)
         console = make_console(config, quiet) if rank == 0 else None
-        trainer = Trainer(session, taken.directory, console, taken.run)
+        stops = StopRequests(session.pipeline)
+        trainer = Trainer(session, taken.directory, stops, console, taken.run)
         if resume is not None:
             trainer.resume(Path(resume))
-        with trainer.stop_requests.listening(to_the_end=under_launcher()):
+        with stops.listening(to_the_end=under_launcher()):
             trainer.run()
             if trainer.ended.code:
                 session.pipeline.gather("")  # a launcher ends the others with the first that ends so: all are ready
@@ -86,28 +143,58 @@ def make_console(config: PipelineConfig, quiet: bool) -> Console:
     return kind(line_format=config.observe.line_format, log_interval=config.observe.log_interval)
 
 
-class _concluding:
-    """Around a run on rank 0: whatever ends it is written down, also where a watchdog ends the process."""
+class _Conclusion:
+    """What is written of a run that does not come to its own end."""
 
-    def __init__(self, taken: Claim | None, rank: int, member: Membership | None) -> None:
+    def __init__(self, taken: Claim | None) -> None:
         self.claim = taken
-        self._rank = rank
-        if member is not None and rank == 0:
-            member.watchdog.leaving = lambda cause: self._write(ending.of_cause(cause))
 
-    def __enter__(self) -> _concluding:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._rank == 0:
-            self._write(ending.of_error(error))
+    def write(self, how: Ending) -> None:
         if self.claim is not None:
-            self.claim.release()
+            conclude_from_outside(self.claim.directory, self.claim.run, how)
 
-    def _write(self, how: Ending) -> None:
-        if self.claim is not None:
-            with suppress(OSError):
-                ending.conclude(self.claim.directory, self.claim.run, how)
+
+@contextmanager
+def _concluding(taken: Claim | None, rank: int, member: Membership | None) -> Iterator[_Conclusion]:
+    """Around a run: on rank 0 whatever ends it is written down, also where a watchdog ends the process."""
+    conclusion = _Conclusion(taken)
+    if member is not None and rank == 0:
+        member.watchdog.leaving = lambda cause: conclusion.write(of_cause(cause))
+    try:
+        yield conclusion
+    except BaseException as error:
+        if rank == 0:
+            conclusion.write(of_error(error))
+        raise
+    finally:
+        if conclusion.claim is not None:
+            conclusion.claim.release()
+
+
+def of_error(error: BaseException) -> Ending:
+    """The run ended by an exception of this rank."""
+    if isinstance(error, UserError):
+        return Ending.of(EndingKind.FAILED, error.sentence, MISTAKE)
+    if isinstance(error, KeyboardInterrupt):
+        return Ending.of(EndingKind.INTERRUPTED, "interrupted at once")
+    if isinstance(error, PeerLost):
+        return (
+            of_cause(Cause(**error.cause)) if error.cause else Ending.of(EndingKind.LOST, str(error), rank=error.peer)
+        )
+    told = "".join(traceback.format_exception(error))[-MOST_DETAILS:]
+    return Ending.of(EndingKind.FAILED, "".join(traceback.format_exception_only(error)).splitlines()[0], details=told)
+
+
+def of_cause(cause: Cause) -> Ending:
+    """The run ended because of another rank."""
+    kind = {
+        "gone": EndingKind.KILLED,
+        "silent": EndingKind.LOST,
+        "missing": EndingKind.LOST,
+        "interrupt": EndingKind.INTERRUPTED,
+    }
+    code = MISTAKE if cause.kind == "user" else None
+    return Ending.of(kind.get(cause.kind, EndingKind.FAILED), str(cause), code, rank=cause.rank)
 
 
 def _take(pipeline: Pipeline, output_dir: Path | None, rank: int, take: Callable[[], Claim]) -> Claim:

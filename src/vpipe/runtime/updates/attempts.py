@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from vpipe.errors import UserError
 from vpipe.runtime.device import Number, beside, is_host
-from vpipe.runtime.modes import forget_casts
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.surroundings import forget_casts
 from vpipe.runtime.updates import optimizing
 from vpipe.runtime.updates.agreement import LossKey, counted, divide, judge, judge_there, multiply
 from vpipe.runtime.updates.skipping import Before, can_be_restored

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from vpipe.errors import UserError
 from vpipe.layer import TiedWeight
 from vpipe.runtime.device import HOST, Number, beside, floats, is_host, number, read
-from vpipe.runtime.modes import forget_casts
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.surroundings import forget_casts
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.updates.agreement import (
     LossBlocks,

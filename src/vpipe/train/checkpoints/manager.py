@@ -11,9 +11,9 @@ from torch import Tensor
 from vpipe.errors import UserError
 from vpipe.rundir import lineage
 from vpipe.rundir.claim import Lock, command
+from vpipe.rundir.journal import ENDING, Beat
 from vpipe.rundir.layout import CHECKPOINTS
 from vpipe.rundir.lineage import Line, LineageEntry
-from vpipe.rundir.state import ENDING, Beat
 from vpipe.runtime.updates.update import LossScale
 from vpipe.train.checkpoints import checkpoint, layer_file
 from vpipe.train.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint, Standing

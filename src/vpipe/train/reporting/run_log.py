@@ -30,9 +30,8 @@ from vpipe.observe.loggers import LOGGERS
 from vpipe.observe.recorder import Recorder, run_ahead
 from vpipe.process import resident_bytes
 from vpipe.rundir.claim import command
-from vpipe.rundir.endings import Ending
+from vpipe.rundir.journal import Beat, Ending, Heart, Journal
 from vpipe.rundir.layout import METRICS
-from vpipe.rundir.state import Beat, Heart, Journal
 from vpipe.runtime.device import take_peak
 from vpipe.runtime.job import Record
 from vpipe.runtime.memory.live import LiveBytes
@@ -40,7 +39,6 @@ from vpipe.runtime.moves.moving import Moved
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program, to_csv
 from vpipe.schedule.semantics import LANE, Lane, version_table
-from vpipe.train import ending as endings
 from vpipe.train.reporting.clocks import Clocks
 from vpipe.train.session import Session
 
@@ -207,8 +205,8 @@ class RunLog:
     def finish(self, summary: dict[str, Any], asked: Signals | None, iteration: int, unsaved: str = "") -> Ending:
         """The run came to an end of its own: to its last iteration, or because somebody ``asked`` for it; ``unsaved``
         says why the checkpoint of its end could not be written."""
-        ending = endings.finished(iteration) if asked is None else endings.asked(asked, iteration)
-        ending = endings.unsaved(ending, unsaved) if unsaved else ending
+        ending = Ending.finished(iteration) if asked is None else Ending.asked(asked, iteration)
+        ending = ending.unsaved(unsaved) if unsaved else ending
         if self._heart is not None and self._journal is not None:
             ending = ending.at(None, self._heart.beat.saved, self._heart.beat.checkpoint)
             self._journal.summary(summary, ending)

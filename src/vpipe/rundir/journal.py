@@ -1,0 +1,345 @@
+"""What a run writes of itself: its heartbeat, its journal, its ending. One process writes it, that of rank 0.
+
+state.json, the heartbeat, is rewritten every second by one thread of rank 0's process; before there is one, the process
+that made the directory has written it. It says whose run it is, how far it is, what is saved, how long an update takes.
+
+How a run can end is one table, for the exit code, the terminal, summary.json and the page:
+
+| ending | what happened | what is saved | exit code |
+| --- | --- | --- | --- |
+| finished | all iterations were trained | as ``checkpoint.interval`` says | 0 |
+| stopped | TERM, or USR1 (a cluster's warning) | a checkpoint after the current update | 75: resume me |
+| interrupted | Ctrl-C, or HUP (the terminal went) | the same; a second Ctrl-C ends at once | 130, 129 |
+| failed | an exception, or a mistake in the input | nothing more | 1, 2 |
+| failed | it came to its end, but its last checkpoint could not be written | what was before | 74 |
+| killed | a process was killed, by the system or after the grace | nothing more | 137 (128 + signal) |
+| lost | a rank fell silent, or never came | nothing more | 69 |
+
+Whoever sees the end writes it: rank 0, then, with all reports in hand, the launcher. Where both were killed nobody
+writes, and a reader concludes it from the heartbeat that stopped (``state``).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from time import time
+from typing import Any
+
+from vpipe.process import Process
+from vpipe.rundir import writing
+from vpipe.rundir.layout import METRICS, RUN, STATE, SUMMARY
+
+RESUME_ME = 75
+"""sysexits' EX_TEMPFAIL: try again, and it will go on."""
+UNAVAILABLE = 69
+MISTAKE = 2
+UNSAVED = 74
+"""sysexits' EX_IOERR."""
+
+
+class EndingKind(StrEnum):
+    """The endings of the table."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+    KILLED = "killed"
+    LOST = "lost"
+
+
+CODES = {
+    EndingKind.FINISHED: 0,
+    EndingKind.STOPPED: RESUME_ME,
+    EndingKind.INTERRUPTED: 128 + signal.SIGINT,
+    EndingKind.FAILED: 1,
+    EndingKind.KILLED: 128 + signal.SIGKILL,
+    EndingKind.LOST: UNAVAILABLE,
+}
+
+BY_SIGNAL = {
+    signal.SIGUSR1: EndingKind.STOPPED,
+    signal.SIGTERM: EndingKind.STOPPED,
+    signal.SIGINT: EndingKind.INTERRUPTED,
+    signal.SIGHUP: EndingKind.INTERRUPTED,
+}
+"""What a request to end makes of a run."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one run has ended, as summary.json has it under ``ending``."""
+
+    kind: EndingKind
+    code: int
+    sentence: str
+    """What to say about it, in one line."""
+    rank: int | None = None
+    """The rank that failed first."""
+    details: str = ""
+    """The traceback of the first cause."""
+    iteration: int | None = None
+    """How far the run came."""
+    saved: int | None = None
+    """The iteration of the newest checkpoint of this run or its ancestors."""
+    checkpoint: str | None = None
+    time: float = 0.0
+
+    @classmethod
+    def of(cls, kind: EndingKind, sentence: str, code: int | None = None, **more: Any) -> Ending:
+        return cls(kind, CODES[kind] if code is None else code, sentence, time=time(), **more)
+
+    @classmethod
+    def finished(cls, iteration: int) -> Ending:
+        return cls.of(EndingKind.FINISHED, f"finished after iteration {iteration}", iteration=iteration)
+
+    @classmethod
+    def asked(cls, number: signal.Signals, iteration: int) -> Ending:
+        """The run ended because somebody asked for it."""
+        kind = BY_SIGNAL[number]
+        word = "stopped on request" if kind is EndingKind.STOPPED else "interrupted"
+        code = None if kind is EndingKind.STOPPED else 128 + number
+        return cls.of(kind, f"{word} ({number.name}) after iteration {iteration}", code, iteration=iteration)
+
+    def unsaved(self, problem: str) -> Ending:
+        """The run came to its end, but not to the checkpoint that belongs to it: nobody may take it for one that
+        did."""
+        said = f"{self.sentence}, but its checkpoint could not be written: {problem}"
+        return Ending.of(EndingKind.FAILED, said, UNSAVED, iteration=self.iteration)
+
+    @classmethod
+    def parse(cls, found: Any) -> Ending | None:
+        """What ``fields`` wrote; ``None`` for anything else."""
+        if not isinstance(found, dict) or found.get("kind") not in list(EndingKind):
+            return None
+        code, rank, iteration, saved, where, at = (
+            found.get(key) for key in ("code", "rank", "iteration", "saved", "checkpoint", "time")
+        )
+        kind = EndingKind(found["kind"])
+        return cls(
+            kind,
+            code if isinstance(code, int) else CODES[kind],
+            str(found.get("sentence", "")),
+            rank if isinstance(rank, int) else None,
+            str(found.get("details", "")),
+            iteration if isinstance(iteration, int) else None,
+            saved if isinstance(saved, int) else None,
+            where if isinstance(where, str) else None,
+            float(at) if isinstance(at, int | float) else 0.0,
+        )
+
+    def fields(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def at(self, iteration: int | None, saved: int | None, checkpoint: str | None) -> Ending:
+        """The same, with how far the run came and what is kept of it, where that was not known."""
+        return replace(
+            self,
+            iteration=self.iteration if self.iteration is not None else iteration,
+            saved=self.saved if self.saved is not None else saved,
+            checkpoint=self.checkpoint or checkpoint,
+        )
+
+    def remedy(self, directory: Path) -> str:
+        """What the user can do now; empty for a run that is done."""
+        if self.kind is EndingKind.FINISHED:
+            return ""
+        if self.checkpoint is None:
+            return "nothing was saved"
+        return f"the checkpoint of iteration {self.saved} is whole; --resume {directory} goes on from there"
+
+
+def conclude(directory: Path, run: str, ending: Ending, summary: dict[str, Any] | None = None) -> None:
+    """Write the ending of ``run``; what its own rank 0 has already written about it beyond that stays."""
+    path = directory / SUMMARY
+    known = writing.read(path) or {}
+    if known.get("run") != run:
+        known = {}
+    writing.replace(path, known | (summary or {}) | {"run": run, "ending": ending.fields()})
+
+
+def read_ending(directory: Path, run: str | None = None) -> Ending | None:
+    """The ending that summary.json tells; ``run`` where only that run's counts."""
+    found = writing.read(directory / SUMMARY)
+    if found is None or (run is not None and found.get("run") != run):
+        return None
+    return Ending.parse(found.get("ending"))
+
+
+EVERY = 1.0
+"""Seconds between two beats."""
+LEAST_PATIENCE = 10.0
+UNKNOWN_UPDATE = 60.0
+"""Seconds for an update that nobody has measured yet."""
+ENDING = "ending"
+"""The phase of a run that writes its last checkpoint and leaves."""
+SILENT_AFTER = 30.0
+"""Seconds without a beat from another machine, after which its run is taken for lost."""
+
+
+@dataclass
+class Beat:
+    """state.json."""
+
+    run: str
+    phase: str = "starting"
+    """starting, training, evaluating, saving or ending."""
+    iteration: int = 0
+    iterations: int = 0
+    """How many there will be; 0 while that is not known."""
+    update_seconds: float = 0.0
+    """The longest of the latest updates: what a request to stop may have to wait for."""
+    save_seconds: float = 0.0
+    """The longest checkpoint so far."""
+    saved: int | None = None
+    """The iteration of the newest whole checkpoint."""
+    checkpoint: str | None = None
+    writer: Process = field(default_factory=Process.here)
+    launcher: Process | None = None
+    time: float = 0.0
+
+    @classmethod
+    def read(cls, directory: Path) -> Beat | None:
+        """The last beat; ``None`` where there is none that can be read."""
+        found = writing.read(directory / STATE)
+        if found is None:
+            return None
+        try:
+            writer = Process.parse(found["writer"])
+            if writer is None:
+                return None
+            saved, where = found["saved"], found["checkpoint"]
+            return cls(
+                str(found["run"]),
+                str(found["phase"]),
+                int(found["iteration"]),
+                int(found["iterations"]),
+                float(found["update_seconds"]),
+                float(found["save_seconds"]),
+                int(saved) if saved is not None else None,
+                str(where) if where is not None else None,
+                writer,
+                Process.parse(found.get("launcher")),
+                float(found["time"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def write(self, directory: Path) -> None:
+        self.time = time()
+        writing.replace(directory / STATE, asdict(self))
+
+    @classmethod
+    def patience(cls, directory: Path) -> float:
+        """Seconds within which a run that is asked to stop has ended its update and saved, as measured."""
+        beat = cls.read(directory)
+        if beat is None or not beat.update_seconds:
+            return UNKNOWN_UPDATE
+        return LEAST_PATIENCE + 2 * beat.update_seconds + 2 * beat.save_seconds
+
+    @classmethod
+    def more_patience(cls, directory: Path) -> float:
+        """Seconds more for a run that has heard the request, when its patience is over: none unless it is on its way
+        out and its heart beats. The first checkpoint of a large model takes as long as its disk takes."""
+        beat = cls.read(directory)
+        leaves = beat is not None and beat.phase == ENDING and beat.silence <= SILENT_AFTER
+        return LEAST_PATIENCE if leaves else 0.0
+
+    @property
+    def silence(self) -> float:
+        """Seconds since this beat."""
+        return max(0.0, time() - self.time)
+
+
+def conclude_from_outside(directory: Path, run: str, ending: Ending) -> Ending:
+    """Write the ending of a run that did not come to its own, with what its heartbeat knows; that ending."""
+    beat = Beat.read(directory)
+    if beat is not None and beat.run == run:
+        ending = ending.at(beat.iteration, beat.saved, beat.checkpoint)
+    with suppress(OSError):
+        conclude(directory, run, ending)
+    return ending
+
+
+class Heart:
+    """Writes the beat while a run lasts. A disk that is full costs the beat, not the run."""
+
+    def __init__(self, directory: Path, run: str) -> None:
+        known = Beat.read(directory)  # whoever made the directory stays known as its launcher
+        self._directory = directory
+        self._beat = Beat(run, launcher=known.launcher if known is not None and known.run == run else None)
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vpipe-heartbeat", daemon=True)
+
+    def start(self) -> Heart:
+        self._write()
+        self._thread.start()
+        return self
+
+    def tell(self, change: Callable[[Beat], None], at_once: bool = False) -> None:
+        """Change what the next beat says; ``at_once`` it comes now."""
+        with self._lock:
+            change(self._beat)
+        if at_once:
+            self._write()
+
+    def say(self, values: Mapping[str, Any]) -> None:
+        """Let the next beats have these values."""
+        with self._lock:
+            for name, value in values.items():
+                setattr(self._beat, name, value)
+
+    @property
+    def beat(self) -> Beat:
+        return self._beat
+
+    def _run(self) -> None:
+        while not self._stopped.wait(EVERY):
+            self._write()
+
+    def _write(self) -> None:
+        with self._lock, suppress(OSError):
+            self._beat.write(self._directory)
+
+    def stop(self) -> None:
+        """The last beat."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            if self._thread.is_alive():
+                self._thread.join()
+            self._write()
+
+
+class Journal:
+    """What one rank writes down for everyone: run.json, metrics.jsonl, summary.json. A full disk must not end a run:
+    what cannot be written is told once, through ``say``, and left out."""
+
+    def __init__(self, directory: Path, run: str, say: Callable[[str], None]) -> None:
+        self._directory = directory
+        self._run = run
+        self._say = say
+        self._complained = False
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        self._attempt(lambda: writing.replace(self._directory / RUN, {"run": self._run, **facts}))
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        self._attempt(lambda: writing.append(self._directory / METRICS, line))
+
+    def summary(self, summary: dict[str, Any], ending: Ending) -> None:
+        self._attempt(lambda: conclude(self._directory, self._run, ending, summary))
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                self._say(f"warning: {error.filename or self._directory}: {error.strerror}; the run goes on without it")
