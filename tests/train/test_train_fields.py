@@ -228,7 +228,7 @@ def launched(bench: Bench, config: dict[str, Any]) -> Any:
     ):
         bench.patch.setattr(place, name, note(what))
     with suppress(Became):
-        cli.run(PipelineConfig.from_dict(config), (), bench.place(), None)
+        cli.run(PipelineConfig.from_dict(config), None, (), bench.place(), None)
     bench.patch.undo()
     return re.sub(
         r"run\d+", "run", str([(what, args if what != "worker" else "", options) for what, args, options in started])

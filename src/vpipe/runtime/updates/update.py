@@ -108,8 +108,7 @@ class Updater:
         self.scaler = loss_scale or LossScale()
         self._skipped: dict[int, Number] = {0: 0.0}
         self._norm: dict[int, Number] = {}
-        self._transport = transport
-        self._placement = placement
+        self._transport, self._placement = transport, placement
         self._stages = dict(stages)
         self._tied = tuple(tied)
         flow = next(iter(stages.values())).flow
