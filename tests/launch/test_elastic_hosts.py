@@ -19,6 +19,7 @@ import yaml
 from ssh_server import Server, behind_a_bridge, ip, missing, missing_namespaces
 from test_elastic import CONFIG, vpipe
 
+import forked_python
 from vpipe.launch import chaos
 from vpipe.rundir.crew import Roster
 from vpipe.rundir.manifest import MANIFEST, checkpoints
@@ -50,10 +51,17 @@ def config(tmp_path: Path) -> Path:
 
 
 class Far:
-    """A run on machines."""
+    """A run on machines; its processes are forks, unless another ``python`` is given."""
 
     def __init__(
-        self, server: Server, config: Path, folder: Path, elastic: str, *machines: str, more: Sequence[str] = ()
+        self,
+        server: Server,
+        config: Path,
+        folder: Path,
+        elastic: str,
+        *machines: str,
+        more: Sequence[str] = (),
+        python: str | None = None,
     ) -> None:
         self.folder, self._log = folder, folder.with_suffix(".log")
         listed = f"launch.machines=[{', '.join(machines)}]"
@@ -71,7 +79,7 @@ class Far:
             *more,
         ]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "vpipe", *words],
+            [python or forked_python.program(), "-m", "vpipe", *words],
             env=os.environ | {"VPIPE_SSH_CONFIG": str(server.config), "OMP_NUM_THREADS": "1"},
             stdout=self._log.open("wb"),
             stderr=subprocess.STDOUT,
@@ -173,7 +181,8 @@ def test_a_machine_that_is_cut_off_has_ended_before_others_go_on(config: Path, t
     """The machine of rank 0, which writes checkpoints, loses its network: it is named, it ends by itself, and only then
     do the others go on."""
     with three_machines(tmp_path) as (server, cut):
-        run = Far(server, config, tmp_path / "run", "2:3", "far-0:0", "far-1:0", "far-2:0")
+        machines = ("far-0:0", "far-1:0", "far-2:0")
+        run = Far(server, config, tmp_path / "run", "2:3", *machines, python=sys.executable)  # forks have one network
         before = run.until(lambda roster: roster.has_stepped)
         lost = [psutil.Process(before.pids[0]), node_of(before.pids[0])]
         cut(0)

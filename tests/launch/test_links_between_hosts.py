@@ -124,7 +124,7 @@ def test_machines_of_the_config_measure_by_ssh(tmp_path: Path) -> None:
     machines = {"machines": ["node-a:0", "node-b:0"], "interface": "lo", "threads": 1}
     parallel = {**TINY["parallel"], "model_parallel_size": 2}
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY | {"launch": machines, "parallel": parallel}))
-    words = [sys.executable, "-m", "vpipe", "profile", "tiny.yaml", "-o", "profile.json", "--repeat", "1"]
+    words = [forked_python.program(), "-m", "vpipe", "profile", "tiny.yaml", "-o", "profile.json", "--repeat", "1"]
     try:
         server.listen(["127.0.0.2", "127.0.0.3"])
         done = subprocess.run(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked_python
 from vpipe.cli.shims import translate
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def test_words_are_translated(option: str, words: str, expected: str) -> None:
 
 def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *words]
+    command = [forked_python.program(), *words]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
     )

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from ssh_server import Server, behind_a_bridge, missing, missing_namespaces
 
+import forked_python
 from vpipe.config import PipelineConfig, load
 from vpipe.errors import UserError
 from vpipe.launch.hosts import Node, nodes
@@ -99,6 +100,7 @@ def test_ranks_on_two_hosts_train_together(server: Server, tmp_path: Path) -> No
 def test_a_config_with_machines_trains_by_ssh(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way from a config to ranks that train: two hosts with a rank each."""
     monkeypatch.setenv("VPIPE_SSH_CONFIG", str(server.config))
+    monkeypatch.setattr(sys, "executable", forked_python.program())
     path = Path(__file__).parents[2] / "configs" / "gpt_small_cpu.yaml"
     machines = ["launch.machines=[node-a:0, node-b:0]", "parallel.model_parallel_size=2"]
     overrides = [*machines, "training.max_iterations=2", "launch.threads=1"]
@@ -121,7 +123,7 @@ def test_the_summary_of_a_run_by_ssh_is_alone_on_standard_output(server: Server,
     settings = ["launch.machines=[node-a:0, node-b:0]", "parallel.model_parallel_size=2", "training.max_iterations=2"]
     words = [str(path), *(word for each in settings for word in ("--set", each)), "--output-dir", str(tmp_path / "run")]
     done = subprocess.run(
-        [sys.executable, "-m", "vpipe", "train", *words, "--quiet", "--json"],
+        [forked_python.program(), "-m", "vpipe", "train", *words, "--quiet", "--json"],
         env=os.environ | {"VPIPE_SSH_CONFIG": str(server.config), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

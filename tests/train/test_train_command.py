@@ -18,6 +18,7 @@ import pytest
 import yaml
 from train_runs import tiny
 
+import forked_python
 from vpipe.cli.main import main
 from vpipe.train.checkpoints.checkpoint import Checkpoint, checkpoints
 
@@ -140,7 +141,7 @@ def test_killed_and_resumed_is_the_run_that_never_stopped(scheduler: str, tmp_pa
     file = job(tmp_path, changes)
     whole, part, rest = (tmp_path / name for name in ("whole", "part", "rest"))
     assert vpipe("train", file, "--output-dir", str(whole), timeout=200).returncode == 0
-    words = [sys.executable, "-m", "vpipe", "train", file, "--output-dir", str(part)]
+    words = [forked_python.program(), "-m", "vpipe", "train", file, "--output-dir", str(part)]
     running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         while len(checkpoints(part / "checkpoints")) < 2:
@@ -164,7 +165,7 @@ def test_killed_and_resumed_is_the_run_that_never_stopped(scheduler: str, tmp_pa
 @pytest.mark.slow
 def test_a_warning_signal_ends_a_run_in_good_order(tmp_path: Path) -> None:
     file = job(tmp_path, {"training.epochs": 10_000, "observe.log_interval": 1})
-    words = [sys.executable, "-m", "vpipe", "train", file, "--output-dir", str(tmp_path / "run")]
+    words = [forked_python.program(), "-m", "vpipe", "train", file, "--output-dir", str(tmp_path / "run")]
     running = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert running.stdout is not None
     while "iteration" not in running.stdout.readline():
@@ -254,7 +255,7 @@ def test_a_request_within_a_long_iteration_waits_for_its_checkpoint(tmp_path: Pa
     (tmp_path / "slow.py").write_text(SLOW_DATA)
     changes = {"training.epochs": 10_000, "observe.log_interval": 1, "plugins": [str(tmp_path / "slow.py")]}
     file = job(tmp_path, PROCESSES | changes)
-    words = [sys.executable, "-m", "vpipe", "train", file, "--output-dir", str(tmp_path / "run")]
+    words = [forked_python.program(), "-m", "vpipe", "train", file, "--output-dir", str(tmp_path / "run")]
     running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "inside").exists():
         assert running.poll() is None
@@ -297,7 +298,7 @@ def test_a_local_run_keeps_what_vpipe_kept(tmp_path: Path) -> None:
     """And under pipedream the first line does not call the units between two drains the config's microbatches."""
     rarely = {"training.max_iterations": 2, "observe.log_interval": 10}
     file = job(tmp_path, {**PROCESSES, "parallel.scheduler": "pipedream", **rarely})
-    words = [sys.executable, "-m", "vpipe", "train", file, "--output-dir", "run"]
+    words = [forked_python.program(), "-m", "vpipe", "train", file, "--output-dir", "run"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
