@@ -28,13 +28,12 @@ from torch.utils._pytree import tree_map
 from vpipe.layer import Layer
 from vpipe.plan.costs import LayerCost
 from vpipe.plan.transfer import Nothing, Told, now
+from vpipe.runtime.crossing import detached, flatten
 from vpipe.runtime.device import HOST, is_host, place
-from vpipe.runtime.edges import Pending, detached
-from vpipe.runtime.flow import Flow, Value, resolve
+from vpipe.runtime.flow import Flow, Pending, Value, resolve
 from vpipe.runtime.memory.live import LiveBytes
 from vpipe.runtime.region import Run
 from vpipe.runtime.stage import Loss, Stage, StageOptions, Unit
-from vpipe.runtime.transport.crossing import flatten
 from vpipe.runtime.updates import optimizing
 from vpipe.runtime.updates.weights import count_bytes
 from vpipe.schedule.placement import Layout

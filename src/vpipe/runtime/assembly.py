@@ -28,6 +28,7 @@ from torch import Tensor
 from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
 from vpipe.process import under_launcher
+from vpipe.runtime.crossing import flatten, unflatten
 from vpipe.runtime.device import DEVICES, chosen, is_host
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.options import Ranks
@@ -37,7 +38,6 @@ from vpipe.runtime.ranks.meeting import COME_WITHIN, LaunchedRank
 from vpipe.runtime.surroundings import use_generator_of
 from vpipe.runtime.transport import ondevice
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.transport.crossing import flatten, unflatten
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.inprocess import Hub
 from vpipe.runtime.transport.link import Link

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from vpipe.runtime.crossing import copied_value
 from vpipe.runtime.device import HOST, current, is_host, number
 from vpipe.runtime.device_times import DeviceTimes
-from vpipe.runtime.edges import Pending, listed, unlisted
-from vpipe.runtime.flow import Flow, Hop, Task, Tasks, Value, remote
+from vpipe.runtime.flow import Flow, Hop, Pending, Task, Tasks, Value, listed, remote, unlisted
 from vpipe.runtime.job import Call, Compiled, Job, Record, Result
 from vpipe.runtime.memory.swap import Passage, Swapper
 from vpipe.runtime.memory.swap_device import DeviceSwapper
@@ -31,7 +31,6 @@ from vpipe.runtime.second_try import with_second_tries
 from vpipe.runtime.stage import Stage, Unit
 from vpipe.runtime.surroundings import evaluation_seed
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.transport.crossing import copied_value
 from vpipe.runtime.updates.attempts import AgreeingAfterwards
 from vpipe.runtime.updates.replicas import share_buffers
 from vpipe.runtime.updates.update import Updater

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, bind_inputs, input_names
+from vpipe.runtime.crossing import Gradients
 from vpipe.runtime.transport.wire import Envelope
 from vpipe.schedule.placement import Layout
 from vpipe.schedule.program import Program
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 Value = tuple[str, int]
 INPUT = -1
+Pending = dict[Value, list[tuple[int, Gradients]]]
+"""Value → (reading layer, gradients of the value's tensors that need one) of every reader so far."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,33 @@ def resolve(layers: Sequence[Layer], layout: Layout) -> Flow:
         reads.append(tuple((name, writer[name]) for name in layer.reads))
         writer.update(dict.fromkeys(layer.writes, index))
     return Flow(tuple(layers), layout, tuple(reads), input_names(layers))
+
+
+def listed(values: Sequence[Value], pending: Pending) -> tuple[Any, ...]:
+    """The gradients of these values as a message: of each value the number of its readers, and of each reader its
+    layer, the number of its gradients, and they themselves. (What is flat is described, packed and read fastest.)"""
+    found: list[Any] = []
+    for value in values:
+        readers = pending.get(value, ())
+        found.append(len(readers))
+        for layer, gradients in readers:
+            found.append(layer)
+            found.append(len(gradients))
+            found.extend(gradients)
+    return tuple(found)
+
+
+def unlisted(values: Sequence[Value], message: Sequence[Any], pending: Pending) -> None:
+    """Put what a message of ``listed`` says into ``pending``."""
+    at = 0
+    for value in values:
+        num_readers = message[at]
+        at += 1
+        readers = pending.setdefault(value, [])
+        for _ in range(num_readers):
+            begin = at + 2
+            at = begin + message[begin - 1]
+            readers.append((message[begin - 2], list(message[begin:at])))
 
 
 @dataclass(slots=True, eq=False)

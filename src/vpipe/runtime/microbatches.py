@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.layer import split_sizes
-from vpipe.runtime.transport.crossing import copied_value, flatten, unflatten
+from vpipe.runtime.crossing import copied_value, flatten, unflatten
 
 
 @dataclass(frozen=True)

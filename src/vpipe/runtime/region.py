@@ -25,22 +25,23 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, collect_into, describe
-from vpipe.runtime.device import scalar
-from vpipe.runtime.edges import (
+from vpipe.runtime.crossing import (
+    DTYPES,
     Gradients,
-    Pending,
+    check_tensor,
     edge_of,
     entrance,
+    flatten,
     mapped,
     run_backward,
     summed,
     tell_change,
     versions_of,
 )
-from vpipe.runtime.flow import Value
+from vpipe.runtime.device import scalar
+from vpipe.runtime.flow import Pending, Value
 from vpipe.runtime.memory.saved_tensors import SavedTensors
 from vpipe.runtime.surroundings import seed_layer
-from vpipe.runtime.transport.crossing import DTYPES, check_tensor, flatten
 
 _IN_PLACE = (
     "changes its input in place, which others read again (another layer, or the recompute); set the attribute "

@@ -24,9 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
+from vpipe.runtime.crossing import detached, run_backward
 from vpipe.runtime.device import is_host
-from vpipe.runtime.edges import Pending, detached, run_backward
-from vpipe.runtime.flow import Flow, Value
+from vpipe.runtime.flow import Flow, Pending, Value
 from vpipe.runtime.memory.saved_tensors import SavedTensor, SavedTensors
 from vpipe.runtime.memory.swap import Slot
 from vpipe.runtime.region import Region, RegionGraph, Run, Treatment

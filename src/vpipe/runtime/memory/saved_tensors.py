@@ -20,8 +20,8 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
+from vpipe.runtime.crossing import copied
 from vpipe.runtime.memory.swap import Slot, worth_moving
-from vpipe.runtime.transport.crossing import copied
 
 
 class SavedTensor:

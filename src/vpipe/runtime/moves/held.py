@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vpipe.runtime.crossing import flatten, unflatten
 from vpipe.runtime.device import is_host
 from vpipe.runtime.memory.sums import word_sum
 from vpipe.runtime.moves.layer_state import State
-from vpipe.runtime.transport.crossing import flatten, unflatten
 
 LEAST = 1024
 """Bytes of a tensor for which a place is worth its words."""

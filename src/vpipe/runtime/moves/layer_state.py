@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.errors import UserError
+from vpipe.runtime.crossing import check_tensor, copied, flatten, unflatten
 from vpipe.runtime.device import is_host
-from vpipe.runtime.transport.crossing import check_tensor, copied, flatten, unflatten
 from vpipe.runtime.transport.wire import Envelope, pack, unpack, unpack_head
 
 _BLOCK = Envelope(-2, 0, 0, 0, 0)

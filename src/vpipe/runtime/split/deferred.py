@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vpipe.runtime.edges import Roots, run_backward
+from vpipe.runtime.crossing import Roots, run_backward
 from vpipe.runtime.split.promise import Promise, accumulate, same
 from vpipe.runtime.split.structure import Analysis, Reading, Signature, Structure, read
 

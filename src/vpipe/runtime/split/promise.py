@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from vpipe.runtime.edges import run_backward
+from vpipe.runtime.crossing import run_backward
 from vpipe.runtime.split.products import MatrixProduct, NodeTensors, OwnFunction
 from vpipe.runtime.split.structure import Analysis, Product, Reading
 

@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from vpipe.errors import UserError
+from vpipe.runtime.crossing import unflatten
 from vpipe.runtime.device import is_host
 from vpipe.runtime.ranks import device_groups
-from vpipe.runtime.transport.crossing import unflatten
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.form import Form, form_of, room, seen, snapshot
 from vpipe.runtime.transport.routes import Route, route_of

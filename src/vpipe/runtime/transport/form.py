@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vpipe.runtime.crossing import Structure, check_tensor, fill, flatten, kept_strides, shift
 from vpipe.runtime.device import is_host
-from vpipe.runtime.transport.crossing import Structure, check_tensor, fill, flatten, kept_strides, shift
 from vpipe.runtime.transport.wire import TensorFacts
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from vpipe.runtime.crossing import copied
 from vpipe.runtime.device import compute_stream, is_host, share, tensors_of
-from vpipe.runtime.transport.crossing import copied
 
 
 class Carried(NamedTuple):

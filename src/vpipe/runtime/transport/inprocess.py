@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vpipe.runtime.transport.crossing import copied_value
+from vpipe.runtime.crossing import copied_value
 from vpipe.runtime.transport.wire import Envelope, mismatch
 
 

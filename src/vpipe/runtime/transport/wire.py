@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vpipe.runtime.transport.crossing import (
+from vpipe.runtime.crossing import (
     LINE,
     NAMED,
     PLAIN,

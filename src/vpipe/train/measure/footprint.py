@@ -18,8 +18,8 @@ from vpipe.models.model import Model, Skeleton
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.profile import SavedBytes, crossing, num_bytes
 from vpipe.plan.units import parse_bytes
+from vpipe.runtime.crossing import detached, mapped
 from vpipe.runtime.device import own_memory
-from vpipe.runtime.edges import detached, mapped
 from vpipe.runtime.flow import Value, resolve
 from vpipe.schedule.placement import Layout
 from vpipe.train.adapt import Cap

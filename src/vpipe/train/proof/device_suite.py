@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from vpipe.runtime.assembly import between_processes
+from vpipe.runtime.crossing import copied
 from vpipe.runtime.device import HOST, compute_stream, current
-from vpipe.runtime.transport.crossing import copied
 from vpipe.runtime.transport.device import DeviceTransport
 from vpipe.runtime.transport.inprocess import Hub
 from vpipe.runtime.transport.ondevice import transports
