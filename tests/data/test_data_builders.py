@@ -298,7 +298,7 @@ def test_package_descriptions_are_prose(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", builder_names())
 def test_the_whole_of_this_machine(tmp_path: Path, name: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from running import FAILING, HANG, Running, vpipe_run
 
+import forked_python
 from vpipe.errors import UserError
 from vpipe.launch import local
 from vpipe.launch.output import Output, Sink
@@ -47,7 +48,7 @@ def test_the_example_prints_the_same_losses_on_four_ranks_and_in_one_process(sta
     script = str(ROOT / "examples" / "minimal.py")
     four = start(4, script, fresh=True)
     assert four.wait() == 0, four.err
-    one = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=HANG, check=True)
+    one = subprocess.run([forked_python.program(), script], capture_output=True, text=True, timeout=HANG, check=True)
     assert four.out == one.stdout
     assert four.out.count("loss") == 5
     four.assert_clean()

@@ -76,7 +76,7 @@ def test_any_three_meet() -> None:
         assert len({tuple(cell[name] for name in three) for cell in met}) == prod(sizes[name] for name in three)
 
 
-@pytest.mark.rotates(40)
+@pytest.mark.rotates(24)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -93,7 +93,7 @@ def test_replicas_of_a_synchronous_schedule(schedule: str) -> None:
     check(Case(schedule, model, 4, 2, replicas=2, recompute=0.5, clip_norm=0.3))
 
 
-@pytest.mark.rotates(40)
+@pytest.mark.rotates(24)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 @pytest.mark.parametrize("model", MODELS)

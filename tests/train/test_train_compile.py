@@ -40,15 +40,16 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.rotates(1)
 @pytest.mark.parametrize("scheduler", ["1f1b", "pipedream"])
 def test_layers_are_compiled_wherever_they_are(tmp_path: Path, scheduler: str) -> None:
-    """Cut or not, the same kernels run: equal to the bit; and close to what is not compiled, which rounds otherwise."""
+    """Cut or not, the same kernels run: equal to the bit (where updates come as in one process); and close to what is not
+    compiled, which rounds otherwise."""
     from torch._dynamo.utils import counters
 
     counters.clear()
-    assert code_of(tmp_path / "one", ranks=1) == 0
-    assert counters["stats"]["unique_graphs"] > 0, "something was compiled"
     assert code_of(tmp_path / "cut", scheduler=scheduler) == 0
+    assert counters["stats"]["unique_graphs"] > 0, "something was compiled"
     assert code_of(tmp_path / "plain", compile="false") == 0
     if scheduler == "1f1b":
+        assert code_of(tmp_path / "one", ranks=1) == 0
         assert losses(tmp_path / "cut") == losses(tmp_path / "one")
         assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
     assert losses(tmp_path / "cut")[0] == pytest.approx(losses(tmp_path / "plain")[0], rel=1e-2)
