@@ -17,19 +17,16 @@ import psutil
 import pytest
 import yaml
 from ssh_server import Server, behind_a_bridge, ip, missing, missing_namespaces
-from test_elastic import CONFIG, vpipe
+from test_elastic import CONFIG, LONG, assert_goes_on
 
 import forked_python
-from vpipe.launch import chaos
 from vpipe.rundir.crew import Roster
-from vpipe.rundir.manifest import MANIFEST, checkpoints
+from vpipe.rundir.manifest import checkpoints
 
 pytestmark = pytest.mark.timeout(280)
 needs_sshd = pytest.mark.skipif(bool(missing()), reason=missing() or "sshd is here")
 HANG = 200.0
 WORDS = ("--set", "checkpoint.interval=100000", "--quiet")
-LONG = ("--set", "training.max_iterations=5000", "--set", "dataset.extra.num_examples=80000")
-"""So many that no busy machine comes to their end before it is stopped."""
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +101,7 @@ class Far:
 
     def assert_equal(self, config: Path, plain: Path) -> None:
         """Two iterations more, on this machine, end as in a run that was left alone."""
-        (saved,) = checkpoints(self.folder / "checkpoints")
-        iteration = json.loads((saved / MANIFEST).read_text())["position"]["iteration"]
-        words = (*WORDS, *LONG, "--set", f"training.max_iterations={iteration + 2}")
-        done = vpipe("train", config, *words, "--resume", self.folder, "--output-dir", self.folder)
-        assert done.returncode == 0, done.stderr
-        assert vpipe("train", config, *words, "--output-dir", plain).returncode == 0
-        assert chaos.differences(plain, self.folder) == []
+        assert_goes_on((str(config), *WORDS, *LONG), self.folder, plain)
 
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]

@@ -70,14 +70,13 @@ def test_gpipe_holds_no_terms_of_a_loss() -> None:
 @pytest.mark.parametrize("recompute", [0.0, 1.0])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "pipedream"])
 def test_1f1b_and_its_kin_do_not_grow_with_m(schedule: str, recompute: float) -> None:
-    """Both ranks are counted together, so a long run meets more of the ways in which their peaks can coincide."""
-    few = min(_peaks(8, schedule, recompute) for _ in range(3))
-    allowed = few * (1.05 if schedule == "1f1b" else 1.15)
-    assert any(_peaks(64, schedule, recompute) <= allowed for _ in range(3))
+    """Both ranks are counted together: where their peaks coincide it is twice that of one, and no more however many units
+    come (eight times as many here)."""
+    assert _peaks(64, schedule, recompute) <= 2 * _peaks(8, schedule, recompute)
 
 
 def test_gpipe_does_and_the_counter_sees_it() -> None:
-    assert _peaks(32, "gpipe") > 2 * _peaks(8, "gpipe")
+    assert _peaks(64, "gpipe") > 3 * _peaks(8, "gpipe")
 
 
 def test_recompute_keeps_less() -> None:
