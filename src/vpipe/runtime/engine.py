@@ -267,7 +267,8 @@ class Engine:
             if job.training:
                 weight = share if job.gradient_weights is None else job.gradient_weights[microbatch]
                 weight *= job.scale * self.updater.scaler.value
-                unit = Unit(self._versions.get((index, microbatch), 0), run, targets, weight)
+                version = self._versions[index, microbatch] if self._versions else 0
+                unit = Unit(version, run, targets, weight)
                 given = stage.forward(microbatch, unit, values)
                 added, loss = unit.added, unit.loss
             else:
