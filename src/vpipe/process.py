@@ -12,11 +12,25 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PMIX_RANK")
+"""By which variables launchers tell a process which of several it is; torch's own first."""
+
+
+def told_rank(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What a launcher has said, in whatever words (``launch.environment.adopt`` translates them into torch's)."""
+    return next((environ[name] for name in RANKS if name in environ), None)
+
+
+def rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Which of several processes this is, in torch's words, or ``None`` where nobody has started several."""
+    return int(environ.get("RANK", "0")) if int(environ.get("WORLD_SIZE", "1")) > 1 else None
 
 
 def under_launcher() -> bool:

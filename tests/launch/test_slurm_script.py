@@ -11,10 +11,11 @@ import pytest
 
 from vpipe.errors import UserError
 from vpipe.launch.container import Container
-from vpipe.launch.environment import adopt, carried, from_slurm, orion_preload, rank, tasks_per_node
+from vpipe.launch.environment import adopt, carried, from_slurm, orion_preload, tasks_per_node
 from vpipe.launch.job import plan_job
 from vpipe.launch.queue import Follower, QueuedJob, tasks
 from vpipe.launch.slurm import SlurmJob, script, sweep
+from vpipe.process import rank
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,5 +1,5 @@
 """Loading the config of a command that builds a model: everything that is wrong with it is said at once, before a rank
-starts or a job waits in a queue."""
+starts or a job waits in a queue. And as which rank the command was started, where it was as one of several."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vpipe import config as configs
+from vpipe import process
 from vpipe.config import Loaded, PipelineConfig, Problem
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, OPTIMIZER_REGISTRY, SCHEDULE_REGISTRY
 
@@ -60,6 +61,15 @@ def _together(config: PipelineConfig) -> list[Problem]:
     from vpipe.train import preflight
 
     return preflight.problems(config, here=False)
+
+
+def launched_as() -> int | None:
+    """Which rank of another launcher's this process is; ``None`` where it is the only one."""
+    if process.told_rank() is not None:
+        from vpipe.launch import environment
+
+        environment.adopt()
+    return process.rank()
 
 
 def check(config: PipelineConfig, parallel: bool = True) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from typing import NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from vpipe import __version__
+from vpipe import __version__, process
 from vpipe.errors import UserError, nearest
 
 COMMANDS = {
@@ -126,9 +126,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except UserError as error:
         from vpipe.launch import environment
 
-        if os.environ.get("VPIPE_DEBUG") or (
-            environment.rank() is not None and sys.excepthook is not sys.__excepthook__
-        ):
+        if os.environ.get("VPIPE_DEBUG") or (process.rank() is not None and sys.excepthook is not sys.__excepthook__):
             raise  # a rank that has met the others has a hook: it knows which of them speaks
         environment.let_rank_0_speak()
         _fail(error.sentence, getattr(error, "exit_code", 2))

@@ -34,11 +34,9 @@ def measure(
 ) -> Profile | int:
     """The profile of a config's model, measured here and now; or the exit code: of what went wrong, which was said, or
     of a rank that has only helped. The ranks of other machines read ``source`` and ``overrides`` anew."""
-    from vpipe.launch import environment
     from vpipe.launch.hosts import all_local
 
-    environment.adopt()
-    if environment.rank() is not None:
+    if loading.launched_as() is not None:
         found = _as_rank(config, repeat, quiet)
     elif config.launch.machines and not all_local(config.launch.machines):
         found = _by_ssh(config, repeat, source, overrides)
@@ -123,10 +121,7 @@ def _same(path: Path, source: Path) -> bool:
 def refuse_lost(*paths: Path | None, read: tuple[Path | None, ...] = ()) -> None:
     """Say before a long measurement that its result could not be written, or would replace what it is made from. Of
     several ranks only the first writes."""
-    from vpipe.launch import environment
-
-    environment.adopt()
-    if environment.rank():
+    if loading.launched_as():
         return
     for path in paths:
         for source in read:

@@ -97,10 +97,7 @@ def command(
     resume = resume or loaded.config.checkpoint.resume
     if overwrite and resume:
         raise UserError(f"--overwrite removes the run that --resume {resume} would go on from; give one of them")
-    from vpipe.launch import environment
-
-    environment.adopt()
-    rank = environment.rank()
+    rank = loading.launched_as()
     return run(loaded.config, rank, loaded.warnings, output_dir, resume, overwrite, loaded.source, quiet, as_json)
 
 
@@ -116,7 +113,6 @@ def run(
     as_json: bool = False,
 ) -> int:
     """Train a checked config here and now, as ``rank`` of a launcher of others' or with ranks of our own."""
-    from vpipe.launch.environment import interface_variables
     from vpipe.rundir import claim
 
     if not rank:
@@ -128,6 +124,7 @@ def run(
     start, again = _resume_from(config, output_dir, resume, other_runs=asked), resume is not None
     arguments: dict[str, Any] = {"resume": str(start) if start else None, "quiet": quiet}
     if rank is not None:
+        from vpipe.launch.environment import interface_variables
         from vpipe.train import session, worker
 
         session.refuse(config)

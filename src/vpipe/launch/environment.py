@@ -33,6 +33,7 @@ from vpipe import network
 from vpipe.errors import UserError
 from vpipe.launch import valid
 from vpipe.launch.hosts import DEVICES
+from vpipe.process import told_rank
 
 SECRET = "VPIPE_SECRET"
 """The secret of a run: see ``runtime.ranks.secret``. It goes through pipes and environments, never into argv."""
@@ -75,24 +76,11 @@ def adopt(environ: MutableMapping[str, str] | None = None, ask: Ask | None = Non
         environ.update(from_slurm(environ, ask or run))
 
 
-def rank(environ: Mapping[str, str] | None = None) -> int | None:
-    """Which of several processes this is, or ``None`` where nobody has started several."""
-    environ = os.environ if environ is None else environ
-    return int(environ.get("RANK", "0")) if int(environ.get("WORLD_SIZE", "1")) > 1 else None
-
-
 def let_rank_0_speak(environ: Mapping[str, str] | None = None) -> None:
     """Before the ranks have met: a mistake in a config is one for all, and torchrun or srun end the others with the
     first that ends. A rank whose mistake is its own, such as a file that only this machine lacks, speaks after that."""
-    environ = os.environ if environ is None else environ
-    if _told_rank(environ) != "0":
+    if told_rank(os.environ if environ is None else environ) not in (None, "0"):
         time.sleep(POLITENESS)
-
-
-def _told_rank(environ: Mapping[str, str]) -> str:
-    """The rank, also where nobody has translated it yet."""
-    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PMIX_RANK")
-    return next((environ[name] for name in names if name in environ), "0")
 
 
 def from_slurm(environ: Mapping[str, str], ask: Ask) -> dict[str, str]:
