@@ -2,6 +2,8 @@
 
 Importing ``vpipe`` costs nothing: the names that need torch are loaded when they are first used, so that ``vpipe
 --help``, ``vpipe simulate`` and ``vpipe plan`` answer at once on a login node.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

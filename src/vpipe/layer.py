@@ -19,6 +19,8 @@ output. A layer may be given as a factory; then only the rank that owns it build
 
 One rule for stages: the largest part is as small as it can be, and among such cuts the parts are as even as can be.
 The planner (``plan``) simulates steps and does better; it needs a measurement, these do not.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
     loaded.config.training.learning_rate
 
 No torch is imported here: a config is checked in a moment on a login node.
+
+Words: docs/glossary.md.
 """
 
 from vpipe.config.load import Loaded, load

@@ -9,6 +9,8 @@ is the same examples on both, and no label has to travel through the stages betw
         batch.inputs, batch.targets, batch.num_tokens
 
 Importing this package costs nothing: torch, h5py and tokenizers are loaded when a data set that needs them is.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

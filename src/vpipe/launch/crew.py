@@ -8,6 +8,8 @@ these states, and a new epoch begins when nobody is on the way:
                           └──ready──── LEAVING
 
 Only here is an epoch numbered, so there is never more than one group that goes on.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

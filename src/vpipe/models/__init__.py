@@ -1,1 +1,4 @@
-"""Models as lists of layers; ``model.build`` makes one by name."""
+"""Models as lists of layers; ``model.build`` makes one by name.
+
+Words: docs/glossary.md.
+"""

@@ -1,1 +1,4 @@
-"""See the pipeline: what a run wrote down, where its time went, and pages that show it."""
+"""See the pipeline: what a run wrote down, where its time went, and pages that show it.
+
+Words: docs/glossary.md.
+"""

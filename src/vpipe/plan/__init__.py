@@ -3,4 +3,6 @@
     costs ──▶ (knapsack inside partition, both counting bytes by memory) ──▶ planner ──▶ plan.json
 
 Nothing here imports torch except ``profile`` and ``transfer``, which measure.
+
+Words: docs/glossary.md.
 """

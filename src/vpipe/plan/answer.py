@@ -1,4 +1,7 @@
-"""What a planner answers: a layout under a schedule, what it is predicted to do, and how good that provably is."""
+"""What a planner answers: a layout under a schedule, what it is predicted to do, and how good that provably is.
+
+Words: docs/glossary.md.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ microbatch.
 
 ``cut_bytes[i]`` is what crosses a boundary placed before layer ``i``. In a model with skips it is the sum of all
 tensors that some later layer still reads, so a partition pays for every edge that it cuts.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""A run's paper: what lies in its directory, who may write there, and how it ended. No torch."""
+"""A run's paper: what lies in its directory, who may write there, and how it ended. No torch.
+
+Words: docs/glossary.md.
+"""

@@ -17,6 +17,8 @@ How a run can end is one table, for the exit code, the terminal, summary.json an
 
 Whoever sees the end writes it: rank 0, then, with all reports in hand, the launcher. Where both were killed nobody
 writes, and a reader concludes it from the heartbeat that stopped (``state``).
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

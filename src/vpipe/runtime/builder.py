@@ -2,6 +2,8 @@
 
 A pipeline keeps its ``Builder``: what it was told once (layers, loss, ties, options) and the transports that join its
 ranks. Everything that depends on who holds what is made here, from a layout, and can be made anew from another.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The only loop: a rank's row of a program, compiled once into a flat list of bound calls.
 
 Each kind of action has one handler. A handler moves values between the transport and a stage; it decides nothing,
-because the program has decided everything.
+because the program has decided everything. Words: docs/glossary.md.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ it in its hop, and the handler that sends or uses it finds it there.
 
     0F3 ──payload──▶ hop 0→1 of unit 3 ──payload──▶ 0SEND_F3          to another rank
     0F3 ──payload──▶ hop 0→1 of unit 3 ──payload──▶ 1F3               to a stage of this rank: the same hop
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

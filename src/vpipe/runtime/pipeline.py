@@ -43,6 +43,8 @@ class Pipeline(Movable):
     that are one, ``seed`` what random numbers begin with.
 
     ``layout`` says who holds what; engines are built from it, and a wrong program is refused before anything is.
+
+    Words: docs/glossary.md.
     """
 
     layout: Layout

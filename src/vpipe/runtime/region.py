@@ -10,6 +10,8 @@ added in an order that does not depend on where the stages are cut: latest reade
 in a single process. A layer gets no leaf but what is behind it, so it may change its input in place, and the gradient
 is taken on the way, because a leaf would store it with other strides. What leaves is remembered only by its gradient
 edge; its data may be dropped.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

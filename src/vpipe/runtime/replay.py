@@ -3,6 +3,8 @@
 Given which weights every unit reads at every stage and which units every update consumes, ``replay`` computes the
 losses and weights that any correct execution must produce, to the bit. It shares no machinery with the engine:
 whole-model forwards through one autograd graph, ``functional_call`` for old weights, plain sums for gradients.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

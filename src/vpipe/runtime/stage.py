@@ -7,6 +7,8 @@
     weight     runs what the backward deferred
 
 The stage knows nothing of ranks, messages or schedules: values come in as dicts and leave as dicts.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@
 Importing this package loads nothing; each name is fetched from its module when it is first used. (``lower``,
 ``simulate`` and ``verify`` are named like their modules and are therefore imported from there.) Nothing here imports
 torch, so all of it runs on a login node.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

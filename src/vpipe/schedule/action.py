@@ -3,6 +3,8 @@
 A schedule is data: for each rank a list of tiny actions. The text form is torch's, ``[stage][kind][microbatch]``, so
 that schedules travel both ways: ``2F0`` is the forward of microbatch 0 at stage 2, ``2STEP`` the optimizer update of
 stage 2.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ at its end.
 
 A schedule is chosen in several places (a config, ``Pipeline``, a test before any rank starts); what its program, its
 placement and its traits are, all of them ask the choice.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

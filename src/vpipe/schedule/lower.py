@@ -8,6 +8,8 @@
     send_ahead  SEND_W where a stage's gradients are complete while others of its rank are not, REDUCE before AGREE
 
 Each pass takes a program and returns another; every result verifies.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

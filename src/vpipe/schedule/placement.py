@@ -144,7 +144,10 @@ class Seat:
 
 @dataclass(frozen=True)
 class Layout:
-    """``counts[stage]`` layers in each stage, ``holders[stage]`` the ranks that hold it, ``seats[rank]`` where."""
+    """``counts[stage]`` layers in each stage, ``holders[stage]`` the ranks that hold it, ``seats[rank]`` where.
+
+    Words: docs/glossary.md.
+    """
 
     counts: tuple[int, ...]
     holders: tuple[tuple[Holder, ...], ...]

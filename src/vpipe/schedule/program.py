@@ -11,6 +11,8 @@ loads, so schedules travel both ways. Reading also takes what torch writes and v
 compound cells such as ``(1F3;2B1)OVERLAP_F_B`` (read as their parts in order) and ``REDUCE_GRAD`` (our ``REDUCE``).
 Left out are ``UNSHARD``/``RESHARD`` (the business of a sharded weight store) and
 ``WAIT_SEND_F``/``WAIT_SEND_B``/``WAIT_REDUCE_GRAD`` (torch 2.15's bookkeeping of what is under way).
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ with itself.
                         have sent their gradients ahead (SEND_W), only these
     AGREE        needs  every rank to come to it; gradients are complete before it, updates come after it (or before
                         it, and are taken back where they must be: ``agrees_after``)
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ makespan   first start → last end over all ranks
 maxspan    the longest single rank's span; reachable only if the optimizer step may be staggered
 ideal      the busiest rank's work
 bubble     the idle share over all ranks: 1 - (work of all ranks) / (ranks x makespan); a slow stage makes it larger
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

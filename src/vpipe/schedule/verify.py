@@ -11,6 +11,8 @@ million and a half of them. Words are made only for those that break one.
 At ``REDUCE`` the replicas of a stage meet, at ``AGREE`` all ranks (``semantics.members``). A communicator, the set of
 ranks that meet, has one queue: its members must come to their meetings in the same order, or each waits for the other
 at another one. What hangs through meetings of several communicators, the event loop finds.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ Which layers each stage holds, and what it recomputes or swaps, the config says,
 for one schedule, one number of ranks and one number of microbatches: its memory was counted and its time predicted for
 them. A config that names a plan and says something else is refused. What every layer weighs and works, the model's
 skeleton says.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

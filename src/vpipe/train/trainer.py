@@ -4,6 +4,8 @@
                           └────────────────────────────────────────────────────────┘
 
 Every rank runs this loop in the same order.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

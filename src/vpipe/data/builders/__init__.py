@@ -2,6 +2,8 @@
 
 Each builder is one module with one function, ``write(folder, request) -> Source``. What they share stands here: the
 target appears whole or not at all, with a manifest. No builder imports torch.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

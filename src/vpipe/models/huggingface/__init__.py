@@ -8,7 +8,10 @@ because a pipeline is that loop. Three ways in:
     from_directory("path/to/checkpoint")  weights of a local directory; each rank reads the tensors it owns
 
 Nothing is ever downloaded, and no code of a checkpoint is run. ``transformers`` is imported when a model is asked
-for: it takes seconds to load."""
+for: it takes seconds to load.
+
+Words: docs/glossary.md.
+"""
 
 from __future__ import annotations
 

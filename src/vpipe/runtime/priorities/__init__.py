@@ -1,1 +1,4 @@
-"""Which of several ready actions goes first on a device that they share."""
+"""Which of several ready actions goes first on a device that they share.
+
+Words: docs/glossary.md.
+"""

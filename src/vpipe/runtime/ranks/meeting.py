@@ -1,6 +1,8 @@
 """Where ranks meet: a store whose address the launcher tells.
 
 torchrun and ``vpipe run`` keep the store themselves, so it outlives every rank; elsewhere rank 0 keeps it.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""A backward in two parts: input gradients now, weight gradients later, read off autograd's own graph."""
+"""A backward in two parts: input gradients now, weight gradients later, read off autograd's own graph.
+
+Words: docs/glossary.md.
+"""

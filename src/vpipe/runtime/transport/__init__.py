@@ -1,1 +1,4 @@
-"""How values travel between ranks: one interface, several carriers."""
+"""How values travel between ranks: one interface, several carriers.
+
+Words: docs/glossary.md.
+"""

@@ -10,6 +10,8 @@ must say so in words instead of computing with each other's garbage:
 
 The layout is plain JSON, never pickle: reading a message can run no code. Layouts repeat, so both sides keep them in a
 cache.
+
+Words: docs/glossary.md.
 """
 
 from __future__ import annotations

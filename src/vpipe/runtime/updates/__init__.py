@@ -1,1 +1,4 @@
-"""From gradients to the next weights: versions, ties, replicas, norms and the update itself."""
+"""From gradients to the next weights: versions, ties, replicas, norms and the update itself.
+
+Words: docs/glossary.md.
+"""

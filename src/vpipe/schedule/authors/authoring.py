@@ -113,6 +113,8 @@ class Entry:
     """One schedule.
 
     Formulas use p ranks, m microbatches, v stages per rank, and F, I, W, T = F+I+W of one rank's whole share.
+
+    Words: docs/glossary.md.
     """
 
     name: str

@@ -1,1 +1,4 @@
-"""Checkpoints: one file per layer, written beside training, read by any number of stages, exported from."""
+"""Checkpoints: one file per layer, written beside training, read by any number of stages, exported from.
+
+Words: docs/glossary.md.
+"""
