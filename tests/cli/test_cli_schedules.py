@@ -14,6 +14,9 @@ from cli_answer import Answer
 from click.testing import CliRunner
 
 from vpipe.cli.main import COMMANDS, cli, main
+from vpipe.schedule.catalog import build
+from vpipe.schedule.program import to_csv
+from vpipe.schedule.verify import executable
 
 
 @pytest.fixture
@@ -82,6 +85,14 @@ def test_draw_csv_goes_round(vpipe_here: Any, tmp_path: Path) -> None:
         assert vpipe_here("verify", str(path)).code == 0
         assert vpipe_here("simulate", str(path), "--json").json()["makespan"] == 25.5
     assert vpipe_here("draw", str(path), "--format", "csv").out == path.read_text()
+
+
+def test_draw_lowered_is_what_ranks_run(vpipe_here: Any) -> None:
+    """With the agreement of a synchronous schedule, and without one where stages update one by one."""
+    for name, agrees in (("zb-v", True), ("chimera", True), ("pipedream", False)):
+        drawn = vpipe_here("draw", name, "-p", "4", "-m", "8", "--format", "csv", "--lowered").out
+        assert drawn == to_csv(executable(build(name, 4, 8), name, agrees=agrees))
+        assert ("AGREE" in drawn) is agrees
 
 
 def test_draw_without_a_terminal_is_plain(vpipe: Any) -> None:

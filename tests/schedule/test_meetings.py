@@ -12,7 +12,7 @@ from vpipe.schedule.program import Program, from_csv, to_csv
 from vpipe.schedule.semantics import MEETINGS, Round, members, rounds
 from vpipe.schedule.simulate import simulate
 from vpipe.schedule.timeline import Costs, StageCosts
-from vpipe.schedule.verify import verify
+from vpipe.schedule.verify import executable, verify
 
 
 def program(*rows: str, ranks_of: tuple[tuple[int, ...], ...], m: int) -> Program:
@@ -101,3 +101,14 @@ def test_the_simulator_waits_for_the_last() -> None:
     assert begins == [[24, 25, 26, 27], [27, 27, 27, 27]]
     assert simulate(free, costs).maxspan == 24.5
     assert simulate(bound, costs).maxspan == 27.5
+
+
+def test_whoever_gives_the_price_of_updates_gets_the_agreement() -> None:
+    """A program as its author wrote it is simulated as it runs; papers, which have no updates, keep their spans."""
+    costs = Costs((StageCosts(1, 1, 1, step=4.0), *[StageCosts(1, 1, 1)] * 3))
+    found = simulate(build("zb-h2", 4, 8), costs)
+    assert found.makespan == 31
+    assert found.program == executable(build("zb-h2", 4, 8), "zb-h2", agrees=True)
+    assert simulate(build("zb-h2", 4, 8)).maxspan == 24
+    for each in (build("pipedream", 4, 8), build("pipedream-2bw", 4, 8, num_batches=1)):
+        assert Kind.AGREE not in simulate(each, costs).program.flat.kinds

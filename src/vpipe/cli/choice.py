@@ -61,6 +61,12 @@ class ProgramSource:
         """What a picture of it is headed with."""
         return f"{self.name}, {program.num_ranks} ranks, {program.num_microbatches} microbatches"
 
+    def synchronous(self, program: Program) -> bool:
+        """Whether ranks that run it update together; of a file its program says so, as where it is trained by."""
+        from vpipe.schedule.semantics import updates_once
+
+        return not get(self.name).asynchronous if self.cells is None else updates_once(program)
+
     def check(self, program: Program) -> None:
         """Refuse an invalid file; schedules of the catalogue are valid."""
         from vpipe.schedule.verify import verify

@@ -45,7 +45,7 @@ class Figure:
 @click.option("--width", type=click.FloatRange(min=2, max=200), help="Figures: width in centimetres. [16]")
 @click.option("--no-title", is_flag=True, help="Figures: without a title; the caption says it.")
 @click.option("--font", help="Figures: the font family (svg, pdf, png; tex takes the document's).")
-@click.option("--lowered", is_flag=True, help="CSV: with communication, as ranks execute it.")
+@click.option("--lowered", is_flag=True, help="CSV: with communication and agreement, as ranks execute it.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, writable=True), help="File to write; else the terminal."
 )
@@ -81,7 +81,7 @@ def command(
         _save(_simulated(program, source, times), Path(output), figure)
         return
     if form == "csv":
-        picture = _csv(program, lowered)
+        picture = _csv(program, source, lowered)
     else:
         picture = _picture(_simulated(program, source, times), form, output, figure)
     if output is None:
@@ -94,11 +94,11 @@ def command(
         raise UserError(f"{output} cannot be written: {error.strerror}") from None
 
 
-def _csv(program: Program, lowered: bool) -> str:
-    from vpipe.schedule.lower import is_lowered, lower
+def _csv(program: Program, source: ProgramSource, lowered: bool) -> str:
     from vpipe.schedule.program import to_csv
+    from vpipe.schedule.verify import executable
 
-    return to_csv(lower(program) if lowered and not is_lowered(program) else program)
+    return to_csv(executable(program, source.name, agrees=source.synchronous(program)) if lowered else program)
 
 
 def _form(form: str | None, output: str | None) -> str:

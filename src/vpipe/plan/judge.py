@@ -26,7 +26,6 @@ from vpipe.plan.sites import stage_sites
 from vpipe.schedule.action import Kind
 from vpipe.schedule.batch import Path, ProgramGraph
 from vpipe.schedule.flat import CODE, KINDS
-from vpipe.schedule.lower import lower
 from vpipe.schedule.program import Program
 
 Array = NDArray[np.float64]
@@ -171,10 +170,7 @@ class Judge:
                 count, pipe = self.pipe.num_batches, self.pipe
                 self._programs = [pipe.program, *([pipe.batches(count + 1)] if pipe.asynchronous else [])]
             self._batches[structure] = [
-                ProgramGraph(
-                    lower(program, recompute_stages=structure[0], swap_stages=structure[1]),
-                    blocking=self.pipe.entry.blocking,
-                )
+                ProgramGraph(self.pipe.lowered(program, *structure), blocking=self.pipe.entry.blocking)
                 for program in self._programs
             ]
         return self._batches[structure]

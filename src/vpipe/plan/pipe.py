@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from vpipe.schedule.action import Kind
 from vpipe.schedule.authors.authoring import Chain, Entry
 from vpipe.schedule.catalog import get
 from vpipe.schedule.communication import communicate
+from vpipe.schedule.lower import lower
 from vpipe.schedule.program import Program
 from vpipe.schedule.replicas import replicate
 from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, live_versions, most_open, units_in_flight
@@ -103,6 +104,11 @@ class Pipe:
             units = self.num_microbatches * count
             return self.entry.build(self.total_ranks, units, replicas=list(self.replicas))
         return self.entry.build(self.num_ranks, self.num_microbatches * count)
+
+    def lowered(self, program: Program, recompute_stages: Collection[int], swap_stages: Collection[int]) -> Program:
+        """What ranks run of one of its programs, which is what is predicted: with the agreement before the updates."""
+        agrees = not self.asynchronous
+        return lower(program, recompute_stages=recompute_stages, swap_stages=swap_stages, agrees=agrees)
 
     @cached_property
     def num_batches(self) -> int:

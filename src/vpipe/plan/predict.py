@@ -18,7 +18,6 @@ from vpipe.plan.machine import Machine
 from vpipe.plan.memory import Choice, MemoryTerms, StageFacts, rank_bytes
 from vpipe.plan.pipe import Pipe, stage_facts
 from vpipe.plan.sites import stage_sites, unit_time
-from vpipe.schedule.lower import lower
 from vpipe.schedule.program import Program
 from vpipe.schedule.simulate import bubble, simulate
 from vpipe.schedule.timeline import Costs
@@ -69,8 +68,7 @@ def _step(layout: PlannedLayout, pipe: Pipe, costs: Costs) -> tuple[float, float
     swapped = [s for s in stages if Choice.SWAP in layout.choices[s]]
 
     def simulated(program: Program) -> tuple[float, float]:
-        lowered = lower(program, recompute_stages=again, swap_stages=swapped)
-        found = simulate(lowered, costs, blocking=pipe.entry.blocking)
+        found = simulate(pipe.lowered(program, again, swapped), costs, blocking=pipe.entry.blocking)
         return found.makespan, sum(found.busy)
 
     time, work = simulated(pipe.program)

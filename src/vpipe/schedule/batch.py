@@ -14,7 +14,7 @@ and a sum with one count per (action, stage).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import numpy as np
 
@@ -67,7 +67,8 @@ class ProgramGraph:
         at[events] = place[: len(events)]
         sent = place[len(events) :]
         self._order, self._sent, self._at = order, sent, at
-        self._before = self._predecessors(flat, lanes, at, sent)[order]
+        before = self._predecessors(lanes, at, sent)
+        self._before = [before[number] for number in order.tolist()]
         self._rows = self._price_rows(flat, events, directions(flat, transfers), flat.stage[transfers.send])[order]
         self._way = directions(flat, transfers), flat.stage[transfers.send]
         self._levels = [0, *(np.flatnonzero(np.diff(level[order])) + 1).tolist(), self.size]
@@ -78,13 +79,13 @@ class ProgramGraph:
 
     def _step(self, low: int, high: int) -> tuple[int, int, list[Ints], Ints, Ints]:
         """A level: its nodes, what they wait for column by column, their price rows, and which messages they are."""
-        needs = self._before[low:high]
-        columns = [column.copy() for column in needs.T if column.any()] or [needs[:, 0]]
+        columns = [np.array(column, np.int64) for column in zip_longest(*self._before[low:high], fillvalue=0)]
+        columns = [column for column in columns if column.any()] or columns[:1]
         numbers = self._message[low:high]
         return low, high, columns, self._rows[low:high], numbers[numbers >= 0]
 
-    def _predecessors(self, flat: Flat, lanes: Lanes, at: Ints, sent: Ints) -> Ints:
-        """Per node the rows that it waits for; row 0 where there are fewer than the most."""
+    def _predecessors(self, lanes: Lanes, at: Ints, sent: Ints) -> list[list[int]]:
+        """Per node the rows that it waits for: of few nodes many, where ranks meet."""
         arrival = 1 + self.size + np.arange(len(sent))
         lists: list[list[int]] = []
         message = lanes.message.tolist()
@@ -103,8 +104,7 @@ class ProgramGraph:
         for number, link in enumerate(lanes.link.tolist()):
             lists.append([int(at[lanes.sent[number]]), int(at[lanes.posted[number]]), last.get(link, 0)])
             last[link] = int(sent[number])
-        width = max(map(len, lists), default=1)
-        return np.array([[*needs, *[0] * (width - len(needs))] for needs in lists], np.int64).reshape(-1, width)
+        return lists
 
     def _price_rows(self, flat: Flat, events: Ints, way: Ints, stage: Ints) -> Ints:
         """Per node its row in the price table: kinds by stages, then the two directions of messages by stages."""
@@ -141,7 +141,7 @@ class ProgramGraph:
                 row = int(self._sent[row - self.size - 1])
             counts[self._rows[row - 1]] += 1
             needs = self._before[row - 1]
-            row = int(needs[values[needs].argmax()])
+            row = needs[int(values[needs].argmax())]
         return Path(counts, waits)
 
     def _lags(self, lag: Array) -> Array:

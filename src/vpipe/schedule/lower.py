@@ -47,12 +47,15 @@ def lower(
     recompute_stages: Collection[int] = (),
     swap_stages: Collection[int] = (),
     post_ahead: int = POST_AHEAD,
+    agrees: bool = False,
 ) -> Program:
-    """The executable program."""
+    """The executable program; where ``agrees``, that of a synchronous one: whoever predicts a step asks for what ranks
+    run, agreement and all."""
     program = recompute(program, recompute_stages)
     program = swap(program, swap_stages)
     program = reduce(program)
-    return communicate(program, post_ahead)
+    program = communicate(program, post_ahead)
+    return agree(program) if agrees else program
 
 
 def is_lowered(program: Program) -> bool:

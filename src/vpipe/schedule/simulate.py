@@ -20,8 +20,8 @@ from vpipe.errors import UserError
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.flat import CODE, NONE, Bools, Event, collector_paused
 from vpipe.schedule.lower import is_lowered, lower
-from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import LANE, Lane, held_versions, live_versions, staleness, version_table
+from vpipe.schedule.program import Program, Versions
+from vpipe.schedule.semantics import LANE, Lane, held_versions, live_versions, staleness, updates_once, version_table
 from vpipe.schedule.timeline import Costs, LinkModel, Timeline, run, uniform, usual
 
 Array = npt.NDArray[np.float64]
@@ -198,7 +198,8 @@ def simulate(
     transport: LinkModel = LinkModel.RENDEZVOUS,
     blocking: bool = False,
 ) -> Simulation:
-    """Time a program; a program that says nothing of communication is lowered first.
+    """Time a program; a program that says nothing of communication is lowered first. Where updates take time, ranks
+    of a synchronous one agree before the first of them, as they do when they run it.
 
     ``blocking`` is the transport of ``naive``: a rank goes on only when its message has arrived.
     """
@@ -206,12 +207,19 @@ def simulate(
     costs = costs or uniform(program.placement)
     if len(costs.stages) != program.num_stages:
         raise UserError(f"costs are given for {len(costs.stages)} stages, but the program has {program.num_stages}")
-    executable = program if is_lowered(program) else lower(program)
+    executable = program if is_lowered(program) else lower(program, agrees=_agrees(program, costs))
     timeline = usual(executable) if plain else run(executable, costs, transport=transport, blocking_sends=blocking)
     if stuck := timeline.stuck:
         heads = ", ".join(str(timeline.flat.action(event)) for event in stuck[:4])
         raise UserError(f"the program deadlocks at {heads}; 'vpipe verify' says why")
     return Simulation(executable, costs, timeline)
+
+
+def _agrees(program: Program, costs: Costs) -> bool:
+    """An agreement delays nothing but updates: where these take no time it is left out, and a rank's span ends with its
+    own work, which is the papers' ``maxspan``."""
+    paid = any(cost.step for cost in costs.stages)
+    return paid and program.versions is Versions.NEWEST and updates_once(program)
 
 
 def _tidy(number: float) -> float | int:

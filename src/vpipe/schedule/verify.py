@@ -66,11 +66,11 @@ def executable(
     verified; a ``UserError`` where it cannot be run."""
     if is_lowered(program):
         _check_lowered(program, {Kind.R: recompute_stages, Kind.OUT: swap_stages})
+        program = agree(program) if agrees else program
     else:
-        program = lower(program, recompute_stages=recompute_stages, swap_stages=swap_stages)
-    if agrees:
-        program = agree(program)
-        program = send_ahead(program) if early_reduction else program
+        program = lower(program, recompute_stages=recompute_stages, swap_stages=swap_stages, agrees=agrees)
+    if agrees and early_reduction:
+        program = send_ahead(program)
     if violations := _known(program):
         kinds = "; ".join(map(str, folded(violations)[:3]))
         raise UserError(f"{name} is not a valid program: {kinds} ({len(violations)} in all; 'vpipe verify' lists them)")
