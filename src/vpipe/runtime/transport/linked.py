@@ -7,7 +7,8 @@ A few numbers from each of several ranks (losses, norms) are gathered the same w
 tells all. Large collective operations, and messages that are too large for a stream, go through ``torch.distributed``.
 
 Messages of all channels between two ranks come in the order in which they were sent; a rank that waits for one of them
-puts the others into a mailbox. Of one channel, the message that comes n-th answers the receive that was posted n-th.
+puts the others into a mailbox. Of one channel they are sent in the order of the posted receives. So a rank that is
+about to sleep and finds there, of the channel it waits for, what nobody has posted, knows that the ranks disagree.
 
 One thread at a time uses a transport. A killed peer closes its sockets, so whoever waits for it knows at once.
 """
@@ -38,9 +39,6 @@ _GATHERING = -1
 _BROKEN = (BrokenPipeError, ConnectionResetError, TimeoutError)
 """What a socket says of a peer that is gone or silent."""
 
-Place = tuple[int, int, int, int, int]
-"""(peer, source stage, target stage, backward, number within this channel)."""
-
 
 class LinkedTransport(DistributedTransport):
     """One process's end. To ranks without a link messages go over gloo."""
@@ -50,10 +48,9 @@ class LinkedTransport(DistributedTransport):
         self.links = dict(links)
         self._patience = self.patience.total_seconds()
         self._spin = SPIN if len(os.sched_getaffinity(0)) > len(links) + 1 else 0.0
-        self._expected: dict[Envelope, Place] = {}
-        self._mail: dict[Place, tuple[Envelope, Any]] = {}
-        self._num_expected: dict[tuple[int, int, int, int], int] = defaultdict(int)
-        self._num_arrived: dict[tuple[int, int, int, int], int] = defaultdict(int)
+        self._expected: dict[Envelope, Link] = {}
+        self._mail: dict[tuple[int, Envelope], Any] = {}
+        """(peer, envelope) → value, of messages that came while this rank waited for others."""
         self._large: set[Channel] = set()
         """What the links carry no more: earlier messages were too large."""
         self._step = 0
@@ -75,8 +72,8 @@ class LinkedTransport(DistributedTransport):
             link.too_large.clear()
         super().begin_step(step)
         self._step = step
-        came = [(peer, envelope) for (peer, *_), (envelope, _) in self._mail.items()]
-        for peer, envelope in came + [(link.peer, found) for link in self.links.values() for found in link.unread()]:
+        unread = [(link.peer, found) for link in self.links.values() for found in link.unread()]
+        for peer, envelope in [*self._mail, *unread]:
             if envelope.step < step:
                 raise RuntimeError(
                     f"rank {peer} sent {envelope}, but no action of rank {self.rank} took it: "
@@ -88,10 +85,7 @@ class LinkedTransport(DistributedTransport):
         if link is None or (self._large and self._is_large(envelope, source_rank)):
             super().post(envelope, source_rank)
             return
-        channel = (source_rank, envelope.source, envelope.target, envelope.backward)
-        number = self._num_expected[channel]
-        self._num_expected[channel] = number + 1
-        self._expected[envelope] = (*channel, number)
+        self._expected[envelope] = link
         if link.owes:
             link.pay()
 
@@ -99,20 +93,15 @@ class LinkedTransport(DistributedTransport):
         return Channel(envelope.source, envelope.target, envelope.backward, peer) in self._large
 
     def take(self, envelope: Envelope) -> Any:
-        place = self._expected.pop(envelope, None)
-        if place is None:
+        link = self._expected.pop(envelope, None)
+        if link is None:
             return super().take(envelope)
-        if place in self._mail:
-            found, value = self._mail.pop(place)
-        else:
-            link = self.links[place[0]]
-            try:
-                found, value = self._await(link, place, envelope)
-            except _BROKEN as error:
-                raise self._gone(link, f"waits for {envelope}", error) from None
-        if found != envelope:
-            raise mismatch(envelope, found)
-        return value
+        if self._mail and (link.peer, envelope) in self._mail:
+            return self._mail.pop((link.peer, envelope))
+        try:
+            return self._await(link, envelope)
+        except _BROKEN as error:
+            raise self._gone(link, f"waits for {envelope}", error) from None
 
     def send(self, envelope: Envelope, target_rank: int, value: Any) -> None:
         link = self.links.get(target_rank)
@@ -161,19 +150,29 @@ class LinkedTransport(DistributedTransport):
             self.send(told, rank, found)
         return found
 
-    def _await(self, link: Link, place: Place, envelope: Envelope) -> tuple[Envelope, Any]:
-        """Read the link up to the message of ``place``; sleep where it has not come."""
+    def _await(self, link: Link, envelope: Envelope) -> Any:
+        """Read the link up to a message; sleep where it has not come."""
         until = 0.0
         while True:
             while (message := link.read()) is not None:
-                arrived = self._place(link.peer, message[0])
-                if arrived == place:
-                    return message
-                self._mail[arrived] = message
-            if place in self._mail:  # it was copied out while this rank made room
-                return self._mail.pop(place)
+                found, value = message
+                if found == envelope:
+                    return value
+                self._mail[link.peer, found] = value
+            if self._mail:
+                if (link.peer, envelope) in self._mail:  # it was copied out while this rank made room
+                    return self._mail.pop((link.peer, envelope))
+                self._refuse_strangers(link, envelope)
             until = until or monotonic() + self._patience
             self._read(link, "waits for", envelope, until)
+
+    def _refuse_strangers(self, link: Link, envelope: Envelope) -> None:
+        """What was sent before the message that is waited for, on its channel, has been posted before it."""
+        _, source, target, _, backward = envelope
+        for peer, found in self._mail:
+            same = peer == link.peer and (found.source, found.target, found.backward) == (source, target, backward)
+            if same and found not in self._expected:
+                raise mismatch(envelope, found)
 
     def _read(self, link: Link, doing: str, envelope: Envelope, until: float) -> None:
         """Wait until anything has come from any rank, for the sake of ``link``, and hear it. What others have sent is
@@ -193,7 +192,7 @@ class LinkedTransport(DistributedTransport):
                 self._events.unregister(descriptor)
         for descriptor, _ in () if link.has_unread else events:
             ready = self._link_of[descriptor]
-            num_held = sum(place[0] == ready.peer for place in self._mail) if ready.eager else 0
+            num_held = sum(peer == ready.peer for peer, _ in self._mail) if ready.eager else 0
             while ready is not link and num_held < ready.eager and (message := ready.read()) is not None:
                 self._deliver(ready.peer, *message)
                 num_held += 1
@@ -207,15 +206,7 @@ class LinkedTransport(DistributedTransport):
         return self._events.poll(max(0.0, patience), self._most_events)
 
     def _deliver(self, peer: int, envelope: Envelope, value: Any) -> None:
-        self._mail[self._place(peer, envelope)] = (envelope, value)
-
-    def _place(self, peer: int, envelope: Envelope) -> Place:
-        """Which receive a message answers that has just come."""
-        _, source, target, _, backward = envelope
-        channel = (peer, source, target, backward)
-        number = self._num_arrived[channel]
-        self._num_arrived[channel] = number + 1
-        return (peer, source, target, backward, number)
+        self._mail[peer, envelope] = value
 
     def _gone(self, link: Link, doing: str, error: OSError | None) -> PeerLost:
         if isinstance(error, TimeoutError):
@@ -224,14 +215,14 @@ class LinkedTransport(DistributedTransport):
 
     def _silent(self, link: Link, doing: str) -> PeerLost:
         what = f"rank {self.rank} {doing}, but rank {link.peer} does not answer: nothing for {self._patience:g} s"
-        others = f"; but {next(iter(self._mail.values()))[0]} has come" if self._mail else ""
+        others = f"; but {next(iter(self._mail))[1]} has come" if self._mail else ""
         return PeerLost(what + others, link.peer)
 
     def _leave(self) -> None:
         """Before a wait that reads no links: those from whom something is expected must not wait for room."""
-        for place in self._expected.values():
-            if place not in self._mail:
-                self.links[place[0]].leave()
+        for envelope, link in self._expected.items():
+            if (link.peer, envelope) not in self._mail:
+                link.leave()
 
     def _wait(self, work: Any, doing: str, peer: int) -> None:
         self._leave()
