@@ -11,12 +11,13 @@ from contextlib import suppress
 import pytest
 
 from vpipe.observe.console import Console, count, duration, memory, time
+from vpipe.rundir.facts import RunFacts, RunModel
 
-FACTS = {
-    "schedule": "1f1b", "num_ranks": 2, "num_stages": 4, "num_microbatches": 8, "partition": [2, 2],
-    "model": {"name": "gpt", "parameters": 1_234_567}, "placement": [[0], [1], [0], [1]],
-    "iterations": 200, "iterations_per_epoch": 100, "directory": "runs/x",
-}  # fmt: skip
+FACTS = RunFacts(
+    schedule="1f1b", num_ranks=2, num_stages=4, num_microbatches=8, partition=(2, 2),
+    model=RunModel("gpt", 1_234_567), placement=((0,), (1,), (0,), (1,)),
+    iterations=200, iterations_per_epoch=100, directory="runs/x",
+)  # fmt: skip
 
 
 def line(iteration: int, **more: object) -> dict[str, object]:
@@ -88,7 +89,7 @@ def test_a_terminal_gets_a_live_view() -> None:
 def test_figures_that_are_missing_are_dashes() -> None:
     stream = io.StringIO()
     console = Console(stream)
-    console.start({})
+    console.start(RunFacts())
     console.iteration({"iteration": 1, "loss": None})
     console.finish({})
     assert "loss –" in stream.getvalue()
@@ -107,7 +108,7 @@ def test_a_dumb_terminal_gets_lines(term: str, monkeypatch: pytest.MonkeyPatch) 
     ours, its = pty.openpty()
     with os.fdopen(its, "w") as stream:
         console = Console(stream, log_interval=1)
-        console.start({"schedule": "1f1b", "num_ranks": 2, "iterations": 1})
+        console.start(RunFacts(schedule="1f1b", num_ranks=2, iterations=1))
         console.iteration({"iteration": 1, "loss": 1.0})
         console.close()
     said = b""

@@ -16,9 +16,10 @@ from vpipe.observe.diagnosis import verdict
 from vpipe.observe.measured import Measured, from_simulation
 from vpipe.observe.memory import memory_table
 from vpipe.observe.recorder import run_ahead
-from vpipe.observe.rundir import RunDirectory, RunFacts, open_run
+from vpipe.observe.rundir import RunDirectory, open_run
 from vpipe.observe.timelines import timelines
 from vpipe.observe.trend import trend
+from vpipe.rundir.facts import RunFacts, RunStage
 from vpipe.runtime.job import Record
 from vpipe.schedule.action import parse
 from vpipe.schedule.catalog import build
@@ -53,9 +54,10 @@ def test_an_asynchronous_run_compares_equal_programs_only() -> None:
 
 def run_of(program: Any, layers: Sequence[int], tmp_path: Path, schedule: str) -> RunDirectory:
     names = iter(range(sum(layers)))
-    stages = [{"layers": [f"block {next(names)}" for _ in range(count)], "weight_bytes": 8} for count in layers]
-    raw = {"program": to_csv(program), "schedule": schedule, "num_microbatches": 8, "stages": stages}
-    return RunDirectory(tmp_path, RunFacts(raw, "run.json"))
+    held = [tuple(f"block {next(names)}" for _ in range(count)) for count in layers]
+    stages = tuple(RunStage(layers=each, weight_bytes=8) for each in held)
+    facts = RunFacts(program=to_csv(program), schedule=schedule, num_microbatches=8, stages=stages)
+    return RunDirectory(tmp_path, facts)
 
 
 def test_the_verdict_names_the_slow_rank_and_a_cut_that_is_as_quick_as_it_says(tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ def test_predicted_memory_is_that_of_the_executed_order(make_run: MakeRun) -> No
 def test_measured_memory_is_tensors_and_not_the_interpreter(make_run: MakeRun) -> None:
     run = open_run(make_run("1f1b", 2, 4))
     held = {"rss": 300 * 2**20, "weights": 1000, "versions": 3, "optimizer": 2000, "in_step": 500}
-    steps = [SimpleNamespace(program=run.facts.program, memory=[held, held])]
+    steps = [SimpleNamespace(program=run.program, memory=[held, held])]
     found = memory_table(run, steps)["ranks"]  # type: ignore[arg-type]
     assert [row["tensors"] for row in found] == [3000 + 2000 + 500] * 2
 

@@ -13,8 +13,9 @@ from observe_runs import MakeRun
 from vpipe.observe import recorder as recording
 from vpipe.observe.payload import payload
 from vpipe.observe.recorder import Recorder
-from vpipe.observe.rundir import RunDirectory, RunFacts, open_run
+from vpipe.observe.rundir import RunDirectory, open_run
 from vpipe.observe.watcher import LIVE_STEPS, Watcher
+from vpipe.rundir.facts import RunFacts
 from vpipe.schedule.catalog import build
 from vpipe.schedule.lower import lower
 from vpipe.schedule.program import to_csv
@@ -49,7 +50,7 @@ def test_at_every_moment_there_is_a_step_of_all_ranks_within_two_seconds_or_two_
     dice = random.Random(0)
     recorders = [Recorder(tmp_path, rank) for rank in range(4)]
     prices = (1e-5, 3e-4, 8e-4, 5e-3)
-    run = RunDirectory(tmp_path, RunFacts({"program": to_csv(PROGRAM)}, "run.json"))
+    run = RunDirectory(tmp_path, RunFacts(program=to_csv(PROGRAM)))
     at, step, look = 0.0, 0, 1.0
     ends: dict[int, float] = {}
     samples = 0
@@ -79,7 +80,7 @@ def test_in_a_pause_the_newest_steps_are_written(tmp_path: Path, monkeypatch: py
             recorder.record(step, step, records(rank, step * 0.01, 0.01))
         recorder._write(paused=False)
         recorder._write(paused=True)
-    run = RunDirectory(tmp_path, RunFacts({"program": to_csv(PROGRAM)}, "run.json"))
+    run = RunDirectory(tmp_path, RunFacts(program=to_csv(PROGRAM)))
     assert run.common_steps()[-1][0].step == 99
 
 

@@ -57,7 +57,7 @@ def test_what_is_no_run_is_refused_in_one_sentence(tmp_path: Path, vpipe: object
 def test_facts_that_contradict_are_refused(tmp_path: Path, facts: object) -> None:
     (tmp_path / "run.json").write_text(json.dumps(facts))
     with pytest.raises(UserError):
-        _ = open_run(tmp_path).facts.program
+        _ = open_run(tmp_path).program
 
 
 def test_a_run_that_is_being_written_is_read_so_far(make_run: MakeRun) -> None:

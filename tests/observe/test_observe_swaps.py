@@ -15,7 +15,8 @@ from vpipe.observe.bubbles import attribute
 from vpipe.observe.calibrate import calibrate
 from vpipe.observe.measured import Measured, join
 from vpipe.observe.recorder import Recorder
-from vpipe.observe.rundir import RunDirectory, RunFacts
+from vpipe.observe.rundir import RunDirectory
+from vpipe.rundir.facts import RunFacts
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import to_csv
 from vpipe.schedule.simulate import simulate
@@ -38,7 +39,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Measured:
         with Recorder(directory, engine.rank) as recorder:
             recorder.record(1, 1, pipe.trace().records[engine.rank])
     planned = pipe.trace().planned
-    run = RunDirectory(directory, RunFacts({"program": to_csv(planned)}, "run.json"))
+    run = RunDirectory(directory, RunFacts(program=to_csv(planned)))
     return join(planned, run.common_steps()[0])
 
 

@@ -23,7 +23,7 @@ def test_executed_actions_read_back_to_a_program_that_verifies(make_run: MakeRun
     path = make_run(schedule, 4, 8, steps=2)
     written = write_report(path)
     assert written.trace is not None
-    planned = open_run(path).facts.program
+    planned = open_run(path).program
     for rows in programs(written.trace).values():
         executed = planned.with_rows(rows)
         assert executed == planned

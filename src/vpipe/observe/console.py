@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vpipe.process import obeys
+from vpipe.rundir.facts import RunFacts
 
 Metrics = Mapping[str, Any]
 
@@ -31,8 +32,7 @@ _HEADINGS = {"stopped": "stopped", "interrupted": "interrupted"}
 class Console:
     """Tells a person how the run goes.
 
-    ``facts`` of ``start`` are those of run.json; ``iterations``, ``iterations_per_epoch`` and ``directory`` are used
-    where they are given. ``metrics`` are lines of metrics.jsonl; ``bubble`` (a fraction), ``busy`` (a fraction per
+    ``metrics`` are lines of metrics.jsonl; ``bubble`` (a fraction), ``busy`` (a fraction per
     rank) and ``memory`` (bytes per rank) are shown where they are given.
     """
 
@@ -51,7 +51,7 @@ class Console:
         self._live_wanted = wanted and line_format == "vpipe" and log_interval > 0
         self._rich = RichConsole(file=self._stream, force_terminal=True if live else None, highlight=False)
         self._live: Live | None = None
-        self._facts: Metrics = {}
+        self._facts = RunFacts()
         self._last: Metrics = {}
         self._evaluated: Metrics = {}
         self._means: dict[str, _Mean] = {"seconds": _Mean(), "loss": _Mean()}
@@ -59,7 +59,7 @@ class Console:
         self._epoch: int | None = None
         self._first_iteration: int | None = None
 
-    def start(self, facts: Metrics) -> None:
+    def start(self, facts: RunFacts) -> None:
         """The run begins: one line that says what is trained, and how."""
         self._facts = facts
         self._began = self._epoch_began = monotonic()
@@ -108,7 +108,7 @@ class Console:
             parts.append(f"{_number(rate, ',.0f')} tokens/s")
         if isinstance(mfu := summary.get("mfu"), int | float):
             parts.append(f"MFU {mfu:.1%}")
-        if (directory := self._facts.get("directory")) is not None:
+        if (directory := self._facts.directory) is not None:
             parts.append(f"'vpipe report {directory}' shows it")
         ending = summary.get("ending") or {}
         self._say(f"{_HEADINGS.get(str(ending.get('kind')), 'done')}: " + ", ".join(parts))
@@ -130,16 +130,16 @@ class Console:
 
     def _left(self) -> float | None:
         """Seconds until the last iteration, from those that have run."""
-        total, done = self._facts.get("iterations"), self._last.get("iteration")
+        total, done = self._facts.iterations, self._last.get("iteration")
         if not total or done is None or self._first_iteration is None:
             return None
         measured = int(done) - self._first_iteration
         if measured <= 0:
             return None
-        return (monotonic() - self._began) / (measured + 1) * max(0, int(total) - int(done))
+        return (monotonic() - self._began) / (measured + 1) * max(0, total - int(done))
 
     def _line(self, metrics: Metrics) -> str:
-        total = self._facts.get("iterations")
+        total = self._facts.iterations
         parts = [f"iteration {metrics.get('iteration', 0)}" + (f"/{total}" if total else "")]
         parts.append(f"epoch {metrics.get('epoch', 0)}")
         parts.append(f"loss {_number(metrics.get('loss'), '.4f')}")
@@ -158,14 +158,14 @@ class Console:
 
     def _vpipe_line(self, metrics: Metrics) -> str:
         """VPipe's: ``Stage: [3] Epoch: [0][100/2000]  Time: now (mean)  …``, tab separated."""
-        per_epoch = int(self._facts.get("iterations_per_epoch") or self._facts.get("iterations") or 0)
+        per_epoch = self._facts.iterations_per_epoch or self._facts.iterations or 0
         number = int(metrics.get("iteration", 0))
         place = (number - 1) % per_epoch + 1 if per_epoch and number else number
         seconds, loss = self._means["seconds"], self._means["loss"]
         hours = (monotonic() - self._epoch_began) / 3600
         held = [value / 2**30 for value in _list(metrics.get("memory") or 0)]
         peaks = [value / 2**30 for value in _list(metrics.get("peak_memory") or metrics.get("memory") or 0)]
-        stage = int(self._facts.get("num_stages", 1)) - 1
+        stage = (self._facts.num_stages or 1) - 1
         fields = [
             f"Stage: [{stage}] Epoch: [{metrics.get('epoch', 0)}][{place}/{per_epoch}]",
             f"Time: {_number(metrics.get('seconds'), '.3f')} ({seconds.value:.3f})",
@@ -177,7 +177,7 @@ class Console:
 
     def _view(self) -> Group:
         """The live view: progress, figures, one bar per rank."""
-        metrics, total = self._last, int(self._facts.get("iterations") or 0)
+        metrics, total = self._last, self._facts.iterations or 0
         done, left = int(metrics.get("iteration", 0)), self._left()
         head = Table.grid(padding=(0, 1))
         head.add_row(
@@ -218,7 +218,7 @@ class QuietConsole(Console):
     def __init__(self, stream: TextIO | None = None, **more: Any) -> None:
         super().__init__(stream or sys.stderr, **(more | {"live": False}))
 
-    def start(self, facts: Metrics) -> None:
+    def start(self, facts: RunFacts) -> None:
         self._facts = facts
 
     def iteration(self, metrics: Metrics) -> None:
@@ -251,36 +251,38 @@ class _Mean:
         return self._sum / self._count if self._count else 0.0
 
 
-def _microbatches(facts: Metrics) -> str:
+def _told(fact: str | int | None) -> str:
+    return "?" if fact is None else str(fact)
+
+
+def _microbatches(facts: RunFacts) -> str:
     """How many units an iteration has; an asynchronous schedule runs those of several before it drains."""
-    units, own = facts.get("num_microbatches", "?"), facts.get("microbatches_per_iteration")
-    if own is None or facts.get("synchronous", True) or own == units:
+    units, own = _told(facts.num_microbatches), facts.microbatches_per_iteration
+    if own is None or facts.synchronous is not False or own == facts.num_microbatches:
         return f"{units} microbatches"
     return f"{own} microbatches an iteration, {units} between two drains"
 
 
-def describe(facts: Metrics) -> str:
+def describe(facts: RunFacts) -> str:
     """One line about a run: model, schedule, ranks."""
-    model = facts.get("model") or {}
-    name = model.get("name", "a model") if isinstance(model, Mapping) else str(model)
-    size = model.get("parameters") if isinstance(model, Mapping) else None
-    parts = [f"{name}" + (f" ({count(float(size))} parameters)" if size else "")]
+    size = facts.model.parameters
+    parts = [(facts.model.name or "a model") + (f" ({count(size)} parameters)" if size else "")]
     parts.append(
-        f"{facts.get('schedule', '?')} on {facts.get('num_ranks', '?')} ranks, {facts.get('num_stages', '?')} stages, "
+        f"{_told(facts.schedule)} on {_told(facts.num_ranks)} ranks, {_told(facts.num_stages)} stages, "
         f"{_microbatches(facts)}"
     )
-    if partition := facts.get("partition"):
+    if partition := facts.partition:
         parts.append(f"layers {' '.join(map(str, partition))}")
-    if (directory := facts.get("directory")) is not None:
+    if (directory := facts.directory) is not None:
         parts.append(f"run {directory}")
     return "; ".join(parts)
 
 
-def stages_of(facts: Metrics) -> list[list[int]]:
+def stages_of(facts: RunFacts) -> list[list[int]]:
     """Per rank, its stages; one each where the facts say nothing."""
-    placement = facts.get("placement")
+    placement = facts.placement
     if not placement:
-        return [[rank] for rank in range(int(facts.get("num_ranks") or 0))]
+        return [[rank] for rank in range(facts.num_ranks or 0)]
     held: list[list[int]] = [[] for _ in range(1 + max(rank for ranks in placement for rank in ranks))]
     for stage, ranks in enumerate(placement):
         for rank in ranks:

@@ -54,7 +54,7 @@ def verdict(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any] | No
         return found | {"cause": None, "says": f"All ranks work {1 - idle:.0%} of the step: there is little to gain."}
     says = _what(worst, shares[worst], run, bubbles)
     simulation = chosen.simulation
-    profile = estimate.profile_of(run.facts, simulation.costs) if simulation else None
+    profile = estimate.profile_of(run, simulation.costs) if simulation else None
     best = max(_tried(run, profile), key=lambda each: round(each.gain, 2), default=None) if profile else None
     if best is None or best.gain < WORTH:
         return found | {"says": f"{says} {_plain(worst, shares[worst])}".strip()}
@@ -68,7 +68,7 @@ def _what(cause: str, share: float, run: RunDirectory, bubbles: Sequence[Bubbles
     busy = [median(each.busy[rank] / each.window for each in bubbles) for rank in ranks]
     low, high = min(ranks, key=busy.__getitem__), max(ranks, key=busy.__getitem__)
     if cause == "imbalance":
-        held = run.facts.program.placement.stages_of[high]
+        held = run.program.placement.stages_of[high]
         name = f"stage {held[0]}" if len(held) == 1 else f"its stages {' '.join(map(str, held))}"
         times = busy[high] / mean(busy) if mean(busy) else 1.0
         return (
@@ -76,7 +76,7 @@ def _what(cause: str, share: float, run: RunDirectory, bubbles: Sequence[Bubbles
             f"{times:.2f} times as long as the mean."
         )
     sentences = {
-        "warmup_drain": f"The schedule {run.facts.schedule} itself idles {share:.0%} of the ranks' time: the pipe "
+        "warmup_drain": f"The schedule {run.schedule} itself idles {share:.0%} of the ranks' time: the pipe "
         "fills and drains in every step.",
         "communication": f"Messages cost {share:.0%} of the ranks' time.",
         "data": f"The ranks wait {share:.0%} of the time for data, or between two steps.",
@@ -104,23 +104,22 @@ def _cut(counts: Sequence[int]) -> str:
 
 def _tried(run: RunDirectory, profile: Profile) -> Iterator[Remedy]:
     """What the planner predicts for a better cut, another schedule, smaller microbatches."""
-    facts = run.facts
-    units = int(facts.raw.get("num_microbatches") or facts.program.num_microbatches)
+    units = run.num_microbatches
     try:
-        now = estimate.present(profile, facts).step_time
-        synchronous = not catalog.get(facts.schedule).asynchronous
+        now = estimate.present(profile, run).step_time
+        synchronous = not catalog.get(run.schedule).asynchronous
     except UserError:
         return
     config = run.path / CONFIG
-    base = f"vpipe plan {config} -p {facts.num_ranks} -m {units}"
-    names = [facts.schedule, *(name for name in CANDIDATES if synchronous and name != facts.schedule)]
+    base = f"vpipe plan {config} -p {run.num_ranks} -m {units}"
+    names = [run.schedule, *(name for name in CANDIDATES if synchronous and name != run.schedule)]
     for name in names:
         per_rank = catalog.get(name).stages_per_rank
-        if 4 * facts.num_ranks * units * per_rank > MAX_ACTIONS:
+        if 4 * run.num_ranks * units * per_rank > MAX_ACTIONS:
             continue
         try:
-            same = name == facts.schedule
-            found = estimate.candidate(profile, facts, **({} if same else {"schedule": name}))
+            same = name == run.schedule
+            found = estimate.candidate(profile, run, **({} if same else {"schedule": name}))
         except UserError:
             continue
         gain = now / found.step_time if found.step_time else 1.0

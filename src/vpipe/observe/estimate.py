@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vpipe.observe.rundir import RunFacts
+from vpipe.observe.rundir import RunDirectory
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.planner import Plan, plan
@@ -30,15 +30,15 @@ KINDS = ("forward", "input_grad", "weight_grad", "step")
 Array = npt.NDArray[np.float64]
 
 
-def profile_of(facts: RunFacts, costs: Costs) -> Profile | None:
+def profile_of(run: RunDirectory, costs: Costs) -> Profile | None:
     """The layers of a run with the costs of ``calibrate``; ``None`` where run.json does not name them, or where stages
     have replicas, which the planner does not place."""
-    names = [[str(name) for name in stage.get("layers") or ()] for stage in facts.stages]
-    if not all(names) or any(len(ranks) > 1 for ranks in facts.program.placement.ranks_of):
+    names = [stage.layers for stage in run.stages]
+    if not all(names) or any(len(ranks) > 1 for ranks in run.program.placement.ranks_of):
         return None
     stages = np.array([[getattr(stage, kind) for kind in KINDS] for stage in costs.stages])
     layers = _layers(names, stages)
-    sizes = [int(stage.get("weight_bytes") or 0) / len(held) for stage, held in zip(facts.stages, names, strict=True)]
+    sizes = [(stage.weight_bytes or 0) / len(held) for stage, held in zip(run.stages, names, strict=True)]
     found: list[LayerCost] = []
     for stage, held in enumerate(names):
         for name in held:
@@ -65,19 +65,19 @@ def _sort(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def present(profile: Profile, facts: RunFacts) -> Prediction:
+def present(profile: Profile, run: RunDirectory) -> Prediction:
     """The run as it is, by the planner's own prediction: what candidates are compared with."""
-    counts = [len(stage.get("layers") or ()) for stage in facts.stages]
-    pipe = Pipe.of(facts.schedule, facts.num_ranks, _units(facts), _stages_per_rank(facts))
-    return predict(profile, PlannedLayout.of_counts(counts), pipe, Machine.of(facts.num_ranks, None))
+    counts = [len(stage.layers) for stage in run.stages]
+    pipe = Pipe.of(run.schedule, run.num_ranks, run.num_microbatches, _stages_per_rank(run))
+    return predict(profile, PlannedLayout.of_counts(counts), pipe, Machine.of(run.num_ranks, None))
 
 
-def candidate(profile: Profile, facts: RunFacts, **changes: Any) -> Plan:
+def candidate(profile: Profile, run: RunDirectory, **changes: Any) -> Plan:
     """The planner's best cut for this run with something changed: schedule, num_microbatches, stages_per_rank."""
-    wanted: dict[str, Any] = {"schedule": facts.schedule, "num_microbatches": _units(facts)} | changes
+    wanted: dict[str, Any] = {"schedule": run.schedule, "num_microbatches": run.num_microbatches} | changes
     if "schedule" not in changes:
-        wanted.setdefault("stages_per_rank", _stages_per_rank(facts))
-    ranks = wanted.pop("num_ranks", facts.num_ranks)
+        wanted.setdefault("stages_per_rank", _stages_per_rank(run))
+    ranks = wanted.pop("num_ranks", run.num_ranks)
     return plan(profile, ranks, recompute=False, swap=False, effort=EFFORT, time_limit=PATIENCE, **wanted)
 
 
@@ -94,9 +94,5 @@ def stage_costs(profile: Profile, layout: PlannedLayout, costs: Costs, num_ranks
     return Costs(tuple(found), costs.latency, costs.overhead)
 
 
-def _units(facts: RunFacts) -> int:
-    return int(facts.raw.get("num_microbatches") or facts.program.num_microbatches)
-
-
-def _stages_per_rank(facts: RunFacts) -> int:
-    return facts.program.num_stages // facts.num_ranks
+def _stages_per_rank(run: RunDirectory) -> int:
+    return run.program.num_stages // run.num_ranks

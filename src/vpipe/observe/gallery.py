@@ -42,12 +42,17 @@ def _line(name: str, path: Path) -> dict[str, Any]:
     told = story(path)
     found: dict[str, Any] = {"name": name, "state": {key: told[key] for key in ("kind", "sentence", "bad")}}
     try:
-        facts = open_run(path).facts.raw
+        facts = open_run(path).facts
     except UserError:
         return found
-    model = facts.get("model")
-    found |= {key: facts.get(key) for key in ("schedule", "num_ranks", "num_stages", "num_microbatches", "started")}
-    found["model"] = model.get("name") if isinstance(model, dict) else None
+    found |= {
+        "schedule": facts.schedule,
+        "num_ranks": facts.num_ranks,
+        "num_stages": facts.num_stages,
+        "num_microbatches": facts.num_microbatches,
+        "started": facts.started,
+        "model": facts.model.name,
+    }
     last = next((line for line in _latest(path / METRICS) if line.get("kind") == "train"), {})
     return found | {key: last.get(key) for key in ("iteration", "loss", "tokens_per_second")}
 

@@ -51,13 +51,12 @@ def counts(program: Program) -> list[Counts]:
 
 def memory_table(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any]:
     """Rows for the page: one per stage (predicted), one per rank (measured)."""
-    program = steps[-1].program if steps else run.facts.program
+    program = steps[-1].program if steps else run.program
     executed = counts(program)
     planned = _planned(run, executed)
     stages = []
-    for stage, facts in enumerate(run.facts.stages):
-        size = facts.get("weight_bytes")
-        weights = int(size) if isinstance(size, int | float) else None
+    for stage, facts in enumerate(run.stages):
+        weights = facts.weight_bytes
         stages.append(
             {
                 "stage": stage,

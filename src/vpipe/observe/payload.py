@@ -6,6 +6,7 @@ Everything that the page needs is computed here, so that the page only draws.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from vpipe.observe.diagnosis import verdict
 from vpipe.observe.measured import Measured, join
 from vpipe.observe.memory import memory_table
 from vpipe.observe.run_state import story
-from vpipe.observe.rundir import MAX_BYTES, RunDirectory, RunFacts
+from vpipe.observe.rundir import MAX_BYTES, RunDirectory
 from vpipe.observe.timelines import timelines
 from vpipe.observe.trend import trend
-from vpipe.rundir.layout import RUN
+from vpipe.rundir.facts import RunFacts
 from vpipe.schedule import draw, svg
 
 MAX_POINTS = 1500
@@ -46,7 +47,7 @@ def payload(
         "format": 1,
         "title": run.path.resolve().name,
         "state": story(run.path),
-        "facts": {key: run.facts.raw[key] for key in FACTS if key in run.facts.raw},
+        "facts": {key: told for key, told in asdict(run.facts).items() if key in FACTS and told is not None},
         "kinds": {kind.value: name for kind, name in draw.NAMES.items()},
         "colours": {kind.value: fills for kind, fills in svg.FILLS.items()},
         "textures": {kind.value: lines for kind, lines in svg.TEXTURES.items()},
@@ -64,7 +65,7 @@ def payload(
     found["memory"] = memory_table(run, steps)
     notes = list(run.notes)
     if not steps:
-        off = run.facts.raw.get("trace") is False
+        off = run.facts.trace is False
         notes.append(
             "observe.trace is off: no step is recorded" if off else "no step has been recorded by all ranks yet"
         )
@@ -74,7 +75,7 @@ def payload(
 
 def unstarted(path: Path) -> dict[str, Any]:
     """The page of a run that has not said what it runs: its state, why, and its config."""
-    bare = RunDirectory(path, RunFacts({}, str(path / RUN)))
+    bare = RunDirectory(path, RunFacts())
     return {
         "format": 1,
         "title": path.resolve().name,
@@ -90,7 +91,7 @@ def unstarted(path: Path) -> dict[str, Any]:
 
 def recorded(run: RunDirectory, last: int | None = None) -> list[Measured]:
     """The steps that all ranks have written down, or only the last of them."""
-    return [join(run.facts.program, ranks) for ranks in run.common_steps(last)]
+    return [join(run.program, ranks) for ranks in run.common_steps(last)]
 
 
 def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

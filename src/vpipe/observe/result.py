@@ -37,14 +37,14 @@ def measured(directory: Path) -> dict[str, Any]:
     lines = run.metrics()
     train = [line for line in lines if line.get("kind") == "train"]
     tested = [line for line in lines if line.get("kind") == "evaluation"]
-    program = run.facts.program
+    program = run.program
     found = {key: summary.get(key) for key in KEYS}
     found |= {
         "directory": str(directory),
         "num_ranks": program.num_ranks,
         "num_stages": program.num_stages,
-        "partition": run.facts.raw.get("partition"),
-        "model_name": (run.facts.raw.get("model") or {}).get("name"),
+        "partition": run.facts.partition,
+        "model_name": run.facts.model.name,
         "iterations": train[-1].get("iteration") if train else 0,
         "updates": train[-1].get("update") if train else 0,
         "final_loss": train[-1].get("loss") if train else None,

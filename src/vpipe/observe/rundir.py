@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from vpipe.errors import UserError, nearest
 from vpipe.observe.run_state import begun, ended, story
+from vpipe.rundir.facts import RunFacts, RunStage
 from vpipe.rundir.layout import CONFIG, EVENTS, METRICS, PLAN, RUN, SUMMARY
 from vpipe.schedule.action import Action, parse
 from vpipe.schedule.placement import Placement
@@ -57,53 +58,6 @@ class Step:
     """Seconds of the epoch at its end; 0 where that is not known."""
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """run.json."""
-
-    raw: Mapping[str, Any]
-    source: str
-
-    @cached_property
-    def program(self) -> Program:
-        """The program of one step, with its communication."""
-        text = self.raw.get("program")
-        if not isinstance(text, str):
-            raise UserError(f"{self.source} has no text under 'program'; it was written by another version of vpipe?")
-        try:
-            versions = Versions(str(self.raw.get("versions", Versions.NEWEST)))
-            found = from_csv(text, f"{self.source}, program", versions)
-            placement = self.raw.get("placement")
-            ranks = tuple(tuple(int(rank) for rank in stage) for stage in placement) if placement else None
-            skips = frozenset((int(writer), int(reader)) for writer, reader in self.raw.get("skips") or ())
-            place = Placement(ranks) if ranks else found.placement
-        except UserError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{self.source} is not what vpipe writes: {error}") from None
-        if place.num_ranks != found.num_ranks or place.num_stages != found.num_stages:
-            raise UserError(
-                f"{self.source}: the program has {found.num_ranks} ranks and {found.num_stages} stages, but the "
-                f"placement has {place.num_ranks} and {place.num_stages}"
-            )
-        return Program(found.rows, place, found.num_microbatches, versions, skips)
-
-    @property
-    def schedule(self) -> str:
-        return str(self.raw.get("schedule", "?"))
-
-    @property
-    def num_ranks(self) -> int:
-        return self.program.num_ranks
-
-    @property
-    def stages(self) -> list[Mapping[str, Any]]:
-        """Per stage: layers, parameters, weight_bytes; what is missing is empty."""
-        given = self.raw.get("stages")
-        rows = [each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
-        return rows + [{} for _ in range(self.program.num_stages - len(rows))]
-
-
 @dataclass
 class RunDirectory:
     """A run on disk. Readers read the files anew at each call, because the run may still be going."""
@@ -112,6 +66,46 @@ class RunDirectory:
     facts: RunFacts
     notes: list[str] = field(default_factory=list)
     """What could not be read, in sentences."""
+
+    @cached_property
+    def program(self) -> Program:
+        """The program of one step, with its communication."""
+        facts, source = self.facts, self.path / RUN
+        if facts.program is None:
+            raise UserError(f"{source} has no text under 'program'; it was written by another version of vpipe?")
+        try:
+            versions = Versions(facts.versions or Versions.NEWEST)
+            found = from_csv(facts.program, f"{source}, program", versions)
+            skips = frozenset((writer, reader) for writer, reader in facts.skips)
+            place = Placement(facts.placement) if facts.placement else found.placement
+        except UserError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{source} is not what vpipe writes: {error}") from None
+        if place.num_ranks != found.num_ranks or place.num_stages != found.num_stages:
+            raise UserError(
+                f"{source}: the program has {found.num_ranks} ranks and {found.num_stages} stages, but the "
+                f"placement has {place.num_ranks} and {place.num_stages}"
+            )
+        return Program(found.rows, place, found.num_microbatches, versions, skips)
+
+    @property
+    def schedule(self) -> str:
+        return self.facts.schedule or "?"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.program.num_ranks
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.facts.num_microbatches or self.program.num_microbatches
+
+    @property
+    def stages(self) -> list[RunStage]:
+        """Of each stage of the program; what the run has not told of one is empty."""
+        told = self.facts.stages
+        return [*told, *(RunStage() for _ in range(self.program.num_stages - len(told)))]
 
     def config_text(self) -> str:
         return _text(self.path / CONFIG) or ""
@@ -138,7 +132,7 @@ class RunDirectory:
     def common_steps(self, last: int | None = None, known: Container[int] = ()) -> list[list[Step]]:
         """The steps that every rank has recorded in full, oldest first: ``[step][rank]``; of these the last ones, where
         so many are wanted, without those that are ``known``."""
-        ranks = [self._step_lines(rank) for rank in range(self.facts.num_ranks)]
+        ranks = [self._step_lines(rank) for rank in range(self.num_ranks)]
         shared = sorted(set.intersection(*(set(lines) for lines in ranks))) if ranks else []
         found = []
         for number in shared[-last:] if last else shared:
@@ -239,12 +233,15 @@ def open_run(path: str | Path) -> RunDirectory:
     if text is None:
         raise NotStarted(f"{path} is not a run directory: it has no run.json; {_hint(path)}")
     try:
-        raw = json.loads(text)
-        if not isinstance(raw, dict):
+        found = json.loads(text)
+        if not isinstance(found, dict):
             raise ValueError("it holds no object")
     except (ValueError, RecursionError) as error:
         raise UserError(f"{facts} is broken or still being written: {error}") from None
-    return RunDirectory(path, RunFacts(raw, str(facts)))
+    try:
+        return RunDirectory(path, RunFacts.parse(found))
+    except ValueError as error:
+        raise UserError(f"{facts} is not what vpipe writes: {error}") from None
 
 
 def _hint(path: Path) -> str:

@@ -29,7 +29,7 @@ def trend(run: RunDirectory, most_bytes: int) -> dict[str, Any]:
     the stragglers."""
     ranks: list[Row] = [
         {int(line["step"]): line for line in run.step_summaries(rank, most_bytes) if _usable(line)}
-        for rank in range(run.facts.num_ranks)
+        for rank in range(run.num_ranks)
     ]
     shared = sorted(set.intersection(*map(set, ranks))) if ranks else []
     busy = [[row[step]["busy"] * 1e-9 for step in shared] for row in ranks]
@@ -75,7 +75,7 @@ def _stragglers(run: RunDirectory, busy: Sequence[Sequence[float]]) -> dict[int,
         for rank, each in enumerate(ratio)
         if each >= SLOWER
     }
-    for ranks in run.facts.program.placement.ranks_of:
+    for ranks in run.program.placement.ranks_of:
         if len(ranks) > 1:
             for rank in ranks:
                 others = median(now[other] for other in ranks if other != rank)

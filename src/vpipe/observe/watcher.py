@@ -94,12 +94,12 @@ class Watcher:
 
     def _recorded(self, run: RunDirectory) -> list[Measured]:
         """All steps of a run that has ended, the newest of one that goes on; read once each."""
-        identity = f"{run.facts.raw.get('started')} {run.facts.raw.get('program')}"
+        identity = f"{run.facts.started} {run.facts.program}"
         if identity != self._program:
             self._program, self._steps = identity, {}
         last = None if run.ended else LIVE_STEPS
         fresh = run.common_steps(last, known=self._steps)
-        self._steps |= {ranks[0].step: join(run.facts.program, ranks) for ranks in fresh}
+        self._steps |= {ranks[0].step: join(run.program, ranks) for ranks in fresh}
         newest = sorted(self._steps)[-(last or len(self._steps)) :]
         self._steps = {number: self._steps[number] for number in newest}
         return list(self._steps.values())

@@ -80,13 +80,13 @@ def _measured(
         raise UserError("no step has been recorded yet, so there are no measured costs")
     simulations, problem = simulated(steps)
     now = typical(steps, simulations).simulation
-    profile = estimate.profile_of(run.facts, now.costs) if now is not None else None
+    profile = estimate.profile_of(run, now.costs) if now is not None else None
     if now is None or profile is None:
         raise UserError(problem or "this run's stages have replicas or no named layers; choose costs of your own")
     rows = now.program.num_microbatches
     profile = replace(profile, microbatch_rows=microbatches).scaled(rows)
     plan = estimate.candidate(
-        profile, run.facts, schedule=schedule, num_ranks=ranks, num_microbatches=microbatches, stages_per_rank=stages
+        profile, run, schedule=schedule, num_ranks=ranks, num_microbatches=microbatches, stages_per_rank=stages
     )
     return estimate.stage_costs(profile, plan.layout, now.costs, ranks), plan.layout.counts, now.makespan
 

@@ -35,6 +35,7 @@ from typing import Any
 
 from vpipe.process import Process
 from vpipe.rundir import writing
+from vpipe.rundir.facts import RunFacts
 from vpipe.rundir.layout import METRICS, RUN, STATE, SUMMARY
 
 RESUME_ME = 75
@@ -329,8 +330,8 @@ class Journal:
         self._say = say
         self._complained = False
 
-    def facts(self, facts: Mapping[str, Any]) -> None:
-        self._attempt(lambda: writing.replace(self._directory / RUN, {"run": self._run, **facts}))
+    def facts(self, facts: RunFacts) -> None:
+        self._attempt(lambda: writing.replace(self._directory / RUN, asdict(facts)))
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         self._attempt(lambda: writing.append(self._directory / METRICS, line))

@@ -14,6 +14,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 from time import perf_counter
@@ -24,6 +25,7 @@ from torch import Tensor
 from vpipe.errors import UserError
 from vpipe.observe.console import Console
 from vpipe.rundir import lineage
+from vpipe.rundir.facts import RunFacts
 from vpipe.rundir.journal import ENDING, Ending
 from vpipe.rundir.manifest import Standing
 from vpipe.runtime.job import Stats
@@ -125,8 +127,7 @@ class Trainer:
         training = self.session.config.training
         try:
             self.checkpoints.enter()
-            facts = self._facts()
-            self.log.start(facts)
+            self.log.start(self._facts())
             self.log.resumed(self.iteration)
             if training.warmup > self.num_updates:
                 self.log.say(
@@ -148,7 +149,7 @@ class Trainer:
                     if training.exit_after_profile and self._profiles(self.iteration - 1):
                         break
             unsaved = self.checkpoints.end()
-            summary = self._summary(facts["model"])
+            summary = self._summary()
             self.ended = self.log.finish(summary, self._asked, self.iteration, unsaved)
             return summary
         finally:
@@ -219,16 +220,18 @@ class Trainer:
             self.adapter.after_step(seconds, self.num_iterations - self.iteration)
 
     def _adapted(self, decision: Decision, moved: Moved | None) -> None:
-        facts = self._facts() if moved is not None else {}
+        facts = self._facts() if moved is not None else None
         self.log.adapted(self.iteration, decision, moved, facts)
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> RunFacts:
         num_microbatches = self.session.prepare(len(self._chain()))
-        return run_facts(self.session, num_microbatches) | {
-            "iterations": self.num_iterations,
-            "iterations_per_epoch": self.session.feed.num_batches,
-            "directory": str(self.directory),
-        }
+        return replace(
+            run_facts(self.session, num_microbatches),
+            run=self.run_id,
+            iterations=self.num_iterations,
+            iterations_per_epoch=self.session.feed.num_batches,
+            directory=str(self.directory),
+        )
 
     def _train(self) -> None:
         """One iteration; an asynchronous schedule chains several, so that it drains rarely."""
@@ -370,9 +373,9 @@ class Trainer:
             self.checkpoints.save(self.iteration, self.position)
         return True
 
-    def _summary(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        device = device_name(self.session.pipeline.devices[0])
-        return self.metrics.summary(model["parameters"], model["flops_per_token"], device) | {
+    def _summary(self) -> dict[str, Any]:
+        model, device = self.session.skeleton, device_name(self.session.pipeline.devices[0])
+        return self.metrics.summary(model.num_parameters, model.flops_per_token, device) | {
             "final_loss": self._last_loss,
             "iterations_done": self.iteration,
             "stopped": self._asked is not None,

@@ -30,6 +30,7 @@ from vpipe.observe.loggers import LOGGERS
 from vpipe.observe.recorder import Recorder, run_ahead
 from vpipe.process import resident_bytes
 from vpipe.rundir.claim import command
+from vpipe.rundir.facts import RunFacts, RunModel, RunStage
 from vpipe.rundir.journal import Beat, Ending, Heart, Journal
 from vpipe.rundir.layout import METRICS
 from vpipe.runtime.device import take_peak
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
 KINDS = tuple(Kind)
 COUNTED_STEP = 2
-OF_A_LAYOUT = ("partition", "layout", "program", "stages", "skips", "placement")
-"""The facts of run.json that a move changes."""
 
 
 class RunLog:
@@ -72,13 +71,13 @@ class RunLog:
         self._recorded: Program | None = None
         self._live: LiveBytes | None = None
         self._num_steps = 0
-        self._facts: dict[str, Any] = {}
+        self._facts = RunFacts()
 
     def say(self, text: str) -> None:
         if self._console is not None:
             self._console.message(text)
 
-    def start(self, facts: dict[str, Any]) -> None:
+    def start(self, facts: RunFacts) -> None:
         self._facts = facts
         if self._journal is not None:
             self._journal.facts(facts)
@@ -93,7 +92,7 @@ class RunLog:
         if self._journal is not None and (self._directory / METRICS).exists():
             self._journal.metrics({"kind": "resume", "iteration": iteration, "run": self._run, "time": time()})
 
-    def adapted(self, iteration: int, decision: Decision, moved: Moved | None, facts: dict[str, Any]) -> None:
+    def adapted(self, iteration: int, decision: Decision, moved: Moved | None, facts: RunFacts | None) -> None:
         """A decision of ``parallel.adapt``; after a move, ``facts`` are those of the new layout."""
         suggests = decision.moves and moved is None
         done = f": moved in {moved.seconds:.2g} s" if moved else "; parallel.adapt: on would move" if suggests else ""
@@ -103,9 +102,9 @@ class RunLog:
         action = "move" if moved else "suggest" if suggests else "keep"
         line: dict[str, Any] = {"kind": "adapt", "iteration": iteration, "action": action, "time": time()}
         line |= {"partition": list(decision.partition), "reason": f"{decision.reason}{done}", "gain": decision.gain}
-        if moved is not None:
-            line |= {"layout": facts["layout"], "seconds": moved.seconds, "layers": len(moved.difference.transfers)}
-            self._facts |= {key: facts[key] for key in OF_A_LAYOUT}
+        if moved is not None and facts is not None:
+            line |= {"layout": facts.layout, "seconds": moved.seconds, "layers": len(moved.difference.transfers)}
+            self._facts = self._facts.moved(facts)
             self._journal.facts(self._facts)
         self._journal.metrics(line)
 
@@ -238,42 +237,41 @@ def _spent(records: Sequence[Record]) -> list[float]:
     return [(run_ahead(records) or 0) / 1e9, waited / 1e9, *(spent[kind] / 1e9 for kind in KINDS)]
 
 
-def run_facts(session: Session, num_microbatches: int) -> dict[str, Any]:
-    """Schedule, program, partition and stages, as ``observe`` reads them."""
+def run_facts(session: Session, num_microbatches: int) -> RunFacts:
+    """Schedule, program, partition and stages; who trains, and for how long, is for the trainer to add."""
     pipeline, config, skeleton = session.pipeline, session.config, session.skeleton
     program = pipeline.programs.training(num_microbatches=num_microbatches)
     written, layout = to_csv(program), pipeline.layout.as_document()
-    model = {"parameters": skeleton.num_parameters, "flops_per_token": skeleton.flops_per_token}
-    return {
-        "vpipe": __version__,
-        "torch": torch.__version__,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "schedule": config.parallel.scheduler,
-        "synchronous": pipeline.programs.synchronous,
-        "num_ranks": program.num_ranks,
-        "num_stages": program.num_stages,
-        "num_microbatches": program.num_microbatches,
-        "microbatches_per_iteration": config.training.num_microbatches,
-        "partition": pipeline.partition,
-        "program": written,
-        "versions": str(program.versions),
-        "placement": [list(ranks) for ranks in program.placement.ranks_of],
-        "skips": sorted(list(skip) for skip in program.skips),
-        "model": {"name": config.model.name, **model},
-        "stages": [
-            {
-                "stage": stage,
-                "layers": skeleton.layer_names[begin:end],
-                "parameters": sum(skeleton.parameters[begin:end]),
-                "weight_bytes": sum(skeleton.weight_bytes[begin:end]),
-            }
+    return RunFacts(
+        vpipe=__version__,
+        torch=str(torch.__version__),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        schedule=config.parallel.scheduler,
+        synchronous=pipeline.programs.synchronous,
+        num_ranks=program.num_ranks,
+        num_stages=program.num_stages,
+        num_microbatches=program.num_microbatches,
+        microbatches_per_iteration=config.training.num_microbatches,
+        partition=tuple(pipeline.partition),
+        program=written,
+        versions=str(program.versions),
+        placement=program.placement.ranks_of,
+        skips=tuple(sorted(program.skips)),
+        model=RunModel(config.model.name, skeleton.num_parameters, skeleton.flops_per_token),
+        stages=tuple(
+            RunStage(
+                stage,
+                tuple(skeleton.layer_names[begin:end]),
+                sum(skeleton.parameters[begin:end]),
+                sum(skeleton.weight_bytes[begin:end]),
+            )
             for stage, (begin, end) in enumerate(pipeline.layout.bounds)
-        ],
-        "hosts": [seat.host for seat in pipeline.layout.seats],
-        "layout": layout,
-        "command": command(),
-        "trace": config.observe.trace,
-    }
+        ),
+        hosts=tuple(seat.host for seat in pipeline.layout.seats),
+        layout=layout,
+        command=tuple(command()),
+        trace=config.observe.trace,
+    )
 
 
 CPU = "cpu"
