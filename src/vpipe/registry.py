@@ -113,6 +113,11 @@ class Registry(Generic[T]):
         """All words that a config may say: the same, and aliases."""
         return [*self.list_registered(), *self.aliases]
 
+    def meant(self, word: str) -> str:
+        """The name that a word of a config stands for, whatever its case: an alias' own, else the word itself."""
+        self._fill()
+        return {alias.lower(): name for alias, name in self.aliases.items()}.get(word.lower(), word.lower())
+
     def __contains__(self, name: object) -> bool:
         self._fill()
         return name in self.built_in or (isinstance(name, str) and self.is_own(name))

@@ -122,6 +122,10 @@ def test_bad_text(tmp_path: Path, text: str, said: str) -> None:
         ("parallel: {waves: 2}", "parallel.waves is an option of scheduler hanayo, but parallel.scheduler is"),
         ("parallel: {vertical_sync: true, scheduler: gpipe}", "vertical_sync is an option of scheduler pipedream"),
         ("parallel: {depths: [3, 2, 1, 0], scheduler: 1f1b}", "depths is an option of scheduler pipedream"),
+        (
+            "parallel: {scheduler: pipedream, schedule_options: {depths: [1, 0, 0]}}",
+            "parallel.schedule_options.depths has 3 entries, but model_parallel_size is 4; give one per stage",
+        ),
         ("training: {update_interval: 2}", "update_interval is an option of scheduler pipedream"),
         (
             "parallel: {partition: [1, 2, 3, 4], recompute: [0, 0, 0, 0, 0, 0, 0, 0]}",

@@ -108,6 +108,9 @@ def test_older_keys_are_the_same_options(tmp_path: Path) -> None:
     waves = {"parallel.scheduler": "hanayo", "model.num_layers": 8}
     expected = seen(waves | {"parallel.waves": 2}, tmp_path / "a")
     assert seen(waves | {"parallel.schedule_options": {"num_waves": 2}}, tmp_path / "b") == expected
+    for number, alias in enumerate(("wave", "Wave")):
+        given = waves | {"parallel.scheduler": alias, "parallel.waves": 2}
+        assert seen(given, tmp_path / str(number)) == expected
     units = {"parallel.scheduler": "pipedream", "parallel.schedule_options": {"update_interval": 2}}
     assert seen(units, tmp_path / "c") == get("pipedream").build(2, 4, update_interval=2)
 

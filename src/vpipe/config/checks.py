@@ -18,6 +18,7 @@ from typing import Any
 from vpipe.config.pipeline import OLDER_KEYS, PipelineConfig
 from vpipe.config.problems import Key, Problem, short
 from vpipe.config.sections import TrainingConfig
+from vpipe.registry import SCHEDULE_REGISTRY
 
 MAX_NESTING = 32
 
@@ -180,6 +181,10 @@ def _stages(config: PipelineConfig) -> Iterator[Problem]:
         value = getattr(parallel, name)
         if isinstance(value, tuple):
             lists[name] = value
+    for older in OLDER_KEYS:
+        value = parallel.schedule_options.get(older.option)
+        if isinstance(value, list | tuple):
+            lists[f"schedule_options.{older.option}"] = value
     size, stages = parallel.model_parallel_size, config.num_stages
     for name, values in lists.items():
         key = f"parallel.{name}"
@@ -262,7 +267,7 @@ def _older_keys(config: PipelineConfig) -> Iterator[Problem]:
                 "parallel.schedule_options",
                 older.key,
             )
-        if value is not None and scheduler.lower() != older.scheduler:
+        if value is not None and SCHEDULE_REGISTRY.meant(scheduler) != older.scheduler:
             yield _broken(
                 f"is an option of scheduler {older.scheduler}, but parallel.scheduler is {scheduler!r}; remove it",
                 older.key,

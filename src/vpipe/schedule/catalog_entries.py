@@ -96,6 +96,7 @@ CATALOG: tuple[Entry, ...] = (
         bubble="at most that of 1f1b, zb-h1 and zb-h2 within the memory",
         memory="memory_limit",
         aliases=("zb_auto",),
+        per_stage=("costs",),
     ),
     Entry(
         "interleaved-zb",
@@ -183,6 +184,7 @@ CATALOG: tuple[Entry, ...] = (
         "asynchronous 1f1b: no flush, each unit keeps the weights it began with",
         mode="asp",
         chains=Chain.UNITS,
+        per_stage=("replicas", "depths"),
         needs="any p and m; with replicas, m is a multiple of every stage's replicas",
         bubble="0 between two drains",
         memory="rank r: p-r",

@@ -43,6 +43,8 @@ def bounds(config: PipelineConfig) -> tuple[int, int]:
         return least, most
     told = [key for key in ("recompute", "swap") if isinstance(getattr(parallel, key), tuple)]
     told += [key for key in ("replicas", "depths") if getattr(parallel, key) is not None]
+    each = catalog.get(parallel.scheduler).per_stage
+    told += [f"schedule_options.{option}" for option in parallel.schedule_options if option in each]
     if told:
         raise UserError(
             f"parallel.{told[0]} says something about each of {parallel.model_parallel_size} stages, but "

@@ -141,6 +141,8 @@ class Entry:
     """Whether units go in both directions: a rank then holds stages of both ends, each on two ranks."""
     chains: Chain = Chain.NOT
     """How several batches run without a drain between them."""
+    per_stage: tuple[str, ...] = ()
+    """Options that say something about each stage: they hold for one number of stages."""
     num_microbatches: int | None = None
     """The only m that it builds for: a program of the user's own has its number in itself."""
     runs_threads: bool = False
