@@ -42,7 +42,7 @@ ELSEWHERE = {
     "runtime/ranks/device_groups": "synchronize: after an abort, when no number is used",
     "runtime/priorities/cuda": "Orion's streams, on CUDA only",
     "plan/transfer": "synchronize: a measurement ends",
-    "train/proof/device_links": "synchronize: a measurement ends",
+    "train/proof/device": "synchronize: a measurement ends",
     "train/proof/device_suite": "synchronize: a proof reads what has come",
 }
 """Modules with waits that no mutant here leaves out, and why. (Waits between processes: ``BETWEEN``.)"""

@@ -1,4 +1,4 @@
-"""The promises of ``vpipe.train.proof.promises`` on ranks of this process and of process groups, with pickle forbidden."""
+"""The promises of ``vpipe.train.proof.device_suite`` on ranks of this process and of process groups, with pickle forbidden."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from vpipe.runtime.assembly import between_processes
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.inprocess import Hub
-from vpipe.train.proof.promises import (
+from vpipe.train.proof.device_suite import (
     changed_afterwards,
     check_same,
     collectives,

@@ -19,8 +19,7 @@ from vpipe.observe.rundir import open_run
 from vpipe.plan.observed import Observed
 from vpipe.plan.profile import Measuring, measure_layers
 from vpipe.schedule.placement import Layout
-from vpipe.train.measure.footprint import footprint
-from vpipe.train.measure.profile import first_unit
+from vpipe.train.measure.profile import first_unit, footprint
 from vpipe.train.session import load_data, load_model
 
 SLEEPING: dict[str, Any] = {

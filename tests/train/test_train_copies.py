@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from vpipe import Pipeline
 from vpipe.rundir.manifest import Standing
-from vpipe.train.copier import Copier
-from vpipe.train.copies import CopyShelf, Part, newest
+from vpipe.train.copies import Copier, CopyShelf, Part, newest
 
 Pair = list[int]
 

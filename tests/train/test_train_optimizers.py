@@ -14,7 +14,7 @@ from train_runs import Run, equal, run, tiny
 from vpipe.config.sections import TrainingConfig
 from vpipe.errors import UserError
 from vpipe.registry import OPTIMIZER_REGISTRY
-from vpipe.train.checkpoints.optimizer_state import flatten, unflatten
+from vpipe.train.checkpoints.layer_file import flatten, unflatten
 from vpipe.train.optimizers import optimizer
 
 

@@ -22,7 +22,7 @@ def command(as_json: bool, devices: bool, accelerators: bool) -> int:
     if devices:
         return _prove(as_json)
     if accelerators:
-        from vpipe.train.proof.device_links import offered
+        from vpipe.train.proof.device import offered
 
         click.echo(json.dumps(offered()))
         return 0
@@ -47,8 +47,7 @@ def command(as_json: bool, devices: bool, accelerators: bool) -> int:
 
 def _prove(as_json: bool) -> int:
     """A line for each schedule as it is done."""
-    from vpipe.train.proof.device import accelerator, prove
-    from vpipe.train.proof.device_links import facts, overlap, reach
+    from vpipe.train.proof.device import accelerator, facts, overlap, prove, reach
     from vpipe.train.proof.device_suite import SUITE, in_processes, in_threads
 
     found = []

@@ -9,7 +9,7 @@ shortest bounds the error best, because the answer was read somewhere inside it.
     there                   answer                       offset = answer - (before + after) / 2,  error ≤ half the trip
 
 Clocks of two machines also drift apart by some 10 µs a second, so a long run asks again from time to time
-(``train.clocks``) and sets ``Recorder.offset_ns``.
+(``train.reporting.clocks``) and sets ``Recorder.offset_ns``.
 """
 
 from __future__ import annotations

@@ -9,12 +9,18 @@ what a checkpoint would have of its layers into the older of its two pieces:
     └─────────────────────────────────────────────────────┴───────┴────────────────────────────
 
 The magic is erased first and written last, and the sum of all words must be right: a copy whose writer died on the way
-is none. Weights and optimizer state are copied by a thread beside the next forwards (``copier``): nothing writes them
+is none. Weights and optimizer state are copied by a thread beside the next forwards (``Copier``): nothing writes them
 until the next update. Buffers are copied at once, since a forward may change them.
 
 **Why two are enough**: a rank begins copy t+2 over copy t only after a step in which all ranks took part, and none of
 them takes part in an update before its copy t+1 is whole. So there is always a *generation* that all ranks have whole,
 at most one update old.
+
+    main thread   … update t │ forwards and backwards of step t+1 ……… │ agree on update t+1 …
+    copier                   └─ copy weights, optimizer state, sum ─┘ ▲ waits here, if it must
+
+Ranks wait for neighbours in every step, and the copy fits into that time. The thread asks for the interpreter a few
+times a copy and not for every tensor.
 """
 
 from __future__ import annotations
@@ -22,17 +28,22 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import queue
 import struct
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from vpipe.rundir.manifest import Standing
 from vpipe.runtime.memory.sums import word_sum as _sum
+
+if TYPE_CHECKING:
+    from vpipe.runtime.engine import Engine
 
 SHELVES = "VPIPE_SHELVES"
 """The variable in which a launcher tells its ranks the descriptors: a JSON list of pairs, one a slot."""
@@ -290,3 +301,40 @@ def _view(memory: Tensor, entry: Entry) -> Tensor:
     for size in shape:
         count *= size
     return memory[offset : offset + count].view(dtype).view(shape)
+
+
+class Copier:
+    """Does one job at a time in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._problem: BaseException | None = None
+        threading.Thread(target=self._run, name="vpipe-copier", daemon=True).start()
+
+    def begin(self, job: Callable[[], object]) -> None:
+        """Start a job; the one before is done, or is awaited."""
+        self.settle()
+        self._idle.clear()
+        self._jobs.put(job)
+
+    def settle(self) -> None:
+        """Until the job is done: before anything writes what it reads. Its failure is raised here."""
+        if not self._idle.is_set():
+            self._idle.wait()
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            raise problem
+
+    def watch(self, engine: Engine) -> None:
+        """Let an engine wait for the job before its updates."""
+        engine.updater.before_update = self.settle
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._jobs.get()()
+            except BaseException as error:
+                self._problem = error
+            self._idle.set()

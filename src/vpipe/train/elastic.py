@@ -41,8 +41,7 @@ from vpipe.runtime.ranks.device_groups import NO_WATCHDOG, DeviceLost
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.train import abroad, copies
 from vpipe.train.abroad import Abroad, Generation, StoreDoor
-from vpipe.train.copier import Copier
-from vpipe.train.copies import SHELVES, CopyShelf, HeldCopies, Key, Layers, Part
+from vpipe.train.copies import SHELVES, Copier, CopyShelf, HeldCopies, Key, Layers, Part
 from vpipe.train.session import gather, load_data, open_session, schedule_of
 from vpipe.train.sizes import resized
 from vpipe.train.trainer import Trainer

@@ -1,14 +1,20 @@
 """The optimizers of a config: torch's, LAMB, which BERT's pre-training uses, and those that users register; and the
-number formats that it trains in: what autocast computes in, how losses are scaled so that fp16 gradients do not vanish.
+number formats that it trains in: what autocast computes in, how losses are scaled so that fp16 gradients do not vanish;
+and layers that are compiled.
 
 @OPTIMIZER_REGISTRY.register("mine")
 class Mine(torch.optim.Optimizer): ...          training: {optimizer: mine, optimizer_options: {rank: 4}}
+
+``model.compile: true``: each layer is compiled by ``torch.compile``, on the rank that owns it. A layer and not a stage,
+so that the same kernels run wherever the layer is. What is compiled computes all its gradients in one piece, so
+schedules that take the weights' gradients later cannot have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +23,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.config.sections import TrainingConfig
+from vpipe.errors import UserError
+from vpipe.layer import Layer
 from vpipe.registry import OPTIMIZER_REGISTRY
 from vpipe.runtime.device import device_type
 from vpipe.runtime.updates.optimizing import LearningRate, OptimizerMaker
 from vpipe.runtime.updates.update import LossScale
+from vpipe.schedule.action import Kind
+from vpipe.schedule.catalog import ScheduleSpec
 
 
 def optimizer(training: TrainingConfig) -> OptimizerMaker:
@@ -118,3 +128,26 @@ def learning_rate(training: TrainingConfig, num_updates: int) -> LearningRate:
 def _updates(amount: float, total: int) -> float:
     """Below 1 a share of all updates, else a number of updates."""
     return amount * total if amount < 1 else amount
+
+
+def compiled(layers: Sequence[Layer], spec: ScheduleSpec) -> list[Layer]:
+    """The layers, compiled when they are built; the compiler itself runs in their first forward and backward."""
+    if any(action.kind is Kind.I for _, action in spec.program.actions()):
+        raise UserError(
+            f"model.compile makes one piece of a layer's backward, but {spec.entry.name} takes the weights' gradients "
+            "apart (I, then W); set model.compile: false, or parallel.scheduler to one without W, such as 1f1b"
+        )
+    return [replace(layer, module=_compiled(layer.module)) for layer in layers]
+
+
+def _compiled(module: nn.Module | Callable[[], nn.Module]) -> nn.Module | Callable[[], nn.Module]:
+    if isinstance(module, nn.Module):
+        module.compile()
+        return module
+
+    def build() -> nn.Module:
+        made = module()
+        made.compile()
+        return made
+
+    return build

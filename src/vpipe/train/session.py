@@ -43,9 +43,8 @@ from vpipe.schedule import catalog
 from vpipe.schedule.authors.authoring import BATCHES, Chain
 from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Layout
-from vpipe.train.compiling import compiled
 from vpipe.train.feed import Feed, Position, Units
-from vpipe.train.optimizers import autocast, loss_scale, optimizer
+from vpipe.train.optimizers import autocast, compiled, loss_scale, optimizer
 
 
 @dataclass

@@ -38,7 +38,7 @@ from vpipe.train.checkpoints.manager import CheckpointManager
 from vpipe.train.evaluation import Evaluation
 from vpipe.train.feed import Position, Units, accumulated
 from vpipe.train.optimizers import learning_rate
-from vpipe.train.reporting.profiling import profiled
+from vpipe.train.reporting.clocks import profiled
 from vpipe.train.reporting.run_log import Metrics, RunLog, device_name, run_facts
 from vpipe.train.session import Session
 
@@ -170,7 +170,7 @@ class Trainer:
         if mode == "off":
             return None
         from vpipe.train.adapt import Adapter  # with the planner: a run that moves nothing does without
-        from vpipe.train.measure.footprint import memory_cap
+        from vpipe.train.measure.profile import memory_cap
 
         sizes = [3 * size for size in session.skeleton.weight_bytes]  # with what optimizers keep, about
         cap = memory_cap(session)

@@ -4,11 +4,20 @@ Ranks of one machine read one clock and ask nobody. Between machines clocks drif
 many iterations all ask again: about every ``AGAIN`` seconds.
 
     every rank    before ─▶ barrier ─▶ gather: rank 0's time, read after the barrier ─▶ after
+
+What a rank does with its time within one iteration, torch's profiler records (``profiled``, for ``profile_iteration``),
+its events named like the actions of the schedule.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter_ns
+
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import profile, supported_activities, tensorboard_trace_handler
 
 from vpipe.observe.clock import Offset, identity, offset
 from vpipe.runtime.pipeline import Pipeline
@@ -49,3 +58,22 @@ class Clocks:
         time, pause = self._pipeline.gather_numbers([perf_counter_ns(), self._pause])[0]
         self._next = self._last[0] + int(pause)
         return int(time)
+
+
+@contextmanager
+def profiled(pipeline: Pipeline, directory: Path) -> Iterator[None]:
+    """Record what happens inside into ``directory/rank<N>/``, readable by TensorBoard and Perfetto.
+
+    Ranks that are threads of one process share one trace: torch's profiler sees other threads only if it is told to.
+    """
+    where = directory / f"rank{pipeline.rank}"
+    activities = sorted(supported_activities(), key=str)  # type: ignore[no-untyped-call]
+    with (
+        pipeline.annotated(),
+        profile(
+            activities=activities,
+            on_trace_ready=tensorboard_trace_handler(str(where)),
+            experimental_config=_ExperimentalConfig(profile_all_threads=len(pipeline.ranks) > 1),
+        ),
+    ):
+        yield
