@@ -23,7 +23,7 @@ from torch import nn
 
 from vpipe import Pipeline, UserError
 from vpipe.runtime.moves import layer_state
-from vpipe.schedule.placement import Layout
+from vpipe.schedule.placement import Layout, Seat, loop
 
 THERE_AND_BACK = (((1, 5), (1, 0)), ((4, 2), (0, 1)), ((2, 4), (0, 1)))
 
@@ -311,6 +311,11 @@ def test_what_cannot_be_moved_is_said() -> None:
     pipe = two_ranks()
     with pytest.raises(UserError, match="the pipeline has 2 ranks, but the new layout 4"):
         pipe.move(Layout.chain([1, 1, 1, 1]))
+    elsewhere = replace(pipe.layout, seats=(pipe.layout.seats[0], Seat("b", "cuda:3")))
+    with pytest.raises(UserError, match=r"rank 1 is on .*cpu, but the new layout has it on b cuda:3; a process stays"):
+        pipe.move(elsewhere)
+    pipe.move(Layout.of([1, 3], loop(2)))
+    assert pipe.layout.seats == elsewhere.seats[:1] * 2, "who does not say where ranks sit leaves them there"
     replicas = Pipeline([nn.Linear(4, 4) for _ in range(4)], nn.functional.mse_loss, num_ranks=2, replicas=2)
     replicas.train_step(torch.randn(8, 4), torch.randn(8, 4), update=False)
     with pytest.raises(UserError, match="gradients wait for their update on the replicas"):

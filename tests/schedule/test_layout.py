@@ -8,7 +8,7 @@ import random
 import pytest
 
 from vpipe.errors import UserError
-from vpipe.schedule.placement import Drop, Layout, Seat, Transfer, difference, loop, replicated, two_ways, vee
+from vpipe.schedule.placement import Drop, Layout, Reseated, Seat, Transfer, difference, loop, replicated, two_ways, vee
 
 
 def test_it_prints_as_a_small_table() -> None:
@@ -61,8 +61,24 @@ def test_the_difference_of_two_layouts() -> None:
     assert found.drops == (Drop(1, (0, 1)),)
     assert str(found) == "layer 1: ranks 0, 1 → rank 2\nlayer 1: dropped by ranks 0, 1"
     assert not difference(old, old)
+    assert str(difference(old, old)) == "nothing moves"
     with pytest.raises(UserError, match="another model"):
         difference(old, Layout.chain([1, 1]))
+
+
+def test_a_rank_on_another_device_is_a_difference() -> None:
+    seats = [Seat("a", "cuda:0"), Seat("a", "cuda:1")]
+    old = Layout.of([2, 2], loop(2), seats)
+    new = Layout.of([2, 2], loop(2), [seats[0], Seat("b", "cuda:0")])
+    found = difference(old, new)
+    assert old != new
+    assert found
+    assert found.reseated == (Reseated(1, seats[1], Seat("b", "cuda:0")),)
+    assert str(found) == "rank 1: a cuda:1 → b cuda:0"
+    assert not difference(old, Layout.of([2, 2], loop(2), seats))
+    assert not difference(old, Layout.of([2, 1, 1], loop(3), [*seats, Seat("b")])).reseated, (
+        "a rank that comes moves nobody"
+    )
 
 
 def test_carrying_out_a_difference_leads_to_the_new_layout() -> None:

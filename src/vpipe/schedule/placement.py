@@ -141,6 +141,9 @@ class Seat:
     host: str = ""
     device: str = "cpu"
 
+    def __str__(self) -> str:
+        return f"{self.host} {self.device}".strip()
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -277,18 +280,29 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class Reseated:
+    """A rank that sits on another machine or device."""
+
+    rank: int
+    before: Seat
+    after: Seat
+
+
+@dataclass(frozen=True)
 class Difference:
-    """What leads from one layout to another, layer by layer."""
+    """What leads from one layout to another: layer by layer, and the ranks that change their place."""
 
     transfers: tuple[Transfer, ...]
     drops: tuple[Drop, ...]
+    reseated: tuple[Reseated, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.transfers or self.drops)
+        return bool(self.transfers or self.drops or self.reseated)
 
     def __str__(self) -> str:
         moves = [f"layer {t.layer}: {_ranks(t.sources)} → {_ranks(t.targets)}" for t in self.transfers]
         moves += [f"layer {d.layer}: dropped by {_ranks(d.ranks)}" for d in self.drops]
+        moves += [f"rank {r.rank}: {r.before} → {r.after}" for r in self.reseated]
         return "\n".join(moves) or "nothing moves"
 
 
@@ -303,7 +317,9 @@ def difference(old: Layout, new: Layout) -> Difference:
             transfers.append(Transfer(layer, before, targets))
         if gone := tuple(rank for rank in before if rank not in after):
             drops.append(Drop(layer, gone))
-    return Difference(tuple(transfers), tuple(drops))
+    both = enumerate(zip(old.seats, new.seats, strict=False))
+    reseated = tuple(Reseated(rank, before, after) for rank, (before, after) in both if before != after)
+    return Difference(tuple(transfers), tuple(drops), reseated)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -54,8 +54,8 @@ class Movable(Holdings, ABC):
         layout stays, on all ranks, and a ``UserError`` says why. ``notice`` is told every step of the protocol.
         """
         self._require_whole()
-        moving.refuse(self.engines, layout)
         ahead = self._ahead if self._ahead is not None and self._ahead.layout == layout else None
+        layout = moving.admitted(self.engines, layout)
         try:
             with self.builder.treating(memory):
                 programs = self.builder.programs(layout, self.programs.spec)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -258,13 +258,22 @@ def _optimizer(engine: Engine, layer: int) -> torch.optim.Optimizer | None:
     return engine.updater.optimizers.get(stages[min(layer, len(stages) - 1)])
 
 
-def refuse(engines: list[Engine], new: Layout) -> None:
-    """Moves that would not be exact."""
+def admitted(engines: list[Engine], new: Layout) -> Layout:
+    """The layout to move to: ranks of which it does not say where they sit stay there. What would not be exact is
+    refused."""
     layout = engines[0].flow.layout
     if new.num_ranks != layout.num_ranks:
         raise UserError(
             f"the pipeline has {layout.num_ranks} ranks, but the new layout {new.num_ranks}; ranks come and go by "
             "'vpipe train --elastic'"
+        )
+    new = replace(
+        new, seats=tuple(now if not then.host else then for now, then in zip(layout.seats, new.seats, strict=True))
+    )
+    for first in difference(layout, new).reseated[:1]:
+        raise UserError(
+            f"rank {first.rank} is on {first.before}, but the new layout has it on {first.after}; a process stays "
+            "where it is: let another rank take its layers (layout.with_ranks), or start the run anew there"
         )
     pending = any(p.grad is not None for e in engines for s in e.stages.values() for p in s.weights.parameters.values())
     if pending and layout.placement.has_replicas:
@@ -272,6 +281,7 @@ def refuse(engines: list[Engine], new: Layout) -> None:
             "gradients wait for their update on the replicas of a stage, each those of its own units; "
             "move layers after the update"
         )
+    return new
 
 
 def verdict(texts: list[str]) -> tuple[str, dict[int, int]]:

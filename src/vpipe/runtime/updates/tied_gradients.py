@@ -9,23 +9,22 @@ from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.layer import TiedWeight
-from vpipe.runtime.flow import Flow
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
-from vpipe.schedule.placement import Placement
+from vpipe.schedule.placement import Layout
 
 
 class TiedGradients:
     """One rank's part in the sums."""
 
-    def __init__(self, transport: Transport, placement: Placement, flow: Flow, tied: Sequence[TiedWeight]) -> None:
-        self._transport, self._placement, self._flow, self._tied = transport, placement, flow, tied
+    def __init__(self, transport: Transport, layout: Layout, tied: Sequence[TiedWeight]) -> None:
+        self._transport, self._layout, self._tied = transport, layout, tied
 
     def add_up(self, stages: Mapping[int, Stage]) -> None:
         """Every owner of a tied parameter gets the sum of all owners' gradients."""
         for tie in self._tied:
             by_stage = {layer: stage for stage in stages.values() for layer in stage.owned}
-            ranks = self._ranks_of(tie)
+            ranks = sorted({rank for layer, _ in tie.owners for rank in self._layout.ranks_of(layer)})
             owned = [(by_stage[layer], f"{layer}.{name}") for layer, name in tie.owners if layer in by_stage]
             if not owned:
                 continue
@@ -48,7 +47,7 @@ class TiedGradients:
                 rank: dict(zip(self._owned_by(rank, tie), block.view(-1, *own[0].shape), strict=True))
                 for rank, block in zip(ranks, blocks, strict=True)
             }
-            parts = [held[self._holders(owner[0])[0]][owner] for owner in tie.owners]
+            parts = [held[self._layout.ranks_of(owner[0])[0]][owner] for owner in tie.owners]
         order = sorted(range(len(parts)), key=lambda place: -tie.owners[place][0])
         total = parts[order[0]]
         for place in order[1:]:
@@ -57,15 +56,7 @@ class TiedGradients:
 
     def _owned_by(self, rank: int, tie: TiedWeight) -> list[tuple[int, str]]:
         """What a rank sends of a tie, in this order: more than what it is the first home of."""
-        return [owner for owner in tie.owners if rank in self._holders(owner[0])]
-
-    def _holders(self, layer: int) -> tuple[int, ...]:
-        """The ranks that hold a layer, replica 0 first."""
-        return self._placement.ranks_of[self._flow.stage_of(("", layer))]
-
-    def _ranks_of(self, tie: TiedWeight) -> list[int]:
-        stages = {self._flow.stage_of(("", layer)) for layer, _ in tie.owners}
-        return sorted({rank for stage in stages for rank in self._placement.ranks_of[stage]})
+        return [owner for owner in tie.owners if rank in self._layout.ranks_of(owner[0])]
 
 
 def dense(parameter: Tensor, why: str) -> Tensor:

@@ -112,7 +112,7 @@ class Updater:
         self._stages = dict(stages)
         self._tied = tuple(tied)
         flow = next(iter(stages.values())).flow
-        self._ties = TiedGradients(transport, placement, flow, self._tied) if self._tied else None
+        self._ties = TiedGradients(transport, flow.layout, self._tied) if self._tied else None
         self._ahead: GradientsAhead | None = None
         self._blocks = LossBlocks(flow, placement)
         self._exchange = NormExchange(transport, self._stages, self._tied, device)
