@@ -168,11 +168,11 @@ def test_the_profile_of_another_model_is_refused(here: Any) -> None:
 
 
 @pytest.mark.slow
-def test_profile_plan_check_and_run(here: Any) -> None:
+def test_profile_plan_check_and_run(here: Any, vpipe: Any) -> None:
     """The whole way on real ranks: measure, plan under a cap that forces a recompute, check, train equal to the bit."""
-    found = here("profile", "tiny.yaml", "-o", "real.json", "--graph-text", "real.txt", "--repeat", "1")
-    assert found.code == 0, found.err
-    assert "1-4     block 0 (and 3 like it)" in found.out
+    found = vpipe("profile", "tiny.yaml", "-o", "real.json", "--graph-text", "real.txt", "--repeat", "1")
+    assert found.returncode == 0, found.stderr
+    assert "1-4     block 0 (and 3 like it)" in found.stdout
     profile = load_profile("real.json")
     assert profile.microbatch_rows == 2
     assert profile.link_bandwidth
@@ -185,9 +185,9 @@ def test_profile_plan_check_and_run(here: Any) -> None:
     common = ("--profile", "real.json", "--scheduler", "1f1b", "--no-swap")
     free = here("plan", "tiny.yaml", *common, "--json").json()
     cap = int(max(free["rank_memory"]) * 0.97)
-    planned = here("plan", "tiny.yaml", *common, "--memory", str(cap), "-o", "plan.json", "--check", "--json")
-    assert planned.code == 0, planned.err
-    plan = planned.json()
+    planned = vpipe("plan", "tiny.yaml", *common, "--memory", str(cap), "-o", "plan.json", "--check", "--json")
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)
     assert any(plan["recompute"]) or plan["partition"] != free["partition"]
     check = plan["check"]
     assert set(check) == {"steps", "step", "stages", "rank_memory", "rank_resident"}

@@ -1,6 +1,6 @@
 """Builds the emulated accelerator, once per version of torch and of its sources.
 
-The library lies in the user's cache directory, outside the tree. No ninja and no setuptools: three calls of g++ and one
+The library lies in the user's cache directory, outside the tree. No ninja and no setuptools: two calls of g++ and one
 of its linker. ``python tests/emulated/emulated_build.py`` builds it ahead of the tests.
 """
 
@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 NATIVE = Path(__file__).parent / "native"
-UNITS = ("device_unit", "backend_unit", "autocast_unit")
+UNITS = ("device_unit", "backend_unit")
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
 

@@ -257,7 +257,8 @@ def test_torchrun_over_two_nodes_trains_as_one_process_does(tmp_path: Path) -> N
         train = ["-m", "vpipe", "train", str(config), "--output-dir", str(tmp_path / "run")]
         place = tmp_path / f"node{node}"
         place.mkdir()
-        command = [sys.executable, "-m", "torch.distributed.run", *words, "--master-addr=127.0.0.1", *train]
+        agent = [forked_python.program(), "-m", "torch.distributed.run"]
+        command = [*agent, *words, "--master-addr=127.0.0.1", *train]
         nodes.append(Running(place, *command))
     try:
         for node in nodes:

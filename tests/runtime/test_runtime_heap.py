@@ -14,10 +14,10 @@ from torch import nn
 from vpipe import Pipeline
 
 torch.set_num_threads(1)
-layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)]
+layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)]
 pipe = Pipeline(layers, nn.functional.mse_loss, schedule="gpipe", num_microbatches=8, swap=float(sys.argv[1]),
                 optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
-x = torch.randn(8 * 1500, 256)
+x = torch.randn(8 * 6000, 64)
 counts = []
 for _ in range(5):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

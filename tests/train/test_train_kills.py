@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import forked_python
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kills" / "run.py"
 
@@ -15,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kills" / "run.py"
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_runs_killed_at_random_end_with_equal_checksums() -> None:
-    words = [sys.executable, str(SCRIPT), "--kills", "4", "--json"]
+    words = [forked_python.program(), str(SCRIPT), "--kills", "4", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

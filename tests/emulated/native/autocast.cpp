@@ -1,6 +1,5 @@
 // Autocast by torch's own lists of operators.
-#include <ATen/autocast_mode.h>
-#include <torch/library.h>
+#include "emulated.h"
 namespace emu {
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 #define LOWP(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
