@@ -140,13 +140,34 @@ def test_files_and_functions_are_short() -> None:
     )
 
 
-def test_a_class_name_stands_for_one_thing() -> None:
-    places: dict[str, list[str]] = {}
+def type_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(name, what it is) of the classes and type aliases of a module. An alias is what it says, wherever it says so; a type
+    variable stands for anything."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, ""
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            value = ast.unparse(node.value).replace("npt.", "")
+            if isinstance(target, ast.Name) and re.fullmatch(r"[A-Z]\w*[a-z]\w*", target.id) and "TypeVar" not in value:
+                yield target.id, value
+
+
+def test_the_name_of_a_type_stands_for_one_thing() -> None:
+    places: dict[str, dict[str, list[str]]] = {}
     for room, path, tree in modules():
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and room not in ALIKE and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(str(path.relative_to(HOUSE)))
-    twice = {name: where for name, where in places.items() if len(where) > 1}
+        for name, said in type_names(tree) if room not in ALIKE else ():
+            where = str(path.relative_to(HOUSE))
+            places.setdefault(name, {}).setdefault(said or where, []).append(where)
+        borrowed = [
+            (alias.asname or alias.name, node.module or "")
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module in ("pathlib", "typing", "torch")
+            for alias in node.names
+        ]
+        for name, module in borrowed:
+            places.setdefault(name, {}).setdefault(module, [module])
+    twice = {name: where for name, where in places.items() if len(where) > 1 and not name.startswith("_")}
     assert not twice, f"one of the two wants another name: {twice}"
 
 

@@ -8,7 +8,18 @@ import random
 import pytest
 
 from vpipe.errors import UserError
-from vpipe.schedule.placement import Drop, Layout, Reseated, Seat, Transfer, difference, loop, replicated, two_ways, vee
+from vpipe.schedule.placement import (
+    Drop,
+    LayerTransfer,
+    Layout,
+    Reseated,
+    Seat,
+    difference,
+    loop,
+    replicated,
+    two_ways,
+    vee,
+)
 
 
 def test_it_prints_as_a_small_table() -> None:
@@ -57,7 +68,7 @@ def test_impossible_layouts_are_refused_in_words() -> None:
 def test_the_difference_of_two_layouts() -> None:
     old = Layout.of([2, 2], replicated([2, 1]))
     found = difference(old, old.with_counts([1, 3]))
-    assert found.transfers == (Transfer(1, (0, 1), (2,)),)
+    assert found.transfers == (LayerTransfer(1, (0, 1), (2,)),)
     assert found.drops == (Drop(1, (0, 1)),)
     assert str(found) == "layer 1: ranks 0, 1 → rank 2\nlayer 1: dropped by ranks 0, 1"
     assert not difference(old, old)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,127}$")]
+PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,127}$")]
 """A word that may become a file name or a word of a command line: it never begins with a dash and holds no space."""
 
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -20,9 +20,9 @@ ScheduleName = Annotated[
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Size = Annotated[int, Field(ge=1, le=2**20)]
 """A width or a length: a larger one could not be computed with anywhere."""
-Layers = Annotated[int, Field(ge=1, le=2**14)]
+LayerCount = Annotated[int, Field(ge=1, le=2**14)]
 Interval = Annotated[int, Field(ge=-1, le=2**31)]
-Numbers = tuple[float, ...]
+FloatList = tuple[float, ...]
 
 
 class Section(BaseModel):

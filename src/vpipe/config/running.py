@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vpipe.config.base import Count, Interval, Name, Section, Text, worded
+from vpipe.config.base import Count, Interval, PlainName, Section, Text, worded
 
-Machine = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}(:[0-9]{1,5})?$")]
+MachineName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}(:[0-9]{1,5})?$")]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:=@%+/\[\]-]{0,255}$")]
 Bind = Annotated[str, Field(max_length=4096, pattern=r"^[/~.A-Za-z0-9][^\x00-\x1f\x7f,]*$")]
 WORD = "a word without spaces that does not begin with a dash, or null"
@@ -104,7 +104,7 @@ class SlurmConfig(Section):
 class LaunchConfig(Section):
     """Where the ranks run."""
 
-    machines: Annotated[tuple[Machine, ...], Field(strict=False, max_length=65536)] = worded(
+    machines: Annotated[tuple[MachineName, ...], Field(strict=False, max_length=65536)] = worded(
         (), "a list of host:gpu, one per rank"
     )
     """One host:gpu per rank (of an elastic run: of the most), started by ssh, in the order of the ranks; empty runs all
@@ -127,7 +127,7 @@ class LaunchConfig(Section):
     without it, and the run ends as if nothing had happened; null ends the run. --elastic overrides it."""
     on_loss: Literal["replace", "shrink"] = "replace"
     """For elastic: what follows the loss of a rank: a new process in its place, or fewer ranks."""
-    interface: Name | None = worded(None, WORD)
+    interface: PlainName | None = worded(None, WORD)
     """Network interface that gloo and NCCL use, such as eth0; null lets them choose."""
     master_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port at which the ranks meet; 0 takes a free one (under SLURM one derived from the job)."""

@@ -10,18 +10,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from vpipe.config.base import Count, Interval, Layers, Name, Numbers, Section, Size, Text, listed, worded
+from vpipe.config.base import Count, FloatList, Interval, LayerCount, PlainName, Section, Size, Text, listed, worded
 
 
 class ModelConfig(Section):
     """What is trained."""
 
-    name: Name
+    name: PlainName
     """Which model: gpt, gpt2, llama, bert, translation, cpm-medium, cpm-large, huggingface, emulated, or a registered
     one."""
     hidden_size: Size = 512
     """Width of a layer's output."""
-    num_layers: Layers = 16
+    num_layers: LayerCount = 16
     """Number of transformer layers (per side, for an encoder-decoder)."""
     num_heads: Size = 16
     """Attention heads per layer."""
@@ -46,7 +46,7 @@ class ModelConfig(Section):
 class DatasetConfig(Section):
     """What it is trained on."""
 
-    name: Name
+    name: PlainName
     """Which data set: code_search_net, bert, translation, text, chid, synthetic, or a registered one."""
     path: Text | None = worded(None, "a path or null")
     """File or directory of the data, relative to this file; null lets the data set say where it looks."""
@@ -104,7 +104,7 @@ class TrainingConfig(Section):
     """The learning rate rises from 0 during this part of the run: below 1 a share of all updates, else updates."""
     learning_rate_degree: Annotated[float, Field(gt=0, le=100)] = 0.5
     """For polynomial: the rate is learning_rate x (1 - progress)^degree, as BERT's."""
-    learning_rate_steps: Annotated[Numbers, Field(max_length=1000)] = listed(
+    learning_rate_steps: Annotated[FloatList, Field(max_length=1000)] = listed(
         (), "a list of rising numbers above 0: below 1 a share of all updates, else updates"
     )
     """For step: where the rate is multiplied by learning_rate_factor; below 1 a share of all updates, else updates."""

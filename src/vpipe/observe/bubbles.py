@@ -80,7 +80,7 @@ class Bubbles:
         return sum(part[cause] for part in self.parts)
 
 
-Segment = tuple[int, int, _Doing, int]
+Tile = tuple[int, int, _Doing, int]
 """From, until, doing what, waiting for which rank."""
 
 
@@ -136,14 +136,14 @@ def _shared(amount: int, weights: Sequence[int]) -> list[int]:
     return shares
 
 
-def _worked(tiles: Sequence[Segment]) -> int:
+def _worked(tiles: Sequence[Tile]) -> int:
     return sum(until - start for start, until, what, _ in tiles if what is _Doing.WORK)
 
 
-def _tiles(step: Measured, rank: int, met: Meetings, ends: dict[Action, tuple[int, int]]) -> list[Segment]:
+def _tiles(step: Measured, rank: int, met: Meetings, ends: dict[Action, tuple[int, int]]) -> list[Tile]:
     """The window of one rank without gaps: what it does, and for whom it waits."""
     last = max(range(len(step.ranks)), key=lambda each: step.ranks[each][-1].end if step.ranks[each] else 0)
-    tiles: list[Segment] = [(-step.lead, 0, _Doing.DATA, rank)]
+    tiles: list[Tile] = [(-step.lead, 0, _Doing.DATA, rank)]
     at = 0
     for index, event in enumerate(step.ranks[rank]):
         tiles.append((at, event.begin, _Doing.OVERHEAD, rank))
@@ -163,7 +163,7 @@ def _tiles(step: Measured, rank: int, met: Meetings, ends: dict[Action, tuple[in
 
 def _waiting(
     step: Measured, rank: int, action: Action, begin: int, ready: int, ends: dict[Action, tuple[int, int]]
-) -> list[Segment]:
+) -> list[Tile]:
     """The wait of an action: until the last of its producers has ended for that rank, then for the message."""
     made = [ends[each] for each in step.producers.get(action, ())]
     if not made:
@@ -179,7 +179,7 @@ def _ends(step: Measured) -> dict[Action, tuple[int, int]]:
     return {event.action: (event.end, rank) for rank, row in enumerate(step.ranks) for event in row}
 
 
-def _resolved(tiles: Sequence[Sequence[Segment]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _resolved(tiles: Sequence[Sequence[Tile]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Moments cut so fine that every rank does one thing in each; waits for peers replaced by what the peers do."""
     starts = np.unique([start for row in tiles for start, *_ in row] or [0]).astype(np.int64)
     doing = np.full((len(tiles), len(starts)), int(_Doing.OVERHEAD), np.int64)

@@ -21,7 +21,7 @@ from vpipe.errors import UserError
 from vpipe.observe import page_html
 from vpipe.rundir.layout import REPORT
 
-Result = Mapping[str, Any]
+ResultDocument = Mapping[str, Any]
 
 COLUMNS = (
     "name", "model", "schedule", "mode", "num_microbatches", "repeat", "status", "reason", "num_ranks", "num_stages",
@@ -33,9 +33,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def equality(results: Sequence[Result]) -> dict[str, str]:
+def equality(results: Sequence[ResultDocument]) -> dict[str, str]:
     """Run → ``equal``, or where it first differs from its group's first run; only synchronous runs have a verdict."""
-    groups: dict[tuple[str, int], list[Result]] = defaultdict(list)
+    groups: dict[tuple[str, int], list[ResultDocument]] = defaultdict(list)
     for result in results:
         if result.get("status") == "done" and result.get("mode") == "bsp":
             groups[str(result.get("model")), int(result["num_microbatches"])].append(result)
@@ -48,7 +48,7 @@ def equality(results: Sequence[Result]) -> dict[str, str]:
     return said
 
 
-def _compare(first: Result, other: Result) -> str:
+def _compare(first: ResultDocument, other: ResultDocument) -> str:
     if len(first["losses"]) != len(other["losses"]):
         return f"{len(other['losses'])} iterations, {first['name']} has {len(first['losses'])}"
     for (iteration, expected), (_, loss) in zip(first["losses"], other["losses"], strict=True):
@@ -57,7 +57,7 @@ def _compare(first: Result, other: Result) -> str:
     return "equal"
 
 
-def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+def rows(results: Sequence[ResultDocument]) -> list[dict[str, Any]]:
     """One line per run, for the CSV."""
     same = equality(results)
     found = []
@@ -69,7 +69,7 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     return found
 
 
-def to_csv(results: Sequence[Result]) -> str:
+def to_csv(results: Sequence[ResultDocument]) -> str:
     """Ready for a spreadsheet: a cell that begins like a formula is marked as text."""
     out = io.StringIO(newline="")
     writer = csv.writer(out)
@@ -89,10 +89,10 @@ def _cell(value: Any) -> Any:
     return value
 
 
-def groups(results: Sequence[Result]) -> list[dict[str, Any]]:
+def groups(results: Sequence[ResultDocument]) -> list[dict[str, Any]]:
     """Repeats together: medians, and the spread of the throughput."""
     same = equality(results)
-    together: dict[tuple[str, str, int], list[Result]] = {}
+    together: dict[tuple[str, str, int], list[ResultDocument]] = {}
     for result in results:
         key = (str(result.get("model") or ""), str(result["schedule"]), int(result["num_microbatches"]))
         together.setdefault(key, []).append(result)
@@ -132,11 +132,11 @@ def groups(results: Sequence[Result]) -> list[dict[str, Any]]:
     return found
 
 
-def _numbers(results: Sequence[Result], key: str) -> list[float]:
+def _numbers(results: Sequence[ResultDocument], key: str) -> list[float]:
     return [float(each[key]) for each in results if isinstance(each.get(key), int | float)]
 
 
-def _median(results: Sequence[Result], key: str) -> float | None:
+def _median(results: Sequence[ResultDocument], key: str) -> float | None:
     values = _numbers(results, key)
     return median(values) if values else None
 
@@ -144,7 +144,7 @@ def _median(results: Sequence[Result], key: str) -> float | None:
 NOISE = 0.1
 
 
-def caveats(results: Sequence[Result], found: Sequence[Mapping[str, Any]]) -> list[str]:
+def caveats(results: Sequence[ResultDocument], found: Sequence[Mapping[str, Any]]) -> list[str]:
     """What keeps the figures from being compared as they stand, in sentences."""
     said = []
     if len({result.get("code") for result in results}) > 1:
@@ -165,7 +165,7 @@ def caveats(results: Sequence[Result], found: Sequence[Mapping[str, Any]]) -> li
     return said
 
 
-def write(output: Path, results: Sequence[Result], about: Mapping[str, Any]) -> tuple[Path, Path]:
+def write(output: Path, results: Sequence[ResultDocument], about: Mapping[str, Any]) -> tuple[Path, Path]:
     """``results.csv`` and ``report.html`` of a sweep."""
     found = groups(results)
     title = about.get("title", output.resolve().name)

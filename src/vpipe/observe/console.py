@@ -23,7 +23,7 @@ from rich.text import Text
 from vpipe.process import obeys
 from vpipe.rundir.facts import RunFacts
 
-Metrics = Mapping[str, Any]
+MetricsRow = Mapping[str, Any]
 
 _HEADINGS = {"stopped": "stopped", "interrupted": "interrupted"}
 """How the last line begins, by the ending."""
@@ -52,8 +52,8 @@ class Console:
         self._rich = RichConsole(file=self._stream, force_terminal=True if live else None, highlight=False)
         self._live: Live | None = None
         self._facts = RunFacts()
-        self._last: Metrics = {}
-        self._evaluated: Metrics = {}
+        self._last: MetricsRow = {}
+        self._evaluated: MetricsRow = {}
         self._means: dict[str, _Mean] = {"seconds": _Mean(), "loss": _Mean()}
         self._began = self._epoch_began = monotonic()
         self._epoch: int | None = None
@@ -68,7 +68,7 @@ class Console:
             self._live = Live(self._view(), console=self._rich, refresh_per_second=4, transient=True)
             self._live.start()
 
-    def iteration(self, metrics: Metrics) -> None:
+    def iteration(self, metrics: MetricsRow) -> None:
         """A training iteration ended."""
         number, epoch = int(metrics.get("iteration", 0)), int(metrics.get("epoch", 0))
         if self._first_iteration is None:
@@ -84,7 +84,7 @@ class Console:
         elif self._log_interval > 0 and (number % self._log_interval == 0 or number == self._first_iteration):
             self._say(self._vpipe_line(metrics) if self._line_format == "vpipe-line" else self._line(metrics))
 
-    def evaluation(self, metrics: Metrics) -> None:
+    def evaluation(self, metrics: MetricsRow) -> None:
         """An evaluation ended."""
         self._evaluated = metrics
         self._say(f"iteration {metrics.get('iteration', 0)}  evaluation loss {_number(metrics.get('loss'), '.4f')}")
@@ -93,7 +93,7 @@ class Console:
         """A sentence, above the live view."""
         self._say(text)
 
-    def finish(self, summary: Metrics) -> None:
+    def finish(self, summary: MetricsRow) -> None:
         """The run ended: what it came to."""
         self.close()
         if self._last and self._live_wanted:
@@ -138,7 +138,7 @@ class Console:
             return None
         return (monotonic() - self._began) / (measured + 1) * max(0, total - int(done))
 
-    def _line(self, metrics: Metrics) -> str:
+    def _line(self, metrics: MetricsRow) -> str:
         total = self._facts.iterations
         parts = [f"iteration {metrics.get('iteration', 0)}" + (f"/{total}" if total else "")]
         parts.append(f"epoch {metrics.get('epoch', 0)}")
@@ -156,7 +156,7 @@ class Console:
             parts.append(f"{duration(left)} left")
         return "  ".join(parts)
 
-    def _vpipe_line(self, metrics: Metrics) -> str:
+    def _vpipe_line(self, metrics: MetricsRow) -> str:
         """VPipe's: ``Stage: [3] Epoch: [0][100/2000]  Time: now (mean)  …``, tab separated."""
         per_epoch = self._facts.iterations_per_epoch or self._facts.iterations or 0
         number = int(metrics.get("iteration", 0))
@@ -197,7 +197,7 @@ class Console:
         )
         return Group(head, figures, self._ranks(metrics))
 
-    def _ranks(self, metrics: Metrics) -> Table:
+    def _ranks(self, metrics: MetricsRow) -> Table:
         bars = Table.grid(padding=(0, 1))
         busy, held = _list(metrics.get("busy") or []), _list(metrics.get("memory") or [])
         for rank, stages in enumerate(stages_of(self._facts)):
@@ -221,17 +221,17 @@ class QuietConsole(Console):
     def start(self, facts: RunFacts) -> None:
         self._facts = facts
 
-    def iteration(self, metrics: Metrics) -> None:
+    def iteration(self, metrics: MetricsRow) -> None:
         self._last = metrics
 
-    def evaluation(self, metrics: Metrics) -> None:
+    def evaluation(self, metrics: MetricsRow) -> None:
         pass
 
     def message(self, text: str) -> None:
         if text.startswith("warning: "):
             self._say(text)
 
-    def finish(self, summary: Metrics) -> None:
+    def finish(self, summary: MetricsRow) -> None:
         if (summary.get("ending") or {}).get("kind") != "finished":
             super().finish(summary)
 

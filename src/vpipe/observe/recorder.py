@@ -40,7 +40,7 @@ MAX_WAITING = 2000
 MAX_LINES = 20_000
 """Lines of the file of summaries before its older half moves away."""
 
-Versions = Mapping[tuple[int, int], int]
+ReadVersions = Mapping[tuple[int, int], int]
 
 
 class Timed(Protocol):
@@ -85,7 +85,7 @@ class Recorder:
         *,
         keep: int = 20,
         offset_ns: int = 0,
-        versions: Versions | None = None,
+        versions: ReadVersions | None = None,
     ) -> None:
         self.offset_ns = offset_ns
         self.versions = versions or {}
@@ -223,7 +223,7 @@ _text = lru_cache(maxsize=100_000)(str)
 _COMPUTES = frozenset(kind for kind, lane in LANE.items() if lane is Lane.COMPUTE)
 
 
-def _full(each: _Step, versions: Versions) -> str:
+def _full(each: _Step, versions: ReadVersions) -> str:
     """A step, action by action; times count from its first action. By hand, as ``json.dumps`` takes thrice as long."""
     origin = each.records[0].begin
     cells = []

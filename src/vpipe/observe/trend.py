@@ -21,13 +21,13 @@ SLOWER = 1.2
 LEAST = 12
 """Steps from which on a rank's past says something."""
 
-Row = dict[int, dict[str, Any]]
+RankFacts = dict[int, dict[str, Any]]
 
 
 def trend(run: RunDirectory, most_bytes: int) -> dict[str, Any]:
     """Columns over steps: per rank, seconds of work, of waiting and of the host's lead over its device, and bytes; and
     the stragglers."""
-    ranks: list[Row] = [
+    ranks: list[RankFacts] = [
         {int(line["step"]): line for line in run.step_summaries(rank, most_bytes) if _usable(line)}
         for rank in range(run.num_ranks)
     ]

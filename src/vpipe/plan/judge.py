@@ -24,16 +24,16 @@ from vpipe.plan.machine import Machine
 from vpipe.plan.pipe import Pipe
 from vpipe.plan.sites import stage_sites
 from vpipe.schedule.action import Kind
-from vpipe.schedule.batch import Path, ProgramGraph
+from vpipe.schedule.batch import PricedPath, ProgramGraph
 from vpipe.schedule.flat import CODE, KINDS
 from vpipe.schedule.program import Program
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Structure = tuple[frozenset[int], frozenset[int]]
+StageChoices = tuple[frozenset[int], frozenset[int]]
 """Stages that recompute, stages that swap."""
 
-PLAIN: Structure = (frozenset(), frozenset())
+PLAIN: StageChoices = (frozenset(), frozenset())
 _SMALL, _LAID_OUT = 300, (60_000, 1_500)
 """Nodes of all structures that are laid out exactly, where one has few and where it has many."""
 
@@ -47,7 +47,7 @@ class Candidate:
     swap: tuple[float, ...] = ()
 
     @property
-    def structure(self) -> Structure:
+    def structure(self) -> StageChoices:
         again, swap = (frozenset(s for s, time in enumerate(times) if time > 0) for times in (self.again, self.swap))
         return again, swap
 
@@ -79,7 +79,7 @@ class Judge:
         """Nodes passed: what the effort of a search is counted in."""
         self.exact = True
         """Whether every candidate was judged by its own structure."""
-        self._batches: dict[Structure, list[ProgramGraph]] = {}
+        self._batches: dict[StageChoices, list[ProgramGraph]] = {}
         self._programs: list[Program] | None = None
 
     @property
@@ -90,20 +90,20 @@ class Judge:
     def steps(self, candidates: Sequence[Candidate]) -> Array:
         """The step of each candidate."""
         found = np.zeros(len(candidates))
-        groups: dict[Structure, list[int]] = defaultdict(list)
+        groups: dict[StageChoices, list[int]] = defaultdict(list)
         for index, candidate in enumerate(candidates):
             groups[candidate.structure].append(index)
         for structure, members in groups.items():
             found[members] = self._steps(structure, [candidates[index] for index in members])
         return found
 
-    def path(self, candidate: Candidate, structure: Structure | None = None) -> Path:
+    def path(self, candidate: Candidate, structure: StageChoices | None = None) -> PricedPath:
         """The longest path of one candidate: the weight it has for another is a lower bound of that one's step."""
         batch = self._laid_out(candidate.structure if structure is None else structure)[0]
         price, hop = self.prices([candidate])
         return batch.path(batch.table(price, hop, self.lag), self.lag)
 
-    def weights(self, paths: Iterable[Path], candidates: Sequence[Candidate]) -> Array:
+    def weights(self, paths: Iterable[PricedPath], candidates: Sequence[Candidate]) -> Array:
         """The most that one of the paths weighs for each candidate."""
         batch = self._laid_out(PLAIN)[0]
         most = np.zeros(len(candidates))
@@ -149,7 +149,7 @@ class Judge:
         hop = np.stack([side * per_byte[:, None] for side, per_byte in zip(sides, self.per_byte, strict=True)])
         return price, hop
 
-    def _steps(self, structure: Structure, candidates: Sequence[Candidate]) -> Array:
+    def _steps(self, structure: StageChoices, candidates: Sequence[Candidate]) -> Array:
         price, hop = self.prices(candidates)
         spans = []
         for batch in self._laid_out(structure):
@@ -157,7 +157,7 @@ class Judge:
             spans.append(batch.makespans(batch.table(price, hop, self.lag), self.lag))
         return spans[0] if len(spans) == 1 else np.maximum(spans[1] - spans[0], self.busiest(price))
 
-    def _laid_out(self, structure: Structure) -> list[ProgramGraph]:
+    def _laid_out(self, structure: StageChoices) -> list[ProgramGraph]:
         """The graph of a structure; of an asynchronous schedule also that of one batch more."""
         if structure not in self._batches and structure != PLAIN:
             size = sum(batch.size for batch in self._laid_out(PLAIN))

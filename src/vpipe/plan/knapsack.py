@@ -27,7 +27,7 @@ _LANE_STEPS = 8
 LABEL_LIMIT = 4_000
 """Partial choices that ``solve`` extends before it settles for a bound."""
 
-Path = tuple[Choice, ...]
+LayerChoices = tuple[Choice, ...]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StagePacking:
 
     time: float
     bound: float
-    choices: Path
+    choices: LayerChoices
 
     @property
     def exact(self) -> bool:
@@ -51,7 +51,7 @@ class _Option:
     bytes: float
     seconds: float
     swap: float
-    path: Path
+    path: LayerChoices
 
 
 class Knapsack:

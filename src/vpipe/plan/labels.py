@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vpipe.plan.memory import Choice
 
 if TYPE_CHECKING:
-    from vpipe.plan.knapsack import Knapsack, Path
+    from vpipe.plan.knapsack import Knapsack, LayerChoices
 
 _RELATIVE = 1e-12
 
@@ -22,8 +22,8 @@ Label = tuple[float, float, float, "tuple[Choice, object] | None"]
 
 
 def extend(
-    knapsack: Knapsack, price: float, weight: float, bound: float, best: tuple[float, Path], label_limit: int
-) -> tuple[float, float, Path]:
+    knapsack: Knapsack, price: float, weight: float, bound: float, best: tuple[float, LayerChoices], label_limit: int
+) -> tuple[float, float, LayerChoices]:
     """Extends partial choices layer by layer; ``best`` is the packing to beat."""
     on_compute = 1.0 - weight
     _, priced_recompute, priced_other = knapsack.priced(price, on_compute, weight)
@@ -100,7 +100,7 @@ def _order(label: tuple[float, float, float, int, object]) -> tuple[float, float
     return label[:4]
 
 
-def _chain(link: object) -> Path:
+def _chain(link: object) -> LayerChoices:
     found: list[Choice] = []
     while isinstance(link, tuple):
         found.append(link[0])
@@ -108,5 +108,5 @@ def _chain(link: object) -> Path:
     return tuple(found)
 
 
-def _unlink(label: Label) -> Path:
+def _unlink(label: Label) -> LayerChoices:
     return _chain(label[3])[::-1]

@@ -41,8 +41,8 @@ __all__ = ["Plan", "plan"]
 _NOT_FOR_AUTO = ("naive", "zb-auto")
 """``naive`` is for debugging, ``zb-auto`` plans on its own and is slow."""
 
-Memory = str | float | Sequence[str | float] | None
-Replicas = int | Sequence[int] | Literal["auto"]
+MemoryBounds = str | float | Sequence[str | float] | None
+ReplicaCounts = int | Sequence[int] | Literal["auto"]
 
 
 def plan(
@@ -50,7 +50,7 @@ def plan(
     num_ranks: int,
     *,
     num_microbatches: int | Iterable[int],
-    memory: Memory = None,
+    memory: MemoryBounds = None,
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
     speed: float | Sequence[float] = 1.0,
@@ -58,7 +58,7 @@ def plan(
     swap: bool = True,
     batch_rows: int | None = None,
     modes: Sequence[str] = ("bsp",),
-    replicas: Replicas = 1,
+    replicas: ReplicaCounts = 1,
     links: Links | None = None,
     free_order: bool = False,
     effort: float = 1.0,
@@ -241,13 +241,13 @@ def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limi
     )
 
 
-def _caps(memory: Memory) -> float | Sequence[float] | None:
+def _caps(memory: MemoryBounds) -> float | Sequence[float] | None:
     if memory is None or isinstance(memory, str | int | float):
         return None if memory is None else float(parse_bytes(memory))
     return [float(parse_bytes(each)) for each in memory]
 
 
-def _copies(num_ranks: int, replicas: Replicas) -> tuple[int, ...]:
+def _copies(num_ranks: int, replicas: ReplicaCounts) -> tuple[int, ...]:
     """Replicas of every stage; empty where there is one of each, or where they are free."""
     if replicas == "auto" or replicas == 1:
         return ()

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from vpipe.layer import Layer
 from vpipe.plan.costs import LayerCost
-from vpipe.plan.transfer import Nothing, Told, now
+from vpipe.plan.transfer import Nothing, ProgressTeller, now
 from vpipe.runtime.crossing import detached, flatten
 from vpipe.runtime.device import HOST, is_host, place
 from vpipe.runtime.flow import Flow, Pending, Value, resolve
@@ -100,7 +100,7 @@ class Rounds:
 
 
 def measure_layers(
-    layers: Sequence[Layer], inputs: Any, targets: Any, measuring: Measuring, tell: Told | None = None
+    layers: Sequence[Layer], inputs: Any, targets: Any, measuring: Measuring, tell: ProgressTeller | None = None
 ) -> tuple[list[LayerCost], int]:
     """The cost of every layer for one microbatch, and the bytes of the microbatch itself."""
     flow = resolve(layers, Layout.chain([1] * len(layers)))

@@ -25,7 +25,7 @@ from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.limits import Limits
 from vpipe.plan.memory import Choice
 from vpipe.plan.packing import Packer, Packing
-from vpipe.schedule.batch import Path
+from vpipe.schedule.batch import PricedPath
 
 SLACK = 1e-9
 """Steps closer than this are equal: the sums of thousands of floats are no better."""
@@ -43,9 +43,9 @@ _FEW_CUTS, _FEW_LAYOUTS = 6_000, 20_000
 """Partitions that are all looked at, and layouts."""
 
 Cuts = tuple[int, ...]
-State = tuple[Cuts, tuple[int, ...]]
+CutsAndPicks = tuple[Cuts, tuple[int, ...]]
 """Cuts, and which packing each group of stages takes."""
-Whole = tuple[Cuts, tuple[Packing, ...]]
+CutsAndPackings = tuple[Cuts, tuple[Packing, ...]]
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Search:
     def __init__(self, judge: Judge, packer: Packer, limits: Limits) -> None:
         self.judge, self.packer, self.limits = judge, packer, limits
         self.floor = Floor(judge, packer.options, limits=Limits(deadline=0.0))
-        self.known: dict[State, float] = {}
-        self.paths: list[Path] = []
+        self.known: dict[CutsAndPicks, float] = {}
+        self.paths: list[PricedPath] = []
         """Longest paths of the plain graph: each bounds every layout."""
         self.budget = int(limits.effort * min(_NODES + _NODES_EACH * judge.num_nodes, _MOST_NODES))
         self.synchronous = not judge.pipe.asynchronous
-        self.best: tuple[float, State] | None = None
+        self.best: tuple[float, CutsAndPicks] | None = None
         self._left = 0.0
 
     def run(self, starts: Iterable[Cuts]) -> Found | None:
@@ -104,12 +104,12 @@ class Search:
     def _cells(self, cuts: Cuts, group: Sequence[int]) -> tuple[tuple[int, int], ...]:
         return tuple((cuts[stage], cuts[stage + 1]) for stage in group)
 
-    def _packings(self, state: State) -> list[Packing]:
+    def _packings(self, state: CutsAndPicks) -> list[Packing]:
         cuts, picks = state
         groups = enumerate(self.packer.groups)
         return [self.packer.packings(g, self._cells(cuts, group))[picks[g]] for g, group in groups]
 
-    def _states(self, cuts: Cuts) -> list[State]:
+    def _states(self, cuts: Cuts) -> list[CutsAndPicks]:
         """The cuts with every group's first packing, and with its last; nothing where a group does not fit."""
         if self.packer.free:
             return [(cuts, (0,) * len(self.packer.groups))]
@@ -122,7 +122,7 @@ class Search:
         first, last = (0,) * len(counts), tuple(count - 1 for count in counts)
         return [(cuts, first)] if first == last else [(cuts, first), (cuts, last)]
 
-    def _of(self, state: State) -> Candidate:
+    def _of(self, state: CutsAndPicks) -> Candidate:
         return Candidate(state[0]) if self.packer.free else self._candidate(state[0], self._packings(state))
 
     def _candidate(self, cuts: Cuts, packings: Sequence[Packing]) -> Candidate:
@@ -132,10 +132,10 @@ class Search:
                 again[stage], swap[stage] = a, s
         return Candidate(cuts, tuple(again), tuple(swap))
 
-    def _step(self, state: State) -> float:
+    def _step(self, state: CutsAndPicks) -> float:
         return self._evaluate([state])[0]
 
-    def _evaluate(self, states: Sequence[State]) -> list[float]:
+    def _evaluate(self, states: Sequence[CutsAndPicks]) -> list[float]:
         new = [state for state in dict.fromkeys(states) if state not in self.known]
         made = [self._of(state) for state in new]
         for state, step in zip(new, self.judge.steps(made).tolist(), strict=True):
@@ -150,7 +150,7 @@ class Search:
 
     # ── moving ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _descend(self, state: State) -> None:
+    def _descend(self, state: CutsAndPicks) -> None:
         """Moves on while some move makes the step shorter."""
         step = self._step(state)
         chunk = max(16, min(256, _CHUNK // self.judge.num_nodes))
@@ -166,7 +166,7 @@ class Search:
                 return
             state = moved
 
-    def _promising(self, state: State, step: float) -> Iterator[State]:
+    def _promising(self, state: CutsAndPicks, step: float) -> Iterator[CutsAndPicks]:
         """Moves that may be shorter, the most promising first."""
         cuts, picks = state
         for number, group in enumerate(() if self.packer.free else self.packer.groups):
@@ -208,7 +208,7 @@ class Search:
                 for state in self._states(tuple(cuts)):
                     self._descend(state)
 
-    def _polished(self, step: float, whole: Whole) -> tuple[float, Whole]:
+    def _polished(self, step: float, whole: CutsAndPackings) -> tuple[float, CutsAndPackings]:
         """What the ranks recompute and swap, solved as well as it can be."""
         cuts, packings = whole
         if self.packer.free or self.limits.over:
@@ -234,7 +234,7 @@ class Search:
             self._offer(some)
         return self._left >= 0 and self.judge.exact
 
-    def _all(self, cuts: list[Cuts], floors: Array) -> Iterator[Whole]:
+    def _all(self, cuts: list[Cuts], floors: Array) -> Iterator[CutsAndPackings]:
         """Every layout that is not ruled out; ``_left`` becomes negative where there are too many."""
         for index in np.argsort(floors, kind="stable").tolist():
             if self.best is not None and floors[index] >= self.best[0] * (1 - SLACK):
@@ -271,7 +271,7 @@ class Search:
             found.append(ways)
         return found
 
-    def _offer(self, layouts: Sequence[Whole]) -> None:
+    def _offer(self, layouts: Sequence[CutsAndPackings]) -> None:
         """Judges layouts that need not be among the packer's own ways; one that is better becomes one of them."""
         steps = self.judge.steps([self._candidate(*layout) for layout in layouts])
         index = int(steps.argmin())
@@ -306,7 +306,7 @@ def _size(ways: list[list[Packing]]) -> int:
     return size
 
 
-def _chunks(items: Iterable[Whole], size: int) -> Iterator[list[Whole]]:
+def _chunks(items: Iterable[CutsAndPackings], size: int) -> Iterator[list[CutsAndPackings]]:
     iterator = iter(items)
     while some := list(islice(iterator, size)):
         yield some

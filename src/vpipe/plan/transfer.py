@@ -23,7 +23,7 @@ from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.wire import Envelope
 
-Told = Callable[[int, int, str], None]
+ProgressTeller = Callable[[int, int, str], None]
 """(done, in all, what comes)."""
 
 SMALL, LARGE = 64, 4 << 20
@@ -61,7 +61,7 @@ def measure_link(transport: Transport, repeat: int, device: torch.device = HOST)
 
 
 def measure_links(
-    transport: Transport, repeat: int, device: torch.device = HOST, tell: Told = lambda *_: None
+    transport: Transport, repeat: int, device: torch.device = HOST, tell: ProgressTeller = lambda *_: None
 ) -> Links:
     """Every link between two ranks, one pair after the other, so that none shares its way with another.
 

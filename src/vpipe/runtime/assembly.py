@@ -61,7 +61,7 @@ more processor time at 128 KiB, and half more memory at 2 MiB."""
 RING_BYTES = 8 * 1024 * 1024
 """How large a ring grows before its sender waits; it holds at least four of the largest message. So many bytes may be
 under way in a stream, too."""
-Wanted = Literal["auto", "inprocess", "shm", "distributed"]
+TransportName = Literal["auto", "inprocess", "shm", "distributed"]
 
 
 def join(timeout: float, wanted: int | None = None) -> int:
@@ -117,8 +117,8 @@ def _ends(hub: Hub, devices: Sequence[torch.device]) -> Sequence[Transport]:
 
 def allowed_transport(wanted: str, in_process: bool, num_ranks: int, threads: bool = False) -> str:
     """Refuse a transport that these ranks cannot have. Of several ``threads``, only gloo serves more than one."""
-    if wanted not in get_args(Wanted):
-        raise UserError(f"there is no transport {wanted!r}; give one of {', '.join(get_args(Wanted))}")
+    if wanted not in get_args(TransportName):
+        raise UserError(f"there is no transport {wanted!r}; give one of {', '.join(get_args(TransportName))}")
     if wanted == "inprocess" and not in_process:
         raise UserError(
             f"transport='inprocess' runs all ranks in one process, but a launcher has started {num_ranks}; "

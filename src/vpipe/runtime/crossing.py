@@ -44,10 +44,10 @@ DTYPES = frozenset(_NAMES)
 
 _SCALARS: dict[type, str] = {type(None): "none", bool: "bool", int: "int", float: "float", str: "str"}
 
-Structure = tuple[Any, ...]
+ValueForm = tuple[Any, ...]
 """A value without its tensors: nested tuples that hash. ``("T",)`` stands for the next tensor."""
-TENSOR: Structure = ("T",)
-_NONE: Structure = ("none", None)
+TENSOR: ValueForm = ("T",)
+_NONE: ValueForm = ("none", None)
 PLAIN = frozenset(("none", "bool", "int", "str"))
 
 Sizes = tuple[int, ...]
@@ -119,7 +119,7 @@ def copied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     return copy.requires_grad_(tensor.requires_grad)
 
 
-def flatten(value: Any, tensors: list[Tensor]) -> Structure:
+def flatten(value: Any, tensors: list[Tensor]) -> ValueForm:
     """The structure of ``value``; its tensors are appended to ``tensors`` in order."""
     kind = type(value)
     if kind is Tensor:
@@ -166,7 +166,7 @@ def check_tensor(tensor: Tensor) -> None:
         )
 
 
-def unflatten(structure: Structure, take: Callable[[], Any]) -> Any:
+def unflatten(structure: ValueForm, take: Callable[[], Any]) -> Any:
     """The value of a structure; ``take`` yields its tensors in order."""
     kind = structure[0]
     if kind == "T":

@@ -40,7 +40,7 @@ class ReplayUnit:
     """Its part of the reported loss; the weight if not given."""
 
 
-Gradients = dict[str, Tensor]
+NamedGradients = dict[str, Tensor]
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Sums:
         self._groups = [[[k for k in group if k % num_replicas == r] for r in range(num_replicas)] for group in groups]
         self._has = [[bool(mine) for mine in group] for group in self._groups]
         self._there: dict[int, Mapping[str, Tensor | None]] = {}
-        self._added: list[Gradients] = [{} for _ in range(num_replicas)]
+        self._added: list[NamedGradients] = [{} for _ in range(num_replicas)]
 
     def add(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> None:
         """A unit's gradients are there; they are added when it is their turn."""
@@ -105,7 +105,7 @@ class Sums:
         """Whether everything of the next update is there."""
         return bool(self._groups) and not any(self._groups[0])
 
-    def take(self) -> list[Gradients]:
+    def take(self) -> list[NamedGradients]:
         """Per replica that has units in the update, the sum of their gradients."""
         del self._groups[0]
         found, self._added = (
@@ -243,7 +243,7 @@ class Replay:
             Tensor, lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, values[value]
         )
 
-    def _update(self, stages: Sequence[int], gathered: Sequence[list[Gradients]], synchronous: bool) -> None:
+    def _update(self, stages: Sequence[int], gathered: Sequence[list[NamedGradients]], synchronous: bool) -> None:
         for stage, replicas in zip(stages, gathered, strict=True):
             for name, parameter in self._parameters[stage].items():
                 parts = [replica[name] for replica in replicas if name in replica]

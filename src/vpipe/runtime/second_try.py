@@ -16,12 +16,12 @@ from vpipe.runtime.updates.attempts import AgreeingAfterwards
 from vpipe.runtime.updates.repeats import Buffers
 from vpipe.schedule.action import Action, Kind
 
-Watch = Callable[[Action], None]
+ActionWatch = Callable[[Action], None]
 """Told every action that is run again."""
 
 
 def with_second_tries(
-    calls: list[Call], stages: Mapping[int, Stage], updater: AgreeingAfterwards, watch: Watch
+    calls: list[Call], stages: Mapping[int, Stage], updater: AgreeingAfterwards, watch: ActionWatch
 ) -> list[Call]:
     """The calls of a row, each agreement knowing what it may have to repeat."""
     found, begin = list(calls), 0
@@ -40,7 +40,7 @@ class SecondTry:
     """The calls between an update and its agreement."""
 
     def __init__(
-        self, calls: Sequence[Call], stages: Mapping[int, Stage], updater: AgreeingAfterwards, watch: Watch
+        self, calls: Sequence[Call], stages: Mapping[int, Stage], updater: AgreeingAfterwards, watch: ActionWatch
     ) -> None:
         self._calls = calls
         self._updater, self._watch = updater, watch

@@ -30,7 +30,7 @@ _CELLS = 6_000_000
 
 
 @dataclass(frozen=True)
-class Path:
+class PricedPath:
     """How often a path passes each row of the price table, and what it waits for messages beside."""
 
     counts: Array
@@ -129,7 +129,7 @@ class ProgramGraph:
         parts = [self._values(table[:, low : low + width], lag) for low in range(0, columns, width)]
         return np.concatenate([values[self._last].max(axis=0) for values in parts]) if parts else np.zeros(0)
 
-    def path(self, table: Array, lag: Array) -> Path:
+    def path(self, table: Array, lag: Array) -> PricedPath:
         """The longest path under costs of one column."""
         values = self._values(table, lag)[:, 0]
         counts = np.zeros(len(table))
@@ -142,7 +142,7 @@ class ProgramGraph:
             counts[self._rows[row - 1]] += 1
             needs = self._before[row - 1]
             row = needs[int(values[needs].argmax())]
-        return Path(counts, waits)
+        return PricedPath(counts, waits)
 
     def _lags(self, lag: Array) -> Array:
         return np.zeros(len(self._sent)) if self.blocking else lag[self._way]

@@ -158,7 +158,7 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-Event = int
+EventNumber = int
 """The number of an action in ``Flat``; the number after the last is the start of time."""
 
 
@@ -207,18 +207,18 @@ class Waits:
     """What a few actions wait for beside one message."""
 
     messages: list[int] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[EventNumber] = field(default_factory=list)
 
 
 class Lanes:
     """Lanes of actions, and what each action needs from elsewhere."""
 
     def __init__(self, flat: Flat, transfers: Transfers, rendezvous: bool, blocking_sends: bool) -> None:
-        self.start: Event = len(flat)
+        self.start: EventNumber = len(flat)
         in_lane = {lane: flat.of(kind for kind in KINDS if LANE[kind] is lane) for lane in Lane}
         blocking = in_lane[Lane.COMPUTE] | (flat.of(SEND_OF.values()) & blocking_sends)
         before = previous(flat, blocking)
-        self.lanes: list[list[Event]] = [_numbers(flat, blocking, rank) for rank in range(flat.program.num_ranks)]
+        self.lanes: list[list[EventNumber]] = [_numbers(flat, blocking, rank) for rank in range(flat.program.num_ranks)]
         self.sent: Ints = transfers.send if blocking_sends else before[transfers.send]
         """Per message, the event whose end sends it."""
         posted = before[transfers.receive]
@@ -226,7 +226,7 @@ class Lanes:
         """Per message, the event whose end posts its receive."""
         self.link: Ints = transfers.link
         self.first_of_link: Ints = np.flatnonzero(np.diff(transfers.link, prepend=NONE))
-        self.extra: dict[Event, Waits] = defaultdict(Waits)
+        self.extra: dict[EventNumber, Waits] = defaultdict(Waits)
         self.message: Ints = self._messages(flat, transfers)
         """Per action, the message it waits for; a link brings all before it."""
         if rendezvous and blocking_sends:
@@ -293,6 +293,6 @@ def previous(flat: Flat, blocking: Bools) -> Ints:
     return np.where(before < flat.row_start[flat.rank], len(flat), before)
 
 
-def _numbers(flat: Flat, chosen: Bools, rank: int) -> list[Event]:
+def _numbers(flat: Flat, chosen: Bools, rank: int) -> list[EventNumber]:
     begin, end = int(flat.row_start[rank]), int(flat.row_start[rank + 1])
     return (np.flatnonzero(chosen[begin:end]) + begin).tolist()

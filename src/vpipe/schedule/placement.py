@@ -261,7 +261,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class LayerTransfer:
     """A layer that ranks must get from others."""
 
     layer: int
@@ -292,7 +292,7 @@ class Reseated:
 class Difference:
     """What leads from one layout to another: layer by layer, and the ranks that change their place."""
 
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[LayerTransfer, ...]
     drops: tuple[Drop, ...]
     reseated: tuple[Reseated, ...] = ()
 
@@ -314,7 +314,7 @@ def difference(old: Layout, new: Layout) -> Difference:
     for layer in range(old.num_layers):
         before, after = old.ranks_of(layer), new.ranks_of(layer)
         if targets := tuple(rank for rank in after if rank not in before):
-            transfers.append(Transfer(layer, before, targets))
+            transfers.append(LayerTransfer(layer, before, targets))
         if gone := tuple(rank for rank in before if rank not in after):
             drops.append(Drop(layer, gone))
     both = enumerate(zip(old.seats, new.seats, strict=False))

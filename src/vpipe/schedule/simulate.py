@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.flat import CODE, NONE, Bools, Event, collector_paused
+from vpipe.schedule.flat import CODE, NONE, Bools, EventNumber, collector_paused
 from vpipe.schedule.lower import is_lowered, lower
 from vpipe.schedule.program import Program, Versions
 from vpipe.schedule.semantics import LANE, Lane, held_versions, live_versions, staleness, updates_once, version_table
@@ -54,7 +54,7 @@ class Simulation:
             for rank in range(self.program.num_ranks)
         ]
 
-    def _lane(self, rank: int) -> list[Event]:
+    def _lane(self, rank: int) -> list[EventNumber]:
         return self.timeline.lanes[rank]
 
     @cached_property

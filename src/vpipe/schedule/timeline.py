@@ -37,7 +37,7 @@ from vpipe.schedule.flat import (
     CODE,
     KINDS,
     NONE,
-    Event,
+    EventNumber,
     Flat,
     Ints,
     Lanes,
@@ -49,7 +49,7 @@ from vpipe.schedule.flat import (
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, MEETINGS, SEND_OF, Lane, Message, rounds, sent_ahead
-from vpipe.schedule.wavefront import Array, Times
+from vpipe.schedule.wavefront import Array, EventTimes
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Timeline:
 
     flat: Flat
     transfers: Transfers
-    lanes: list[list[Event]]
+    lanes: list[list[EventNumber]]
     """The ranks' compute lanes first, then their swap lanes, then those of gradients."""
     begins: Array
     """By event; the last is that of the start of time."""
@@ -167,7 +167,7 @@ class Timeline:
         return listed
 
     @cached_property
-    def stuck(self) -> list[Event]:
+    def stuck(self) -> list[EventNumber]:
         """The first action that each lane could not run: empty if the program ends."""
         halted = (lane for lane in self.lanes if lane and self.ends[lane[-1]] < 0)  # a lane runs in its order
         return [next(event for event in lane if self.end[event] < 0) for lane in halted]
@@ -293,7 +293,7 @@ def _price(kind: Kind, cost: StageCosts) -> float:
             return 0.0
 
 
-def loop(graph: Lanes, duration: Array, transfer: Array, latency: Array) -> Times:
+def loop(graph: Lanes, duration: Array, transfer: Array, latency: Array) -> EventTimes:
     """When everything happens: of all lanes at once where the program is wide, else of one after the other."""
     num_lanes, num_events = len(graph.lanes), sum(map(len, graph.lanes))
     wide = not graph.extra and num_lanes >= WIDE and num_events >= num_lanes * WIDE
@@ -301,7 +301,7 @@ def loop(graph: Lanes, duration: Array, transfer: Array, latency: Array) -> Time
     return found or _loop(graph, duration.tolist(), transfer.tolist(), latency.tolist())
 
 
-def _loop(graph: Lanes, duration: list[float], transfer: list[float], latency: list[float]) -> Times:
+def _loop(graph: Lanes, duration: list[float], transfer: list[float], latency: list[float]) -> EventTimes:
     """Run each lane until it needs an action that has not ended; wake it when that action ends.
 
     A link needs no lane of its own: when an action asks for a message, every earlier one of its link was sent before.
@@ -321,7 +321,7 @@ def _loop(graph: Lanes, duration: list[float], transfer: list[float], latency: l
     while runnable:
         lane = runnable.pop()
         events, now = lanes[lane], clock[lane]
-        missing: Event = NONE
+        missing: EventNumber = NONE
         for index in range(position[lane], len(events)):
             event = events[index]
             number = message[event]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from vpipe.schedule.flat import NONE, Ints, Lanes
 
 Array = npt.NDArray[np.float64]
-Times = tuple[Array, Array, Array, Array]
+EventTimes = tuple[Array, Array, Array, Array]
 """Of actions begin and end, of messages departure and arrival; -1 is never."""
 
 NARROW = 48
@@ -22,7 +22,7 @@ NARROW = 48
 ROUNDS = 256
 
 
-def loop(graph: Lanes, duration: Array, transfer: Array, latency: Array) -> Times | None:
+def loop(graph: Lanes, duration: Array, transfer: Array, latency: Array) -> EventTimes | None:
     """All times, of a program none of whose actions waits for several things; None where too few lanes move at once."""
     front = _Front(graph, duration, transfer, latency)
     lanes = np.flatnonzero(front.head < front.last)

@@ -60,8 +60,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).val
 
 Layers = Mapping[int, Mapping[str, Tensor]]
 """Layer → what is kept of it."""
-Key = tuple[int, str]
-Entry = tuple[str, list[int], int]
+TensorKey = tuple[int, str]
+StoredTensor = tuple[str, list[int], int]
 """(dtype, shape, where it begins)."""
 
 
@@ -83,7 +83,7 @@ class Copy:
     iteration: int
     part: Part
     standing: Standing
-    table: Mapping[int, Mapping[str, Entry]]
+    table: Mapping[int, Mapping[str, StoredTensor]]
     memory: Tensor
 
     def read(self, layer: int) -> dict[str, Tensor]:
@@ -108,12 +108,14 @@ class CopyShelf:
         assert self._last is not None
         return self._pieces.index(self._last), self._last.descriptor
 
-    def write(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[Key] = ()) -> int:
+    def write(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[TensorKey] = ()) -> int:
         """Keep the state after an update, beside the one before; bytes that were copied. What is ``frozen`` is copied
         once."""
         return self.begin(standing, part, layers, frozen)()
 
-    def begin(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[Key] = ()) -> Callable[[], int]:
+    def begin(
+        self, standing: Standing, part: Part, layers: Layers, frozen: Collection[TensorKey] = ()
+    ) -> Callable[[], int]:
         """The same in two parts: what forwards may change is copied now, the rest by the call that is returned, which
         another thread may make as long as nothing writes weights and optimizer state."""
         piece = next(piece for piece in self._pieces if piece is not self._last)
@@ -121,7 +123,7 @@ class CopyShelf:
         self._last = piece
         return finish
 
-    def find(self, tensor: Tensor) -> tuple[int, Entry] | None:
+    def find(self, tensor: Tensor) -> tuple[int, StoredTensor] | None:
         """Where the newest copy has a tensor that it was made of, if they are still the same: its piece and entry."""
         piece = self._last
         key = piece.origins.get(tensor.data_ptr()) if piece is not None else None
@@ -131,7 +133,7 @@ class CopyShelf:
         same = copied.dtype == tensor.dtype and copied.shape == tensor.shape and _is_equal(copied, tensor)
         return (self._pieces.index(piece), piece.table[key[0]][key[1]]) if same else None
 
-    def at(self, piece: int, entry: Entry) -> Tensor:
+    def at(self, piece: int, entry: StoredTensor) -> Tensor:
         """What a piece has at a place."""
         descriptor = self._pieces[piece].descriptor
         memory = torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
@@ -156,13 +158,13 @@ class _Piece:
         self.descriptor = descriptor
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._form: list[Any] = []
-        self.table: dict[int, dict[str, Entry]] = {}
-        self.views: dict[Key, Tensor] = {}
+        self.table: dict[int, dict[str, StoredTensor]] = {}
+        self.views: dict[TensorKey, Tensor] = {}
         """Where each tensor goes: a fifth of the time of a copy was spent on finding it again."""
         self._text = b""
         self._begin = self._end = 0
-        self._frozen: set[Key] = set()
-        self.origins: dict[int, Key] = {}
+        self._frozen: set[TensorKey] = set()
+        self.origins: dict[int, TensorKey] = {}
         """Address of a tensor → which of the copied it is."""
 
     def order(self) -> tuple[int, int]:
@@ -176,7 +178,7 @@ class _Piece:
             return None
         return _HEAD.unpack(data)
 
-    def begin(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[Key]) -> Callable[[], int]:
+    def begin(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[TensorKey]) -> Callable[[], int]:
         os.pwrite(self.descriptor, bytes(len(_MAGIC)), 0)
         form = [(layer, name, t.dtype, t.shape) for layer, tensors in layers.items() for name, t in tensors.items()]
         if form != self._form:
@@ -295,7 +297,7 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGN) * _ALIGN
 
 
-def _view(memory: Tensor, entry: Entry) -> Tensor:
+def _view(memory: Tensor, entry: StoredTensor) -> Tensor:
     dtype, shape, offset = _DTYPES[entry[0]], entry[1], entry[2]
     count = dtype.itemsize
     for size in shape:

@@ -41,7 +41,7 @@ from vpipe.runtime.ranks.device_groups import NO_WATCHDOG, DeviceLost
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.train import abroad, copies
 from vpipe.train.abroad import Abroad, Generation, StoreDoor
-from vpipe.train.copies import SHELVES, Copier, CopyShelf, HeldCopies, Key, Layers, Part
+from vpipe.train.copies import SHELVES, Copier, CopyShelf, HeldCopies, Layers, Part, TensorKey
 from vpipe.train.session import gather, load_data, open_session, schedule_of
 from vpipe.train.sizes import resized
 from vpipe.train.trainer import Trainer
@@ -76,7 +76,7 @@ class Rank:
         self._control = Control.read(os.environ)
         self._shelves = [CopyShelf(pair) for pair in json.loads(os.environ[SHELVES])]
         self._staging = Staging()
-        self._frozen: set[Key] = set()
+        self._frozen: set[TensorKey] = set()
         """What was frozen when this epoch's last copy left the device."""
         self._data: DataSet | None = None
         self._door = StoreDoor()
@@ -242,7 +242,7 @@ class Rank:
         self._control.stepped(trainer.iteration)
 
     def _begun(
-        self, shelf: CopyShelf, standing: Standing, part: Part, layers: Layers, frozen: Collection[Key]
+        self, shelf: CopyShelf, standing: Standing, part: Part, layers: Layers, frozen: Collection[TensorKey]
     ) -> Callable[[], object]:
         """A copy as far as the training thread must make it; the rest is for the copier. From a device everything
         leaves by a stream of its own, and nobody but the copier waits until it has come."""

@@ -36,7 +36,7 @@ _MASKED_SHARE = 0.15
 _SHORT_SHARE = 0.1
 """Share of examples that are made short, so that a model meets short inputs too."""
 
-Document = list[list[int]]
+TokenLists = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ def train_word_pieces(texts: list[str], vocab_size: int) -> Any:
     return tokenizer
 
 
-def _sentences(text: str, tokenizer: Any) -> Document:
+def _sentences(text: str, tokenizer: Any) -> TokenLists:
     parts = [" ".join(part.split()) for part in re.split(r"(?<=[.!?:;])\s+|\n\n+", text)]
     return [ids.tolist() for ids in encode(tokenizer, (part for part in parts if part)) if len(ids)]
 
 
 def _examples(
-    part: list[Document], position: int, document: Document, vocab_size: int, chance: random.Random
+    part: list[TokenLists], position: int, document: TokenLists, vocab_size: int, chance: random.Random
 ) -> Iterator[Example]:
     """Consecutive runs of sentences that fill an example, each cut in two at a sentence's end."""
     room = LENGTH - 3

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.models.huggingface.recorder import RANDOM, Origin, Recording, ancestors
-from vpipe.models.huggingface.trees import Path
+from vpipe.models.huggingface.trees import LeafPath
 
-Place = tuple[int, Path]
+Place = tuple[int, LeafPath]
 """(number of the call, leaf): of its results where the leaf starts with ``out`` or ``hook``, else of its arguments."""
 OUTPUT = "output"
 

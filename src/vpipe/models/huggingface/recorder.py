@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from vpipe.errors import UserError
 from vpipe.models.huggingface.anatomy import Anatomy
 from vpipe.models.huggingface.standins import AbsentTensor, StandIns, hooked, without_hooks
-from vpipe.models.huggingface.trees import Path, leaves, mapped
+from vpipe.models.huggingface.trees import LeafPath, leaves, mapped
 
 DECIDING = {
     "__bool__",
@@ -49,7 +49,7 @@ class Origin:
     """How many calls were made before."""
     parents: tuple[Origin, ...] = ()
     call: int = -1
-    leaf: Path = ()
+    leaf: LeafPath = ()
     size: tuple[int, ...] = ()
     weighty: bool = False
     """Whether it depends on parameters."""
@@ -60,9 +60,9 @@ class Call:
     """One call of a module: the origins of its arguments' leaves (``None``: a constant), and of its results."""
 
     path: str
-    arguments: dict[Path, Origin | None]
-    results: dict[Path, Origin]
-    values: dict[Path, Any] = field(default_factory=dict)
+    arguments: dict[LeafPath, Origin | None]
+    results: dict[LeafPath, Origin]
+    values: dict[LeafPath, Any] = field(default_factory=dict)
     """The arguments' leaves themselves."""
 
 
@@ -71,8 +71,8 @@ class Recording:
     """What one run showed."""
 
     calls: list[Call]
-    output: dict[Path, Origin | None]
-    values: dict[Path, Any]
+    output: dict[LeafPath, Origin | None]
+    values: dict[LeafPath, Any]
     """The leaves of the output."""
     decided_by: set[str]
     """Inputs whose values steer the code."""
@@ -170,8 +170,8 @@ class CallRecorder(TorchFunctionMode):
         fire_hooks(self._root.get_submodule(path), args, made, sides)
         return made
 
-    def _standing(self, call: Call, index: int, start: Path, shapes: Any) -> Any:
-        def stand(path: Path, leaf: Any) -> Any:
+    def _standing(self, call: Call, index: int, start: LeafPath, shapes: Any) -> Any:
+        def stand(path: LeafPath, leaf: Any) -> Any:
             if not isinstance(leaf, AbsentTensor):
                 return leaf
             origin = Origin("call", call.path, index + 1, call=index, leaf=(*start, *path), weighty=True)
@@ -180,7 +180,7 @@ class CallRecorder(TorchFunctionMode):
 
         return mapped(shapes, stand)
 
-    def _real(self, _: Path, leaf: Any) -> Any:
+    def _real(self, _: LeafPath, leaf: Any) -> Any:
         """A parameter that the code uses by itself, as a stand-in."""
         if not isinstance(leaf, nn.Parameter) or id(leaf) not in self._names:
             return leaf

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-Path = tuple[Any, ...]
+LeafPath = tuple[Any, ...]
 
 
-def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:
     """Every leaf of ``value`` with the keys that lead to it."""
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -21,7 +21,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def mapped(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def mapped(value: Any, change: Callable[[LeafPath, Any], Any], path: LeafPath = ()) -> Any:
     """``value`` with every leaf changed; the containers are new ones of the same kind."""
     if isinstance(value, Mapping):
         items = {key: mapped(item, change, (*path, key)) for key, item in value.items()}

@@ -25,8 +25,8 @@ from vpipe.runtime.engine import Engine
 from vpipe.runtime.memory.sums import word_sum
 from vpipe.runtime.memory.swap_store import FileStore
 from vpipe.runtime.moves import layer_state
-from vpipe.runtime.moves.layer_state import State
-from vpipe.schedule.placement import Difference, Layout, Transfer, difference
+from vpipe.runtime.moves.layer_state import LayerState
+from vpipe.schedule.placement import Difference, LayerTransfer, Layout, difference
 
 Notice = Callable[[str], None]
 """Called with every step of the protocol; tests break them, one after the other."""
@@ -45,7 +45,7 @@ class Shelf:
             block = block.clone()  # a message may be a part of a larger piece of memory
         self._places[layer] = (self.store.put(block.untyped_storage()), block.numel())
 
-    def fetch(self, layer: int) -> State:
+    def fetch(self, layer: int) -> LayerState:
         """The state of a layer; its block stays where it is."""
         place, size = self._places[layer]
         block = torch.empty(size, dtype=torch.uint8)
@@ -63,7 +63,7 @@ class Shelf:
         return layer in self._places
 
 
-def pairs(layout: Layout, transfer: Transfer) -> list[tuple[int, int]]:
+def pairs(layout: Layout, transfer: LayerTransfer) -> list[tuple[int, int]]:
     """(target, source) of a transfer: replica by replica, since each may have gradients of its own units."""
     after, sources = layout.ranks_of(transfer.layer), transfer.sources
     return [(target, sources[after.index(target) % len(sources)]) for target in transfer.targets]

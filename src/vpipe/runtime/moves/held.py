@@ -16,7 +16,7 @@ from torch import Tensor
 from vpipe.runtime.crossing import flatten, unflatten
 from vpipe.runtime.device import is_host
 from vpipe.runtime.memory.sums import word_sum
-from vpipe.runtime.moves.layer_state import State
+from vpipe.runtime.moves.layer_state import LayerState
 
 LEAST = 1024
 """Bytes of a tensor for which a place is worth its words."""
@@ -33,7 +33,7 @@ class HeldTensors(Protocol):
         """The tensor at a place, in memory of its own."""
 
 
-def left_out(state: State, held: HeldTensors) -> State:
+def left_out(state: LayerState, held: HeldTensors) -> LayerState:
     """The state without the tensors that are held, and where those are."""
     tensors: list[Tensor] = []
     structure = flatten(state, tensors)
@@ -47,7 +47,7 @@ def left_out(state: State, held: HeldTensors) -> State:
     return {"state": unflatten(structure, iter(tensors).__next__), "held": places}
 
 
-def filled(found: State, held: HeldTensors) -> State:
+def filled(found: LayerState, held: HeldTensors) -> LayerState:
     """The state that ``left_out`` was given."""
     tensors: list[Tensor] = []
     structure = flatten(found["state"], tensors)
@@ -55,5 +55,5 @@ def filled(found: State, held: HeldTensors) -> State:
         tensors[number] = held.read(place)
         if word_sum(tensors[number]) != told:
             raise RuntimeError(f"the copy at {place} is not that of the tensor that moves")
-    state: State = unflatten(structure, iter(tensors).__next__)
+    state: LayerState = unflatten(structure, iter(tensors).__next__)
     return state

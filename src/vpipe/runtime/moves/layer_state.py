@@ -22,10 +22,10 @@ from vpipe.runtime.device import is_host
 from vpipe.runtime.transport.wire import Envelope, pack, unpack, unpack_head
 
 _BLOCK = Envelope(-2, 0, 0, 0, 0)
-State = dict[str, Any]
+LayerState = dict[str, Any]
 
 
-def state_of(module: nn.Module, optimizer: Optimizer | None) -> State:
+def state_of(module: nn.Module, optimizer: Optimizer | None) -> LayerState:
     """The state of a layer: nested dicts of its live tensors, of numbers and of words."""
     named = dict(module.named_parameters())
     groups = {} if optimizer is None else {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -71,7 +71,7 @@ def refuse_hooks(layer: int, module: nn.Module) -> None:
         )
 
 
-def packed(state: State) -> Tensor:
+def packed(state: LayerState) -> Tensor:
     """A block of bytes of the host with copies of all tensors."""
     tensors: list[Tensor] = []
     structure = flatten(state, tensors)
@@ -83,15 +83,15 @@ def packed(state: State) -> Tensor:
     return block
 
 
-def unpacked(block: Tensor) -> State:
+def unpacked(block: Tensor) -> LayerState:
     """The state in a block, each tensor in memory of its own."""
     tensors: list[Tensor] = []
     structure = flatten(unpack(block, unpack_head(block, _BLOCK)), tensors)
-    state: State = unflatten(structure, iter([copied(tensor).detach() for tensor in tensors]).__next__)
+    state: LayerState = unflatten(structure, iter([copied(tensor).detach() for tensor in tensors]).__next__)
     return state
 
 
-def put(state: State, module: nn.Module, device: torch.device) -> None:
+def put(state: LayerState, module: nn.Module, device: torch.device) -> None:
     """Give a module the state's tensors."""
     for part, training in zip(module.modules(), state["training"], strict=True):
         part.training = training
@@ -121,7 +121,7 @@ def empty(module: nn.Module, optimizer: Optimizer | None) -> None:
                 part._buffers[slot] = None if buffer is None else buffer.new_empty(0)
 
 
-def put_states(states: Mapping[int, State], modules: Mapping[int, nn.Module], optimizer: Optimizer) -> None:
+def put_states(states: Mapping[int, LayerState], modules: Mapping[int, nn.Module], optimizer: Optimizer) -> None:
     """What an optimizer keeps of each parameter."""
     for layer, state in states.items():
         for name, parameter in modules[layer].named_parameters():
@@ -130,7 +130,7 @@ def put_states(states: Mapping[int, State], modules: Mapping[int, nn.Module], op
                 optimizer.state[parameter] = _beside(found, hosted, parameter)
 
 
-def put_optimizer(states: Mapping[int, State], modules: Mapping[int, nn.Module], optimizer: Optimizer) -> None:
+def put_optimizer(states: Mapping[int, LayerState], modules: Mapping[int, nn.Module], optimizer: Optimizer) -> None:
     """Give a fresh optimizer the states of its layers: what belongs to each parameter, the settings of its group, and
     only the parameters that the layers' optimizers had."""
     put_states(states, modules, optimizer)

@@ -27,12 +27,12 @@ from vpipe.runtime.engine import Engine
 from vpipe.runtime.moves import layer_state
 from vpipe.runtime.moves.ahead import Ahead, Notice, Shelf, pairs
 from vpipe.runtime.moves.held import HeldTensors, filled, left_out
-from vpipe.runtime.moves.layer_state import State
+from vpipe.runtime.moves.layer_state import LayerState
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.runtime.transport.inprocess import PeerFailed
 from vpipe.runtime.transport.wire import Envelope
-from vpipe.schedule.placement import Difference, Layout, Transfer, difference
+from vpipe.schedule.placement import Difference, LayerTransfer, Layout, difference
 
 MOVE_STEP = -2
 _CHANNEL = 1023
@@ -92,7 +92,9 @@ class Move:
             self._attempt(problems, lambda layer=layer: self._lay_aside(engine, layer))  # type: ignore[misc]
         return problems[0] if problems else ""
 
-    def _transfer(self, engine: Engine, number: int, transfer: Transfer, leaves: bool, problems: list[str]) -> None:
+    def _transfer(
+        self, engine: Engine, number: int, transfer: LayerTransfer, leaves: bool, problems: list[str]
+    ) -> None:
         rank = engine.rank
         block = None
         if rank in transfer.sources and (leaves or rank in dict(pairs(self.layout, transfer)).values()):
@@ -199,7 +201,7 @@ class Move:
         assert isinstance(parts.loss, nn.Module)
         return parts.loss
 
-    def _states(self, rank: int, layer: int, *, gone: bool = False) -> list[tuple[int, State]]:
+    def _states(self, rank: int, layer: int, *, gone: bool = False) -> list[tuple[int, LayerState]]:
         """What has come to a rank for a layer, or has gone; with what was sent ahead."""
         found = (self._going if gone else self._coming)[rank].fetch(layer)
         found = found if self._held is None else filled(found, self._held)
@@ -223,7 +225,7 @@ class Move:
             if before is not None and before.owned == stage.owned:
                 engine.updater.optimizers[index] = old.updater.optimizers[index]
                 continue
-            states: dict[int, State] = {}
+            states: dict[int, LayerState] = {}
             for layer, module in stage.owned.items():
                 source = min(layer, self.before.num_layers - 1)
                 if source in self._coming[engine.rank]:

@@ -25,22 +25,22 @@ from typing import Protocol
 from vpipe.errors import UserError, nearest
 from vpipe.schedule.action import Action, Kind
 
-Key = tuple[int, ...]
-Policy = Callable[[Action], Key]
+SortKey = tuple[int, ...]
+Policy = Callable[[Action], SortKey]
 """Action → sort key: the smallest goes first, equals go in the order in which they came."""
 
 
-def none(action: Action) -> Key:
+def none(action: Action) -> SortKey:
     """Everybody is equal: order of arrival."""
     return ()
 
 
-def first_hp(action: Action) -> Key:
+def first_hp(action: Action) -> SortKey:
     """Microbatch 0 has high priority, the rest is best effort. What belongs to a whole stage is not held up."""
     return (int(action.microbatch > 0),)
 
 
-def fifo(action: Action) -> Key:
+def fifo(action: Action) -> SortKey:
     """Lower microbatches first: the strict order in which a pipeline fills and drains."""
     return (action.microbatch,)
 
@@ -49,7 +49,7 @@ _WAITED_FOR = {Kind.F: 1, Kind.W: 2, Kind.REDUCE: 3, Kind.AGREE: 3, Kind.STEP: 3
 """Kind → how little others wait for it; what is not listed (I, B and the transfers) is waited for most."""
 
 
-def critical_path(action: Action) -> Key:
+def critical_path(action: Action) -> SortKey:
     """Input gradients before forwards before weight gradients: deferred W fills the gaps that the others leave."""
     return (_WAITED_FOR.get(action.kind, 0), action.microbatch)
 
@@ -86,7 +86,7 @@ class Turnstile:
     def __init__(self, policy: Policy = none) -> None:
         self._policy = policy
         self._lock = threading.Lock()
-        self._waiting: list[tuple[Key, int, threading.Lock]] = []
+        self._waiting: list[tuple[SortKey, int, threading.Lock]] = []
         self._arrivals = count()
         self._busy = False
 

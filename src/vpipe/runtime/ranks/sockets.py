@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from vpipe.runtime.ranks import device_groups
 from vpipe.runtime.ranks.device_groups import DeviceGroups
 
-Known = tuple[int, int]
+SocketIdentity = tuple[int, int]
 """(descriptor, inode): a descriptor alone is given to the next file."""
 
 
@@ -30,8 +30,8 @@ class Sockets:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._noted: set[Known] = set()
-        self._before: set[Known] | None = None
+        self._noted: set[SocketIdentity] = set()
+        self._before: set[SocketIdentity] | None = None
         self._groups: DeviceGroups | None = None
         self._shut = False
 
@@ -70,7 +70,7 @@ class Sockets:
             groups.abort()
 
 
-def _open_now() -> set[Known]:
+def _open_now() -> set[SocketIdentity]:
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

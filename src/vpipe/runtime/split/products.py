@@ -34,7 +34,7 @@ from torch.autograd.function import BackwardCFunction
 
 from vpipe.runtime.memory.saved_tensors import SavedTensor, SavedTensors
 
-Gradients = Sequence[Tensor | None]
+SlotGradients = Sequence[Tensor | None]
 Slots = tuple[int, ...]
 
 
@@ -59,7 +59,7 @@ class ProductKind(Protocol):
     def save(self, node: Any, slots: Slots) -> NodeTensors | None:
         """What the products of ``slots`` need of the node, or None where that cannot be had. Called before I."""
 
-    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> SlotGradients:
         """The gradients of ``slots``, as the node itself would yield them."""
 
     def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
@@ -150,7 +150,7 @@ class MatrixProduct:
             tensors.append(factor)
         return NodeTensors(tuple(tensors), forms)
 
-    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> SlotGradients:
         return [self._gradient(saved, dy, slot, *form) for slot, form in zip(slots, saved.rest, strict=True)]
 
     def _gradient(self, saved: NodeTensors, dy: Tensor, slot: int, place: int, by_columns: bool, scale: Any) -> Tensor:
@@ -179,7 +179,7 @@ class BatchedProduct:
         found = tuple(tensor for tensor in tensors if tensor is not None)
         return NodeTensors(found, None) if len(found) == len(slots) else None
 
-    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> SlotGradients:
         others = [_conjugate(tensor.transpose(1, 2)) for tensor in saved.tensors]
         return [other.bmm(dy) if slot else dy.bmm(other) for slot, other in zip(slots, others, strict=True)]
 
@@ -203,7 +203,7 @@ class LayerNorm:
         (x, mean, rstd), (shape, weights) = saved
         return torch.ops.aten.native_layer_norm_backward(dy, x, shape, mean, rstd, *weights, mask)
 
-    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> SlotGradients:
         found = self._call(saved, dy, [False, 1 in slots, 2 in slots])
         return [found[slot] for slot in slots]
 
@@ -228,7 +228,7 @@ class Convolution:
         (x,), (weight, bias_sizes, form) = saved
         return torch.ops.aten.convolution_backward(dy, x, weight, bias_sizes, *form, mask)
 
-    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> SlotGradients:
         found = self._call(saved, dy, [False, 1 in slots, 2 in slots])
         return [found[slot] for slot in slots]
 
@@ -249,7 +249,7 @@ class EmbeddingProduct:
         padding = padding - (1 << 64) if padding >= 1 << 63 else padding
         return NodeTensors((index,), (rows, padding, node._saved_scale_grad_by_freq))
 
-    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> SlotGradients:
         (index,), form = saved
         return [torch.ops.aten.embedding_dense_backward(dy, index, *form)]
 
@@ -273,7 +273,7 @@ class OwnFunction:
         node.defer = works.append
         return NodeTensors((), works)
 
-    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> Gradients:
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> SlotGradients:
         if len(saved.rest) != 1:
             raise RuntimeError(
                 "the backward of a Function with `deferrable` must call `ctx.defer` once where it is there, "

@@ -21,7 +21,7 @@ from vpipe.runtime.crossing import run_backward
 from vpipe.runtime.split.products import MatrixProduct, NodeTensors, OwnFunction
 from vpipe.runtime.split.structure import Analysis, Product, Reading
 
-Carried = list[tuple[GradientEdge, Tensor]]
+CarriedGradients = list[tuple[GradientEdge, Tensor]]
 """Gradients that autograd takes on from an edge."""
 
 
@@ -110,7 +110,7 @@ class Promise:
 
     def run(self, fused: bool) -> None:
         """Add what was left to W."""
-        carried: Carried = []
+        carried: CarriedGradients = []
         for index, dy, version in self._taken:
             product = self._products[index]
             if dy is None:
@@ -125,7 +125,7 @@ class Promise:
 
     def totals(self) -> dict[int, Tensor]:
         """id of a weight → what W would add; it is added nowhere."""
-        carried: Carried = []
+        carried: CarriedGradients = []
         found: dict[int, Tensor] = {}
         for index, dy, version in self._taken:
             if dy is not None:
@@ -171,7 +171,7 @@ class Linear:
             return None
         return cls(x, weights[weight], weights[bias] if bias >= 0 else None)
 
-    def gradients(self, dy: Tensor, carried: Carried) -> Iterable[tuple[Tensor, Tensor]]:
+    def gradients(self, dy: Tensor, carried: CarriedGradients) -> Iterable[tuple[Tensor, Tensor]]:
         _check(self._x, self._version)
         yield self._weight, dy.t().mm(self._x)
         if self._bias is not None:
@@ -217,7 +217,7 @@ class General:
         ]
         return cls(product, saved, edges, weights)
 
-    def gradients(self, dy: Tensor, carried: Carried) -> Iterable[tuple[Tensor, Tensor]]:
+    def gradients(self, dy: Tensor, carried: CarriedGradients) -> Iterable[tuple[Tensor, Tensor]]:
         """(weight, gradient); what autograd has to carry goes to ``carried``."""
         for tensor, version in zip(self.saved.tensors, self._versions, strict=True):
             _check(tensor, version)

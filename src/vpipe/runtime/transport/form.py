@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vpipe.runtime.crossing import Structure, check_tensor, fill, flatten, kept_strides, shift
+from vpipe.runtime.crossing import ValueForm, check_tensor, fill, flatten, kept_strides, shift
 from vpipe.runtime.device import is_host
 from vpipe.runtime.transport.wire import TensorFacts
 
@@ -21,7 +21,7 @@ from vpipe.runtime.transport.wire import TensorFacts
 class Form(NamedTuple):
     """What must be known of a message."""
 
-    structure: Structure
+    structure: ValueForm
     facts: tuple[TensorFacts, ...]
     there: tuple[bool, ...]
     """Per tensor, whether it is on a device."""
@@ -45,7 +45,7 @@ class Form(NamedTuple):
         return (self.structure, facts, self.there)
 
     @classmethod
-    def understood(cls, structure: Structure, facts: Any, there: tuple[bool, ...]) -> Form:
+    def understood(cls, structure: ValueForm, facts: Any, there: tuple[bool, ...]) -> Form:
         return cls(structure, tuple(TensorFacts(getattr(torch, name), *more) for name, *more in facts), there)
 
 

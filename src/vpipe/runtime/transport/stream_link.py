@@ -34,7 +34,7 @@ from vpipe.runtime.transport.link import (
     Link,
     addressed,
 )
-from vpipe.runtime.transport.wire import Envelope, Memory, Packed, assembled, parsed
+from vpipe.runtime.transport.wire import ByteArray, Envelope, Packed, assembled, parsed
 
 RECEIVE_BUFFER = 8 * 2**20
 """What the kernel is asked to hold for a rank that computes; it grants less where it is told to."""
@@ -152,9 +152,9 @@ class StreamLink(Link):
         self.owes = True
         return envelope, assembled(layout, tensors)
 
-    def _fill(self, places: list[Memory]) -> None:
+    def _fill(self, places: list[ByteArray]) -> None:
         """Wait for the bytes of a message. Its sender has begun to send them."""
-        left: Sequence[Memory | memoryview] = places
+        left: Sequence[ByteArray | memoryview] = places
         while left:
             try:
                 count = self._data.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
@@ -188,9 +188,9 @@ class Outlet:
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
 
-    def send(self, parts: list[Memory]) -> None:
+    def send(self, parts: list[ByteArray]) -> None:
         """The parts may be changed or dropped afterwards."""
-        left: Sequence[Memory | memoryview] = parts
+        left: Sequence[ByteArray | memoryview] = parts
         if left and not self._waiting:  # the thread takes away what it has sent, not what it is about to send
             with suppress(BlockingIOError):
                 left = _after(left, self._connection.sendmsg(left, (), _AT_ONCE))
@@ -228,7 +228,7 @@ class Outlet:
             return self._changed.wait_for(lambda: not self._waiting, patience)
 
 
-def _after(parts: Sequence[Memory | memoryview], count: int) -> Sequence[Memory | memoryview]:
+def _after(parts: Sequence[ByteArray | memoryview], count: int) -> Sequence[ByteArray | memoryview]:
     """What is left of some memory after its first ``count`` bytes."""
     for index, part in enumerate(parts):
         if count < len(part):

@@ -30,7 +30,7 @@ from vpipe.runtime.crossing import (
     NAMED,
     PLAIN,
     TENSOR,
-    Structure,
+    ValueForm,
     default_strides,
     fill,
     flatten,
@@ -45,7 +45,7 @@ ALIGN = LINE
 MOST_LAYOUTS = 1024
 _PREFIX = struct.Struct("<8sqiiiiqq")
 _MAGIC = b"vpipe\x00\x00\x01"
-Memory = Array[c_char]
+ByteArray = Array[c_char]
 """Some bytes, where they are."""
 
 
@@ -86,7 +86,7 @@ class TensorFacts(NamedTuple):
 class MessageLayout(NamedTuple):
     """The form of a message: its structure, its tensors, and where their bytes lie."""
 
-    structure: Structure
+    structure: ValueForm
     facts: tuple[TensorFacts, ...]
     offsets: tuple[int, ...]
     text: bytes
@@ -112,7 +112,7 @@ def assembled(layout: MessageLayout, tensors: list[Tensor]) -> Any:
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
-def _layout(structure: Structure, facts: tuple[TensorFacts, ...]) -> MessageLayout:
+def _layout(structure: ValueForm, facts: tuple[TensorFacts, ...]) -> MessageLayout:
     tensors = [[name_of(fact.dtype), *fact[1:]] for fact in facts]
     text = json.dumps([structure, tensors], separators=(",", ":")).encode()
     offset = _aligned(_PREFIX.size + len(text))
@@ -176,7 +176,7 @@ class Packed(NamedTuple):
             memmove(address + begin, tensor.data_ptr(), num_bytes)
         return True
 
-    def memory(self) -> list[Memory]:
+    def memory(self) -> list[ByteArray]:
         """The tensors' bytes one after the other, where they are; copies of those whose bytes do not lie as they
         travel."""
         found = []
@@ -219,7 +219,7 @@ def pack(envelope: Envelope, value: Any) -> Packed:
     return Packed(envelope, layout, tensors)
 
 
-_latest: dict[Structure, MessageLayout] = {}
+_latest: dict[ValueForm, MessageLayout] = {}
 """Structure → the last layout that had it: most messages look like the one before."""
 
 

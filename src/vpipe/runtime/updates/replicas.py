@@ -27,7 +27,7 @@ AMONG_REPLICAS = "between the replicas of a stage"
 """Why gradients are exchanged."""
 
 
-Told = tuple[Tensor, Tensor]
+GradientMessage = tuple[Tensor, Tensor]
 """Which parameters have a gradient, and all gradients, one behind the other."""
 
 
@@ -58,7 +58,7 @@ class GradientsAhead:
             messages.append([None if rank == me else each for rank, each in zip(ranks, envelopes, strict=True)])
         self._under_way[index] = messages
 
-    def taken(self, stage: Stage) -> list[tuple[list[Tensor], list[Told]]] | None:
+    def taken(self, stage: Stage) -> list[tuple[list[Tensor], list[GradientMessage]]] | None:
         """Parameters, and what each replica has told of them, in their order; ``None`` where nothing was sent ahead."""
         if stage.index not in self._under_way:
             return None
@@ -69,14 +69,14 @@ class GradientsAhead:
         ]
 
 
-def _told(parameters: Sequence[Tensor]) -> Told:
+def _told(parameters: Sequence[Tensor]) -> GradientMessage:
     """A message of the same form in every step. One tensor: several would go as a batch, whose first use makes the host
     of a device wait for its peer, and here both would send before either receives."""
     has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
     return has, torch.cat([dense(p, AMONG_REPLICAS).flatten() for p in parameters])
 
 
-def add_up(told: Sequence[tuple[Sequence[Tensor], Sequence[Told]]], *, mean: bool) -> None:
+def add_up(told: Sequence[tuple[Sequence[Tensor], Sequence[GradientMessage]]], *, mean: bool) -> None:
     """What was sent ahead becomes the gradients, added in the order of replicas; or their ``mean``."""
     for parameters, parts in told:
         anyone = torch.stack([has for has, _ in parts]).any(0).tolist()

@@ -29,7 +29,7 @@ from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.profile import Measuring, SavedBytes, crossing, measure_layers, num_bytes
 from vpipe.plan.sharding import WrapperCosts, measure_wrappers
 from vpipe.plan.transfer import (
-    Told,
+    ProgressTeller,
     empty_pipeline,
     measure_link,
     measure_links,
@@ -66,7 +66,7 @@ def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
     return 0
 
 
-def measure(config: dict[str, Any], repeat: int, show: Told, every_link: bool = False) -> Profile | None:
+def measure(config: dict[str, Any], repeat: int, show: ProgressTeller, every_link: bool = False) -> Profile | None:
     """The profile, on the rank that leads. ``every_link`` is for ranks that a launcher has put where they will train:
     what joins two of them need not be what joins two others."""
     checked = PipelineConfig.from_dict(config)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from vpipe.layer import Layer, TiedWeight, collecting
 
-Sums = Sequence[Sequence[int]]
+UnitSums = Sequence[Sequence[int]]
 """Per replica, the units whose gradients it adds, in order; the replicas' sums are then added."""
 
 
@@ -34,9 +34,9 @@ class PlainUnit:
     share: float
 
 
-def additions(rows: Sequence[Sequence[tuple[int, str, int]]], bounds: Sequence[tuple[int, int]]) -> list[Sums]:
+def additions(rows: Sequence[Sequence[tuple[int, str, int]]], bounds: Sequence[tuple[int, int]]) -> list[UnitSums]:
     """Per layer, what a program's rows (stage, kind, unit) say about the order of its gradients."""
-    found: list[Sums] = []
+    found: list[UnitSums] = []
     for stage, (begin, end) in enumerate(bounds):
         holders = [
             [microbatch for other, kind, microbatch in row if other == stage and kind in ("B", "W")] for row in rows
@@ -69,7 +69,7 @@ class Plain:
         self._optimizer = optimizer([p for p in self.parameters.values() if p.requires_grad])
         self._num_units = 0
 
-    def step(self, units: Sequence[PlainUnit], sums: Sequence[Sums], learning_rate: float) -> float:
+    def step(self, units: Sequence[PlainUnit], sums: Sequence[UnitSums], learning_rate: float) -> float:
         """One batch, one update; the mean loss."""
         gradients: list[dict[str, Tensor]] = []
         losses: list[float] = []
