@@ -6,10 +6,11 @@ import pytest
 
 from vpipe.schedule.action import Action, Kind, parse
 from vpipe.schedule.catalog import build
-from vpipe.schedule.lower import agree, lower
+from vpipe.schedule.lower import agree, lower, send_ahead
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program, from_csv, to_csv
-from vpipe.schedule.semantics import MEETINGS, Round, members, rounds
+from vpipe.schedule.replicas import replicate
+from vpipe.schedule.semantics import MEETINGS, NEEDS, SENT_AHEAD_OF, Need, Round, Where, members, rounds, sent_ahead
 from vpipe.schedule.simulate import simulate
 from vpipe.schedule.timeline import Costs, StageCosts
 from vpipe.schedule.verify import executable, verify
@@ -79,6 +80,30 @@ def test_an_agreement_in_the_wrong_place(changed: tuple[str, str], words: str) -
     text = "0F0,0F1,0B0,0B1,0AGREE,0STEP\n1F0,1B0,1F1,1B1,1AGREE,1STEP\n"
     assert not verify(from_csv(text))
     assert any(words in each for each in reasons(from_csv(text.replace(*changed))))
+
+
+def test_a_replica_that_stays_away_from_the_sum() -> None:
+    """Of a program that says all itself; where lowering adds REDUCE it comes to both."""
+    whole = agree(lower(replicate(build("1f1b", 2, 2), 2)))
+    rows = [[each for each in row if (rank, each.kind) != (2, Kind.REDUCE)] for rank, row in enumerate(whole.rows)]
+    found = reasons(whole.with_rows(rows))
+    assert found == [
+        "rank 0, action 8 (0REDUCE): waits for all replicas of stage 0, but rank 2 never comes to REDUCE 0 of stage 0",
+        "rank 2, action 9 (0STEP): applies a gradient that the other replicas of stage 0 have not shared",
+    ]
+
+
+def test_needs_say_what_a_meeting_waits_for() -> None:
+    """Members that come, or what they have sent ahead: a REDUCE of gradients under way waits for these alone."""
+    assert NEEDS[Kind.REDUCE] == (Need((Kind.SEND_W, Kind.REDUCE), Where.MEMBERS),)
+    assert {Kind.SEND_W: Kind.REDUCE} == SENT_AHEAD_OF
+    program = send_ahead(agree(lower(replicate(build("interleaved", 2, 4), 2))))
+    sent = sent_ahead(program)
+    assert sent
+    for meeting, places in sent.items():
+        for rank, index in places.items():
+            assert program.rows[rank][index] == Action(meeting.stage, Kind.SEND_W)
+            assert tuple(sorted(places)) == tuple(sorted(members(program, program.rows[rank][index])))
 
 
 def test_a_rank_without_updates_is_told_so() -> None:

@@ -233,7 +233,7 @@ def thread_safe(layers: Sequence[Layer]) -> bool:
 def groups(tied: Sequence[TiedWeight], layout: Layout) -> list[list[int]]:
     """The sets of ranks that exchange something among themselves."""
     found = [list(ranks) for ranks in layout.placement.ranks_of]
-    found += [sorted({rank for layer, _ in tie.owners for rank in layout.ranks_of(layer)}) for tie in tied]
+    found += [layout.ranks_of_all(layer for layer, _ in tie.owners) for tie in tied]
     return [ranks for ranks in found if len(ranks) > 1]
 
 

@@ -23,7 +23,7 @@ difference of two layouts, which is data (``difference``) and is carried out by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -40,10 +40,13 @@ class Placement:
 
     ranks_of: tuple[tuple[int, ...], ...]
     num_stages: int = field(init=False, compare=False, repr=False)
+    everyone: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """All ranks, in order."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_stages", len(self.ranks_of))
         held = {rank for ranks in self.ranks_of for rank in ranks}
+        object.__setattr__(self, "num_stages", len(self.ranks_of))
+        object.__setattr__(self, "everyone", tuple(sorted(held)))
         if not self.ranks_of or held != set(range(len(held))):
             raise ValueError(f"the ranks of a placement must be 0..P-1 without a gap, not {sorted(held)}")
 
@@ -202,6 +205,10 @@ class Layout:
     def ranks_of(self, layer: int) -> tuple[int, ...]:
         """The ranks that hold a layer, replica 0 first; what comes after the last layer (the loss) is with it."""
         return self.placement.ranks_of[self.stages[min(layer, self.num_layers - 1)]]
+
+    def ranks_of_all(self, layers: Iterable[int]) -> list[int]:
+        """The ranks that hold any of these layers."""
+        return sorted({rank for layer in layers for rank in self.ranks_of(layer)})
 
     def layers_of(self, rank: int) -> tuple[int, ...]:
         """The layers that a rank holds."""

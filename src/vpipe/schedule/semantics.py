@@ -13,6 +13,17 @@ with itself.
     AGREE        needs  every rank to come to it; gradients are complete before it, updates come after it (or before
                         it, and are taken back where they must be: ``agrees_after``)
 
+Who meets is a value of the placement: the replicas of a stage are its ``ranks_of``, all ranks its ``everyone``. Three
+exchanges of a training step have no action, because each stands at one place in the order of meetings whatever the
+schedule is, the same on every rank, and no author could put it elsewhere:
+
+    sums of tied weights   inside AGREE, before its norms, which count them: tie by tie, in the order of the model,
+                           among the ranks that hold an owner. (Asynchronous schedules refuse tied weights.)
+    buffers of replicas    after the last action of a step, stage by stage: replica 0 sends its own to the others, who
+                           need them for the forwards of the next step and for nothing in this one
+    losses                 with the norms inside AGREE; where there is none (asynchronous schedules, evaluation, steps
+                           that only accumulate), or where it exchanges no norms, after the buffers, among all ranks
+
 Words: docs/glossary.md.
 """
 
@@ -64,14 +75,16 @@ class Where(Enum):
     READERS = "readers"
     """The stages that read this stage's tensors."""
     MEMBERS = "members"
-    """The ranks that meet here (``members``), each at its own action of this kind, round by round."""
+    """The ranks that meet here (``members``), each at its own action, round by round."""
 
 
 class Need(NamedTuple):
     """One requirement: any of ``kinds`` at ``where``, for the same microbatch.
 
     A need at ``WRITERS`` or ``READERS`` is met directly on the same rank, and by ``received_by`` at this stage where
-    the other stage lives elsewhere. An ``optional`` need counts only where the program has such an action.
+    the other stage lives elsewhere. A need at ``MEMBERS`` is met by the first of ``kinds`` that they have in the round:
+    what they have sent ahead, else that they come. An ``optional`` need counts only where the program has such an
+    action.
     """
 
     kinds: tuple[Kind, ...]
@@ -100,7 +113,7 @@ NEEDS: dict[Kind, tuple[Need, ...]] = {
     Kind.RECV_F: (),
     Kind.RECV_B: (),
     Kind.SEND_W: (),
-    Kind.REDUCE: (Need((Kind.REDUCE,), Where.MEMBERS),),
+    Kind.REDUCE: (Need((Kind.SEND_W, Kind.REDUCE), Where.MEMBERS),),
     Kind.AGREE: (Need((Kind.AGREE,), Where.MEMBERS),),
     Kind.STEP: (),
 }
@@ -109,11 +122,20 @@ row is their meaning, and ``updates`` has the rules of it."""
 
 MEETINGS = frozenset(kind for kind, needs in NEEDS.items() if any(need.where is Where.MEMBERS for need in needs))
 """Kinds at which ranks wait for one another."""
+SENT_AHEAD_OF = {
+    ahead: kind
+    for kind in MEETINGS
+    for need in NEEDS[kind]
+    if need.where is Where.MEMBERS
+    for ahead in need.kinds
+    if ahead is not kind
+}
+"""Kinds that members may send ahead, each → the meeting that then waits for it alone."""
 
 
 def members(program: Program, action: Action) -> tuple[int, ...]:
     """The ranks that meet at an action: a stage's replicas at REDUCE (and its SEND_W), everybody at AGREE."""
-    return tuple(range(program.num_ranks)) if action.kind is Kind.AGREE else program.placement.ranks_of[action.stage]
+    return program.placement.everyone if action.kind is Kind.AGREE else program.placement.ranks_of[action.stage]
 
 
 def agrees_after(program: Program) -> bool:
@@ -150,17 +172,17 @@ def rounds(program: Program) -> dict[Round, dict[int, int]]:
 
 
 def sent_ahead(program: Program) -> dict[Round, dict[int, int]]:
-    """Every REDUCE whose members send their gradients ahead → these, and the places of their SEND_W in their rows.
+    """Every meeting whose members send ahead what it needs → these, and the places where they do in their rows.
 
     A stage of a rank is a *bucket*: what is sent ahead travels while the rank computes the backwards of its other
     stages. Which is why a REDUCE with a SEND_W waits for the SEND_W of its members, and not for them to come to it."""
     found: dict[Round, dict[int, int]] = defaultdict(dict)
-    for rank, row in enumerate(program.rows if Kind.SEND_W in program.flat.kinds else ()):
-        been: dict[int, int] = defaultdict(int)
+    for rank, row in enumerate(program.rows if program.flat.kinds & SENT_AHEAD_OF.keys() else ()):
+        been: dict[tuple[Kind, int], int] = defaultdict(int)
         for index, (stage, kind, _) in enumerate(row):
-            if kind is Kind.SEND_W:
-                found[Round(Kind.REDUCE, stage, been[stage])][rank] = index
-            been[stage] += kind is Kind.REDUCE
+            if meeting := SENT_AHEAD_OF.get(kind):
+                found[Round(meeting, stage, been[meeting, stage])][rank] = index
+            been[kind, stage] += 1
     return found
 
 

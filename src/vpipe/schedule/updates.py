@@ -105,7 +105,7 @@ def _lonely_replicas(program: Program, lowered: bool) -> Iterator[Violation]:
                 place = program.rows[ranks[0]].index(alone)
                 yield Violation(ranks[0], place, str(alone), f"stage {stage} has no other replica to send gradients to")
             continue
-        for counted in (Kind.STEP, Kind.REDUCE, Kind.SEND_W):
+        for counted in (Kind.STEP, Kind.SEND_W) if lowered else (Kind.STEP, Kind.REDUCE, Kind.SEND_W):
             counts = {rank: program.rows[rank].count(Action(stage, counted)) for rank in ranks}
             if len(set(counts.values())) > 1:
                 often = " and ".join(f"{count} times on rank {rank}" for rank, count in counts.items())

@@ -244,7 +244,7 @@ def _others(flat: Flat, need: Need, users: Ints) -> Iterator[tuple[Ints, Bools]]
     program, stage = flat.program, flat.stage[users]
     if need.where is Where.HERE:
         yield stage, np.ones(len(users), np.bool_)
-    elif need.where is not Where.MEMBERS:  # the meetings' own law
+    elif need.where is not Where.MEMBERS:  # of rounds, not of microbatches: ``missed_meetings``
         for other in padded(program.writers if need.where is Where.WRITERS else program.readers)[stage].T:
             yield other, other != NONE
 
@@ -321,13 +321,14 @@ def missed_meetings(program: Program, given: Program) -> Iterator[Violation]:
 
 
 def _absent(program: Program, given: Program, found: Attended) -> Iterator[Violation]:
-    """Everybody comes to an AGREE; that replicas reduce equally often, ``updates`` says."""
+    """All members come to their meeting."""
     for meeting, places in found.items():
-        missing = [rank for rank in range(program.num_ranks) if rank not in places]
-        if meeting.kind is Kind.AGREE and missing:
-            rank = min(places)
-            action = program.rows[rank][places[rank]]
-            reason = f"waits for all ranks, but rank {missing[0]} never comes to {meeting}"
+        rank = min(places)
+        action = program.rows[rank][places[rank]]
+        missing = [each for each in members(program, action) if each not in places]
+        if missing:
+            who = "all ranks" if meeting.stage < 0 else f"all replicas of stage {meeting.stage}"
+            reason = f"waits for {who}, but rank {missing[0]} never comes to {meeting}"
             yield _at_meeting(given, rank, action, meeting.number, reason)
 
 

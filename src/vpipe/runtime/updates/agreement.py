@@ -184,9 +184,15 @@ class NormExchange:
     """One rank's part."""
 
     def __init__(
-        self, transport: Transport, stages: Mapping[int, Stage], tied: Sequence[TiedWeight], device: torch.device
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        stages: Mapping[int, Stage],
+        tied: Sequence[TiedWeight],
+        device: torch.device,
     ) -> None:
-        self._transport, self._stages, self._tied, self._device = transport, stages, tied, device
+        self._transport, self._ranks = transport, ranks
+        self._stages, self._tied, self._device = stages, tied, device
         self._known: list[list[tuple[int, int, int]]] | None = None
 
     def gather(
@@ -198,7 +204,7 @@ class NormExchange:
         rows = [num_losses(rank) if losses is not None else 0 for rank in range(len(order))]
         sizes = [sum(each) + more for each, more in zip(counts, rows, strict=True)]
         block = torch.cat(mine if losses is None else [*mine, losses])
-        found = self._transport.all_gather(block, range(self._transport.num_ranks), sizes)
+        found = self._transport.all_gather(block, self._ranks, sizes)
         by_layer: dict[int, Any] = {}
         told = []
         for block, layers, numbers in zip(found, order, counts, strict=True):
@@ -223,7 +229,7 @@ class NormExchange:
                 for layer, found in dtypes.items()
                 for number in (layer, len(found), _FLOATS.index(promoted(found)))
             ]
-            told = self._transport.all_gather(torch.tensor(mine, dtype=torch.int64), range(self._transport.num_ranks))
+            told = self._transport.all_gather(torch.tensor(mine, dtype=torch.int64), self._ranks)
             self._known = [[(int(a), int(b), int(c)) for a, b, c in block.view(-1, 3)] for block in told]
             self._counts = [[count for _, count, _ in each] for each in self._known]
             self._dtype = promoted([_FLOATS[code] for each in self._known for _, _, code in each])
@@ -235,7 +241,7 @@ class NormExchange:
         for layer, parameter in self._parameters():
             mine[layer] += parameter.grad is not None
         block = torch.tensor(list(mine.values()), dtype=torch.int64)
-        told = self._transport.all_gather(block, range(len(order)), [len(each) for each in order])
+        told = self._transport.all_gather(block, self._ranks, [len(each) for each in order])
         return [each.tolist() for each in told]
 
     def _parameters(self) -> list[tuple[int, Tensor]]:

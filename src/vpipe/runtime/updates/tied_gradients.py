@@ -24,7 +24,7 @@ class TiedGradients:
         """Every owner of a tied parameter gets the sum of all owners' gradients."""
         for tie in self._tied:
             by_stage = {layer: stage for stage in stages.values() for layer in stage.owned}
-            ranks = sorted({rank for layer, _ in tie.owners for rank in self._layout.ranks_of(layer)})
+            ranks = self._layout.ranks_of_all(layer for layer, _ in tie.owners)
             owned = [(by_stage[layer], f"{layer}.{name}") for layer, name in tie.owners if layer in by_stage]
             if not owned:
                 continue

@@ -115,7 +115,7 @@ class Updater:
         self._ties = TiedGradients(transport, flow.layout, self._tied) if self._tied else None
         self._ahead: GradientsAhead | None = None
         self._blocks = LossBlocks(flow, placement)
-        self._exchange = NormExchange(transport, self._stages, self._tied, device)
+        self._exchange = NormExchange(transport, placement.everyone, self._stages, self._tied, device)
         self._losses: dict[LossKey, Number] = {}
         self._num_units = 0
         self._verdict: tuple[bool | Tensor, Tensor | None] | None = None
@@ -177,7 +177,7 @@ class Updater:
         if self.options.synchronous or not self._skips or is_host(self._device):
             return SkipNeed.NOTHING
         if self._need is None:
-            everyone = range(self._transport.num_ranks)
+            everyone = self._placement.everyone
             mine = torch.tensor([need_of(self.optimizers)])
             told = self._transport.all_gather(mine, everyone, [1 for _ in everyone])
             self._need = SkipNeed(max(int(each) for each in told))
@@ -379,7 +379,7 @@ class Updater:
         self._norm |= {0: numbers["norm"]} if self._norm else {}
         wrong = self._start is not None and self._skipped[0] != self._skipped_before
         block = torch.cat([mine, torch.tensor([wrong], dtype=mine.dtype)])
-        everyone = range(self._transport.num_ranks)
+        everyone = self._placement.everyone
         blocks = self._transport.all_gather(block, everyone, [self._num_losses(rank) + 1 for rank in everyone])
         self.must_repeat = any(bool(block[-1]) for block in blocks)
         self._start = self._start if self.must_repeat else None
