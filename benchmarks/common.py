@@ -11,9 +11,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 def options(
@@ -39,8 +39,17 @@ def options(
     return arguments
 
 
-def launch(script: str, num_ranks: int, task: dict[str, Any], timeout: float = 900.0) -> list[Any]:
-    """Run ``script`` as ``num_ranks`` processes with a task each; what every rank answered."""
+def launch(
+    script: str,
+    num_ranks: int,
+    task: dict[str, Any],
+    timeout: float = 900.0,
+    around: Mapping[int, Sequence[str]] | None = None,
+    errors: Mapping[int, TextIO] | None = None,
+    answers: bool = True,
+) -> list[Any]:
+    """Run ``script`` as ``num_ranks`` processes with a task each; what every rank answered, if ``answers``. ``around``
+    puts a command in front of a rank's, ``errors`` takes what it says."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as directory:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -58,11 +67,13 @@ def launch(script: str, num_ranks: int, task: dict[str, Any], timeout: float = 9
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             }
             words = json.dumps(task | {"answer": f"{directory}/rank{rank}.json"})
-            processes.append(subprocess.Popen([sys.executable, script, "--rank-task", words], env=environment))
+            command = [*(around or {}).get(rank, ()), sys.executable, script, "--rank-task", words]
+            processes.append(subprocess.Popen(command, env=environment, stderr=(errors or {}).get(rank)))
         codes = [process.wait(timeout=timeout) for process in processes]
         if any(codes):
             raise SystemExit(f"a rank of {task} failed: exit codes {codes}")
-        return [json.loads(Path(f"{directory}/rank{rank}.json").read_text()) for rank in range(num_ranks)]
+        ranks = range(num_ranks if answers else 0)
+        return [json.loads(Path(f"{directory}/rank{rank}.json").read_text()) for rank in ranks]
 
 
 def answer(task: dict[str, Any], value: Any) -> None:
