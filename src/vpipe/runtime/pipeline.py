@@ -30,6 +30,7 @@ from vpipe.runtime.surroundings import Modes, evaluating, undisturbed
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.inprocess import PeerFailed
 from vpipe.runtime.updates.update import LossScale
+from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Layout, Placement
 from vpipe.schedule.program import Program
 
@@ -65,6 +66,10 @@ class Pipeline(Movable):
     """Whether this process does what only one should: it holds rank 0."""
     in_process: bool
     """Whether all ranks are in this process."""
+    spec: ScheduleSpec
+    """The schedule that was chosen, with its options and counts."""
+    synchronous: bool
+    """Whether all units of a batch read the same weights."""
     updates_per_step: int
     """How often ``train_step`` updates a stage, as long as it is not told another number of microbatches."""
     is_first: bool
@@ -111,9 +116,28 @@ class Pipeline(Movable):
         self.programs, self.engines = programs, engines
         self.flow, self.layout = programs.flow, programs.flow.layout
         self.placement, self.partition = self.layout.placement, list(self.layout.counts)
+        self.spec, self.synchronous = programs.spec, programs.synchronous
         self.ranks = [engine.rank for engine in engines]
         held = {stage for engine in engines for stage in engine.stages}
         self.is_first, self.is_last = 0 in held, self.layout.num_stages - 1 in held
+
+    @property
+    def memory(self) -> Memory:
+        """What is recomputed and swapped."""
+        return self.builder.options.memory
+
+    def program(self, num_microbatches: int | None = None) -> Program:
+        """What a training step runs: lowered, with its meetings, verified."""
+        return self.programs.training(num_microbatches=num_microbatches)
+
+    def gradient_weights(self, program: Program) -> list[float] | None:
+        """What units' gradients are multiplied by in a program, where that is not their share of the batch."""
+        return self.programs.gradient_weights(program)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the ranks of this process compute one at a time, so that their times say little."""
+        return self.builder.takes_turns
 
     @property
     def has_workers(self) -> bool:

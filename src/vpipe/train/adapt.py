@@ -220,7 +220,7 @@ class Adapter:
         counts, bounds = pipeline.layout.counts, pipeline.layout.bounds
         if self._cap is None:
             return PlannedLayout.of_counts(counts)
-        memory = pipeline.builder.options.memory
+        memory = pipeline.memory
         again, out = treated_layers(memory.recompute, memory.swap, bounds)
         kinds = [
             Choice.RECOMPUTE if i in again else Choice.SWAP if i in out else Choice.KEEP for i in range(sum(counts))
@@ -267,8 +267,8 @@ class Adapter:
 
 def _plannable(pipeline: Pipeline) -> Pipe:
     """The planner's view of the pipeline; a sentence where it has none, or where times would say nothing."""
-    spec = pipeline.programs.spec
-    if pipeline.builder.takes_turns:
+    spec = pipeline.spec
+    if pipeline.takes_turns:
         raise UserError(
             "parallel.adapt measures stages, but ranks that are threads of one process take turns and their times say "
             "nothing; use transport: auto, or adapt: off"

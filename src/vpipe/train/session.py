@@ -91,7 +91,7 @@ class Session:
     def read(self, positions: Sequence[Position]) -> Units:
         """The units of these iterations; of a synchronous schedule each is an update of its own."""
         units = self.feed.read(positions)
-        return replace(units, num_updates=len(positions)) if self.pipeline.programs.synchronous else units
+        return replace(units, num_updates=len(positions)) if self.pipeline.synchronous else units
 
     def close(self) -> None:
         self.feed.close()

@@ -288,7 +288,7 @@ class Trainer:
         """The iterations of one program: as many as fit before the next thing that needs a drain."""
         config, feed = self.session.config, self.session.feed
         positions = [self.position]
-        chains = self.session.pipeline.programs.spec.chains
+        chains = self.session.pipeline.spec.chains
         if chains is Chain.NOT or (chains is Chain.BATCHES and config.training.gradient_accumulation > 1):
             return positions
         intervals = [

@@ -105,7 +105,7 @@ def _tell(directory: Path, rank: int, done: int, total: int, name: str) -> None:
 
 def _chains(session: Session) -> list[int]:
     """How many batches to run at once, one after the other."""
-    if session.pipeline.programs.synchronous:
+    if session.pipeline.synchronous:
         return [1]
     full = 1 + 2 * session.config.num_ranks // session.config.training.num_microbatches
     return [full, full + OFTEN_ENOUGH]

@@ -80,7 +80,7 @@ def _rate(session: Session, steps: int) -> Callable[[int], float]:
 
 def _positions(session: Session, step: int) -> list[Position]:
     """The batches of a step: one, or two of a schedule that does not drain between them."""
-    chained = 2 if session.pipeline.programs.spec.chains is Chain.BATCHES else 1
+    chained = 2 if session.pipeline.spec.chains is Chain.BATCHES else 1
     return [divmod(step * chained + i, session.feed.num_batches) for i in range(chained)]
 
 
@@ -100,7 +100,7 @@ def _watch(made: Optimizer, names: Mapping[int, str], note: Callable[[str, Tenso
 
 def choose_reference(wanted: str, session: Session) -> str:
     """``plain`` where the schedule has one version of the weights, else ``replay``."""
-    synchronous = session.pipeline.programs.synchronous
+    synchronous = session.pipeline.synchronous
     if wanted == "plain" and not synchronous:
         raise UserError(
             f"the plain reference has one version of the weights, but {session.config.parallel.scheduler} keeps "
@@ -115,7 +115,7 @@ def sequential(session: Session, steps: int, reference: str = "auto") -> dict[st
     config, pipeline = session.config, session.pipeline
     chosen = choose_reference(reference, session)
     num_microbatches = session.prepare(1 if chosen == "plain" else len(_positions(session, 0)))
-    program = pipeline.programs.training(num_microbatches=num_microbatches)
+    program = pipeline.program(num_microbatches)
     device = pipeline.devices[0]
     modules = {layer: place(module, device) for layer, module in enumerate(session.model.build())}
     if isinstance(session.model.loss, nn.Module):
@@ -207,7 +207,7 @@ def _replay(recipe: Recipe) -> Loop:
     pipeline = session.pipeline
     replicas = [len(ranks) for ranks in program.placement.ranks_of]
     replay = Replay(pipeline.flow, modules, session.model.loss, with_rates, replicas=replicas, **options)
-    weights = pipeline.programs.gradient_weights(program)
+    weights = pipeline.gradient_weights(program)
 
     def train(units: Units) -> float:
         shares = units.shares()

@@ -240,14 +240,14 @@ def _spent(records: Sequence[Record]) -> list[float]:
 def run_facts(session: Session, num_microbatches: int) -> RunFacts:
     """Schedule, program, partition and stages; who trains, and for how long, is for the trainer to add."""
     pipeline, config, skeleton = session.pipeline, session.config, session.skeleton
-    program = pipeline.programs.training(num_microbatches=num_microbatches)
+    program = pipeline.program(num_microbatches)
     written, layout = to_csv(program), pipeline.layout.as_document()
     return RunFacts(
         vpipe=__version__,
         torch=str(torch.__version__),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         schedule=config.parallel.scheduler,
-        synchronous=pipeline.programs.synchronous,
+        synchronous=pipeline.synchronous,
         num_ranks=program.num_ranks,
         num_stages=program.num_stages,
         num_microbatches=program.num_microbatches,
