@@ -256,3 +256,23 @@ def test_a_broken_plug_in_is_listed_with_its_reason_and_hurts_nobody():
         build("broken", 2, 2)
     with pytest.raises(UserError, match="'wrong' must return a Program, not str"):
         build("wrong", 2, 2)
+
+
+def test_an_entry_knows_how_its_batches_follow_each_other() -> None:
+    """More units, more batches by its option, or one batch because it drains after each."""
+    assert get("pipedream").batches(2, 4, 3) == build("pipedream", 2, 12)
+    assert get("pipedream-2bw").batches(2, 4, 3) == build("pipedream-2bw", 2, 4, num_batches=3)
+    assert get("1f1b").batches(2, 4, 3) == build("1f1b", 2, 4)
+    checked = {"post_validation": True}
+    assert get("zb-h2").batches(2, 4, 3, **checked) == build("zb-h2", 2, 4, num_batches=3, **checked)
+
+
+def test_traits_that_others_ask_for() -> None:
+    assert [each.name for each in entries() if not each.for_auto] == ["naive", "zb-auto"]
+    assert [each.name for each in entries() if each.takes_costs] == ["zb-auto"]
+    assert [each.name for each in entries() if each.takes_replicas] == ["pipedream"]
+    assert get("1f1b").options_for(2, {"forward": 2.0}, 3.0) == {}
+    told = {"costs": [(2.0, 1.0, 1.0)] * 2, "latency": 0.0, "memory_limit": 3.0}
+    assert get("zb-auto").options_for(2, {"forward": 2.0}, 3.0) == told
+    for each in entries():
+        assert {*each.per_stage} <= {*each.options}

@@ -175,8 +175,6 @@ def _is_file(target: str) -> bool:
 
 
 def _build(name: str, counts: dict[str, int | None], options: dict[str, Any], times: dict[str, Any]) -> Program:
-    from vpipe.schedule.choose import options_from
-
     entry = get(name)
     for flag, key in (("-p", "ranks"), ("-m", "microbatches")):
         if counts[key] is None:
@@ -189,7 +187,7 @@ def _build(name: str, counts: dict[str, int | None], options: dict[str, Any], ti
         raise UserError(
             f"{name} with -p {ranks} -m {microbatches} has {size} actions or more; at most {MAX_ACTIONS} are simulated"
         )
-    options |= options_from(entry, ranks, times) if times else {}
+    options |= entry.options_for(ranks, times) if times else {}
     return entry.build(ranks, microbatches, counts["stages_per_rank"], **options)
 
 

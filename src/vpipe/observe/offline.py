@@ -41,7 +41,7 @@ def data(
     """What the page carries. A schedule that is made for given costs (zb-auto) is not there: it differs with each."""
     most = most or Most()
     chosen = [each for each in whatif.choices() if names is None or each["name"] in names]
-    chosen = [each for each in chosen if "costs" not in get(each["name"]).options]
+    chosen = [each for each in chosen if not get(each["name"]).takes_costs]
     texts: list[str] = []
     refusals: list[str] = []
     schedules = []

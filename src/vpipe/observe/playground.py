@@ -26,7 +26,6 @@ from vpipe.observe.server import guarded
 from vpipe.observe.timelines import actions, timeline
 from vpipe.schedule import svg
 from vpipe.schedule.catalog import get
-from vpipe.schedule.choose import options_from
 from vpipe.schedule.program import Program, from_csv, to_csv
 from vpipe.schedule.simulate import simulate
 from vpipe.schedule.timeline import uniform
@@ -105,7 +104,7 @@ def _program(question: Mapping[str, str], times: Mapping[str, Any]) -> Program:
     text = question.get("rows", "")
     if len(text) > MAX_TEXT:
         raise UserError(f"the edited program has {len(text)} characters; at most {MAX_TEXT} fit into an address")
-    built = entry.build(ranks, units, stages, **options_from(entry, ranks, times))
+    built = entry.build(ranks, units, stages, **entry.options_for(ranks, times))
     if not text:
         return built
     edited = from_csv(text, "the edited program", built.versions)

@@ -17,7 +17,7 @@ from vpipe.plan.costs import Profile
 from vpipe.plan.machine import Machine
 from vpipe.plan.memory import Peak, StageFacts
 from vpipe.schedule.action import Kind
-from vpipe.schedule.authors.authoring import Chain, Entry
+from vpipe.schedule.authors.authoring import REPLICAS, Chain, Entry
 from vpipe.schedule.catalog import get
 from vpipe.schedule.communication import communicate
 from vpipe.schedule.lower import lower
@@ -56,7 +56,7 @@ class Pipe:
                 "dualpipe-v or 1f1b, or give parallel.partition by hand"
             )
         found = cls(entry, num_ranks, num_microbatches, stages_per_rank or entry.stages_per_rank, replicas)
-        if replicas and found.asynchronous and "replicas" not in entry.options:
+        if replicas and found.asynchronous and not entry.takes_replicas:
             raise UserError(f"{entry.name} has no replicas; plan pipedream, or a synchronous schedule")
         if len(set(replicas)) > 1 and not found.asynchronous:
             raise UserError(f"{entry.name} has as many replicas of every stage, not {list(replicas)}")
@@ -95,15 +95,11 @@ class Pipe:
 
     def batches(self, count: int) -> Program:
         """The program of ``count`` batches without a drain; a synchronous schedule drains after each, so has one."""
-        if not self.asynchronous:
-            program = self.entry.build(self.num_ranks, self.num_microbatches, self.stages_per_rank)
-            return replicate(program, self.width) if self.width > 1 else program
-        if self.entry.chains is Chain.BATCHES:
-            return self.entry.build(self.num_ranks, self.num_microbatches, num_batches=count)
-        if self.replicas:
-            units = self.num_microbatches * count
-            return self.entry.build(self.total_ranks, units, replicas=list(self.replicas))
-        return self.entry.build(self.num_ranks, self.num_microbatches * count)
+        if self.replicas and self.asynchronous:
+            placed = {REPLICAS: list(self.replicas)}
+            return self.entry.batches(self.total_ranks, self.num_microbatches, count, self.stages_per_rank, **placed)
+        program = self.entry.batches(self.num_ranks, self.num_microbatches, count, self.stages_per_rank)
+        return replicate(program, self.width) if self.width > 1 else program
 
     def lowered(self, program: Program, recompute_stages: Collection[int], swap_stages: Collection[int]) -> Program:
         """What ranks run of one of its programs, which is what is predicted: with the agreement before the updates."""

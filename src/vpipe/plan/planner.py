@@ -38,9 +38,6 @@ from vpipe.schedule.catalog import entries, get
 
 __all__ = ["Plan", "plan"]
 
-_NOT_FOR_AUTO = ("naive", "zb-auto")
-"""``naive`` is for debugging, ``zb-auto`` plans on its own and is slow."""
-
 MemoryBounds = str | float | Sequence[str | float] | None
 ReplicaCounts = int | Sequence[int] | Literal["auto"]
 
@@ -156,7 +153,7 @@ class _Wanted:
     def _names(self) -> list[str]:
         if self.schedule != "auto":
             return [self.schedule]
-        planned = (entry for entry in entries() if not entry.two_ways and entry.name not in _NOT_FOR_AUTO)
+        planned = (entry for entry in entries() if entry.for_auto and not entry.two_ways)
         return [entry.name for entry in planned if entry.mode in self.modes]
 
 

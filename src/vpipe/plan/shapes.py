@@ -38,7 +38,7 @@ def shapes(profile: Profile, machine: Machine, entry: Entry, num_microbatches: i
             p = total // d
             if p * entry.stages_per_rank <= profile.num_layers:
                 yield Shape(p, num_microbatches // d, (d,) * p if d > 1 else (), d)
-    elif "replicas" in entry.options:
+    elif entry.takes_replicas:
         for replicas in _divided(profile, machine, total):
             if all(num_microbatches % r == 0 for r in replicas):
                 yield Shape(len(replicas), num_microbatches, () if set(replicas) == {1} else replicas)

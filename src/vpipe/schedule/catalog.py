@@ -34,7 +34,7 @@ from typing import Any
 from vpipe.errors import UserError, nearest
 from vpipe.registry import SCHEDULE_REGISTRY
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.authors.authoring import BATCHES, Chain, Entry
+from vpipe.schedule.authors.authoring import BATCHES, REPLICAS, Chain, Entry
 from vpipe.schedule.catalog_entries import CATALOG
 from vpipe.schedule.lower import is_lowered, reduce
 from vpipe.schedule.placement import Placement
@@ -238,8 +238,8 @@ class ScheduleSpec:
         options = dict(self.options or {})
         replicas = self._replicas()
         ranks, copies = self.num_ranks, 1
-        if replicas is not None and "replicas" in self.entry.options:
-            options["replicas"] = replicas
+        if replicas is not None and self.entry.takes_replicas:
+            options[REPLICAS] = replicas
         elif replicas is not None:
             if len(set(replicas)) > 1:
                 raise UserError(

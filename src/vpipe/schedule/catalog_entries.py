@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vpipe.schedule.authors.authoring import Chain, Entry
+from vpipe.schedule.authors.authoring import COSTS, REPLICAS, Chain, Entry
 from vpipe.schedule.authors.chimera import chimera
 from vpipe.schedule.authors.dualpipe import dualpipe, dualpipe_v
 from vpipe.schedule.authors.gpipe import gpipe, naive
@@ -31,6 +31,7 @@ CATALOG: tuple[Entry, ...] = (
         bubble="(p-1)T",
         memory="m",
         blocking=True,
+        for_auto=False,
     ),
     Entry(
         "1f1b",
@@ -96,7 +97,8 @@ CATALOG: tuple[Entry, ...] = (
         bubble="at most that of 1f1b, zb-h1 and zb-h2 within the memory",
         memory="memory_limit",
         aliases=("zb_auto",),
-        per_stage=("costs",),
+        per_stage=(COSTS,),
+        for_auto=False,
     ),
     Entry(
         "interleaved-zb",
@@ -184,7 +186,7 @@ CATALOG: tuple[Entry, ...] = (
         "asynchronous 1f1b: no flush, each unit keeps the weights it began with",
         mode="asp",
         chains=Chain.UNITS,
-        per_stage=("replicas", "depths"),
+        per_stage=(REPLICAS, "depths"),
         needs="any p and m; with replicas, m is a multiple of every stage's replicas",
         bubble="0 between two drains",
         memory="rank r: p-r",

@@ -57,15 +57,6 @@ def rank(
     return sorted(found, key=lambda each: (bool(each.refused), not each.fits, each.time, each.peak_activations))
 
 
-def options_from(entry: Entry, num_ranks: int, times: Mapping[str, Any]) -> dict[str, Any]:
-    """What a schedule that is made for given costs (zb-auto) is told: one (F, I, W) per stage, and the latency."""
-    if "costs" not in entry.options:
-        return {}
-    share = (times.get("forward", 1.0), times.get("input_grad", 1.0), times.get("weight_grad", 1.0))
-    scale = times.get("scale") or [1.0] * num_ranks
-    return {"costs": [tuple(part * factor for part in share) for factor in scale], "latency": times.get("latency", 0.0)}
-
-
 def _stages_per_rank(entry: Entry, wanted: int | None) -> Iterator[int]:
     if not entry.any_stages_per_rank:
         yield entry.stages_per_rank
@@ -80,10 +71,7 @@ def _choice(entry: Entry, p: int, m: int, v: int, times: dict[str, Any], memory:
     name = f"{entry.name} v={v}" if entry.any_stages_per_rank else entry.name
 
     def run(num_microbatches: int, **options: Any) -> Simulation:
-        options |= options_from(entry, p, times)
-        if memory is not None and "memory_limit" in entry.options:
-            options["memory_limit"] = memory
-        program: Program = entry.build(p, num_microbatches, v, **options)
+        program: Program = entry.build(p, num_microbatches, v, **options, **entry.options_for(p, times, memory))
         return simulate(program, uniform(program.placement, **times), blocking=entry.blocking)
 
     try:

@@ -40,7 +40,7 @@ from vpipe.runtime.priorities.order import Backend
 from vpipe.runtime.priorities.turns import take_turns
 from vpipe.runtime.programs import Programs, Treated
 from vpipe.schedule import catalog
-from vpipe.schedule.authors.authoring import BATCHES, Chain
+from vpipe.schedule.authors.authoring import BATCHES, REPLICAS, Chain
 from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Layout
 from vpipe.train.feed import Feed, Position, Units
@@ -243,7 +243,7 @@ def schedule_of(config: PipelineConfig) -> ScheduleSpec:
     parallel, num_readers = config.parallel, num_replicas(config)
     older = {each.option: each.value(config) for each in OLDER_KEYS}
     options = {name: value for name, value in older.items() if value is not None} | parallel.schedule_options
-    for own in (BATCHES, "replicas"):
+    for own in (BATCHES, REPLICAS):
         if own in options:
             raise UserError(
                 f"parallel.schedule_options has {own}, which a run chooses itself (iterations between two drains, "

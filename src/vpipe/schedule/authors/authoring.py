@@ -104,6 +104,10 @@ class Chain(StrEnum):
 
 
 BATCHES = "num_batches"
+COSTS, MEMORY_LIMIT = "costs", "memory_limit"
+"""Options of a schedule that is made for given costs: one (F, I, W) per stage; microbatches that a rank may hold."""
+REPLICAS = "replicas"
+"""The option of a schedule that may have other numbers of replicas on every stage."""
 POST_VALIDATION = "post_validation"
 """The option of a synchronous schedule whose ranks may agree on updates afterwards (``post_validation``)."""
 
@@ -145,6 +149,8 @@ class Entry:
     """Options that say something about each stage: they hold for one number of stages."""
     num_microbatches: int | None = None
     """The only m that it builds for: a program of the user's own has its number in itself."""
+    for_auto: bool = True
+    """Whether a search over the catalogue tries it: not what is for debugging, or plans on its own and is slow."""
     runs_threads: bool = False
     """Whether the name by which the user asked for it is one of ``threaded_names``."""
 
@@ -152,6 +158,29 @@ class Entry:
     def asynchronous(self) -> bool:
         """Whether units of several updates are in flight together."""
         return self.mode == "asp"
+
+    @property
+    def takes_costs(self) -> bool:
+        """Whether its program depends on what stages cost."""
+        return COSTS in self.options
+
+    @property
+    def takes_replicas(self) -> bool:
+        """Whether it places replicas itself, on every stage its own number; others run several times side by side."""
+        return REPLICAS in self.options
+
+    def options_for(self, num_ranks: int, times: Mapping[str, Any], memory: float | None = None) -> dict[str, Any]:
+        """What a schedule that is made for given costs is told of them: one (F, I, W) per stage, the latency, and how
+        many microbatches a rank may hold."""
+        known, found = self.options, dict[str, Any]()
+        if COSTS in known:
+            share = (times.get("forward", 1.0), times.get("input_grad", 1.0), times.get("weight_grad", 1.0))
+            scale = times.get("scale") or [1.0] * num_ranks
+            found[COSTS] = [tuple(part * factor for part in share) for factor in scale]
+            found["latency"] = times.get("latency", 0.0)
+        if memory is not None and MEMORY_LIMIT in known:
+            found[MEMORY_LIMIT] = memory
+        return found
 
     def chains_with(self, options: Mapping[str, Any]) -> Chain:
         """The same with these options: batches that are agreed on afterwards follow each other."""
@@ -189,3 +218,13 @@ class Entry:
         if not isinstance(program, Program):
             raise UserError(f"the schedule {self.name!r} must return a Program, not {type(program).__name__}")
         return program
+
+    def batches(
+        self, num_ranks: int, num_microbatches: int, count: int, stages_per_rank: int | None = None, **options: Any
+    ) -> Program:
+        """The program of ``count`` batches without a drain between them; of one where it drains after each."""
+        if self.chains_with(options) is Chain.BATCHES:
+            options[BATCHES] = count
+        elif self.asynchronous:
+            num_microbatches *= count
+        return self.build(num_ranks, num_microbatches, stages_per_rank, **options)
