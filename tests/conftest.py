@@ -33,8 +33,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 Vpipe = Callable[..., "subprocess.CompletedProcess[str]"]
 
-TOGETHER = ("test_slurm.py", "test_ssh.py", "test_container.py", "test_docs_run.py")
-"""Files whose tests share a cluster, a server, an image or a directory, and so a worker of xdist."""
+TOGETHER = ("test_slurm.py", "test_ssh.py", "test_container.py", "test_docs_run.py", "test_house.py")
+"""Files whose tests share a cluster, a server, an image, a directory or syntax trees, and so a worker of xdist."""
 
 
 TOLD_OF_HOOKS = (2, 13)

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,11 +73,13 @@ LONG = {"schedule/timeline.py: _loop", "launch/local.py: run"}
 """The functions of more than ``FUNCTION`` lines. The list may only get shorter."""
 
 
-def modules() -> Iterator[tuple[str, Path, ast.Module]]:
+@cache
+def modules() -> tuple[tuple[str, Path, ast.Module], ...]:
     """(room, path, tree) of every module; the room of a module of the hall is an empty string."""
-    for path in sorted(HOUSE.rglob("*.py")):
-        parts = path.relative_to(HOUSE).parts
-        yield parts[0] if len(parts) > 1 else "", path, ast.parse(path.read_text(encoding="utf-8"))
+    paths = [(path, path.relative_to(HOUSE).parts) for path in sorted(HOUSE.rglob("*.py"))]
+    return tuple(
+        (parts[0] if len(parts) > 1 else "", path, ast.parse(path.read_text(encoding="utf-8"))) for path, parts in paths
+    )
 
 
 def imports(tree: ast.Module) -> Iterator[str]:

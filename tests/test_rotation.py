@@ -3,7 +3,6 @@ be asked for."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -36,6 +35,23 @@ def test_third(): pass
 """
 
 
+COLLECT = """
+import os, sys
+import hypothesis, pytest  # once for all seeds
+
+seeds, words = sys.argv[1].split(","), sys.argv[2:]
+for seed in seeds:
+    child = os.fork()
+    if not child:
+        os.environ["VPIPE_TEST_SEED"] = seed
+        os.dup2(os.open(f"{seed}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *words])
+        sys.stdout.flush()
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
@@ -43,31 +59,32 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def collected(folder: Path, seed: str, *words: str) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words]
-    variables = os.environ | {"VPIPE_TEST_SEED": seed}
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=200, check=True)
-    return sorted(line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line)
+def collected(folder: Path, seeds: str, *words: str) -> list[list[str]]:
+    """The names of the cases that each of the seeds draws."""
+    command = [sys.executable, "-c", COLLECT, seeds, *words]
+    subprocess.run(command, cwd=folder, capture_output=True, timeout=200, check=True)
+    said = [(folder / f"{seed}.txt").read_text().splitlines() for seed in seeds.split(",")]
+    return [sorted(line.partition("::")[2] for line in lines if "::" in line) for lines in said]
 
 
 def test_a_seed_draws_and_all_is_all(folder: Path) -> None:
-    some = collected(folder, "1")
+    some, *others, every = collected(folder, "1,2,3,all")
     assert len(some) == 5
     assert "test_always" in some
     names = [name.partition("[")[2].rstrip("]") for name in some if "[" in name]
     assert {name[0] for name in names} == {*"abcd"}
     assert {name[-1] for name in names} == {*"xy"}
-    assert some == collected(folder, "1")
-    assert any(some != collected(folder, seed) for seed in ("2", "3"))
-    every = collected(folder, "all")
+    assert any(some != other for other in others)
     assert len(every) == 9
     left = next(name for name in every if name not in some)
-    assert collected(folder, "1", f"test_cases.py::{left}") == [left], "who names a case gets it"
+    assert collected(folder, "1") == [some], "the same seed draws the same"
+    assert collected(folder, "1", f"test_cases.py::{left}") == [[left]], "who names a case gets it"
 
 
 def test_tests_of_a_file_rotate_together(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
     (tmp_path / "test_jobs.py").write_text(JOBS)
-    seen = {name for seed in "123456" for name in collected(tmp_path, seed)}
-    assert all(len(collected(tmp_path, seed)) == 2 for seed in "12")
-    assert seen == {*collected(tmp_path, "all")} == {"test_one[x]", "test_one[y]", "test_another", "test_third"}
+    *some, every = collected(tmp_path, "1,2,3,4,5,6,all")
+    assert all(len(drawn) == 2 for drawn in some)
+    seen = {name for drawn in some for name in drawn}
+    assert seen == {*every} == {"test_one[x]", "test_one[y]", "test_another", "test_third"}

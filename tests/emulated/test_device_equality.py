@@ -47,6 +47,7 @@ def test_every_schedule_on_two_devices(schedule: str, mode: str) -> None:
     assert_devices_equal(schedule, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.rotates(6)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v", "hanayo", "pipedream", "pipedream-2bw"])
 def test_four_devices(schedule: str, mode: str) -> None:
@@ -57,7 +58,7 @@ WHOLE = [(schedule, ranks, mode) for schedule in SCHEDULES for ranks in (4, 8) f
 
 
 @pytest.mark.slow
-@pytest.mark.rotates(8)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize(("schedule", "num_ranks", "mode_name"), WHOLE)
 def test_every_schedule_on_more_devices(schedule: str, num_ranks: int, mode_name: str, emulated: Any) -> None:
     emulated.settings(**emulated.MODES[mode_name])
@@ -78,6 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.rotates(9)
 @pytest.mark.parametrize("name", CASES)
 def test_what_goes_with_schedules(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,7 @@ def peaks_of(
     return found, expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [("gpipe", False), ("1f1b", False), ("1f1b", True), ("zb-h1", False), ("pipedream", False)],
@@ -99,6 +100,7 @@ SMALL = 0.05
 """Blocks of 512 bytes, and the batch itself."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_one_swapped_unit_is_in_use_and_one_on_its_way(schedule: str) -> None:
     """A unit that came in took its memory while another had not let go of its own, so there were three."""

@@ -27,6 +27,7 @@ def train(device: str, moves: bool, optimizer: Any) -> tuple[list[float], dict[s
     return losses, {name: tensor.cpu() for name, tensor in pipe.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_moves_between_devices_change_no_bit(fused: bool, mode: str) -> None:
     def adam(parameters: Any) -> torch.optim.Optimizer:

@@ -257,6 +257,8 @@ def test_no_wait_can_be_left_out(file: str, line: int, emulated: Any, monkeypatc
     assert caught, f"{file}.py works without its line {line}: the wait is not needed, or no program needs it"
 
 
+@pytest.mark.slow
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("file", FILES)
 def test_with_all_waits_the_same_programs_are_right(file: str, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vpipe.runtime.memory.swap.MIN_BYTES", 64)

@@ -91,7 +91,8 @@ def test_the_loop_never_waits(schedule: str, emulated: Any, monkeypatch: pytest.
     assert_never_waits(schedule, optimizer, emulated, monkeypatch, **replicated, **MORE[index % len(MORE)])
 
 
-@pytest.mark.rotates(9)
+@pytest.mark.slow
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "secretive"])
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream-2bw"])
 def test_no_optimizer_waits(schedule: str, optimizer: str, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +118,7 @@ def test_one_that_cannot_be_put_back_waits_once_an_update(
     emulated.settings(sync_mode=0)
 
 
-@pytest.mark.rotates(9)
+@pytest.mark.rotates(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("more", MORE, ids=lambda more: " ".join(more) or "plain")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "pipedream"])
@@ -149,7 +150,8 @@ def skipping(device: str, schedule: str, optimizer: str, bad: int) -> tuple[dict
     return state, [losses, *told], counts
 
 
-@pytest.mark.rotates(14)
+@pytest.mark.slow
+@pytest.mark.rotates(7)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 @pytest.mark.parametrize("bad", [0, 1])

@@ -213,6 +213,7 @@ def test_a_module_that_cannot_be_imported_is_named() -> None:
     assert b"no_such_module cannot be imported" in err.getvalue()
 
 
+@pytest.mark.slow
 def test_what_the_zygote_froze_is_freed_when_a_rank_ends(start: Start, tmp_path: Path) -> None:
     """Else triton of a CUDA build tells of 513 leaked functions behind every run."""
     (tmp_path / "cycle.py").write_text(

@@ -125,7 +125,7 @@ def test_training_over_two_nodes_equals_training_on_one_machine(whole: float, tm
     assert summary(tmp_path)["final_loss"] == whole
 
 
-@pytest.mark.rotates(4, of="jobs")
+@pytest.mark.rotates(3, of="jobs")
 def test_a_users_model_file_trains_on_slurm_as_on_one_machine(
     cluster: Cluster, documented_job: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -167,7 +167,7 @@ def test_a_preempted_run_saves_is_queued_again_and_ends_as_if_nothing_had_happen
     assert summary(tmp_path)["final_loss"] == whole
 
 
-@pytest.mark.rotates(4, of="jobs")
+@pytest.mark.rotates(3, of="jobs")
 def test_a_requeued_job_without_a_checkpoint_begins_anew(
     cluster: Cluster, trainer: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -184,7 +184,7 @@ def test_a_requeued_job_without_a_checkpoint_begins_anew(
     assert text(log).count("done") == 4
 
 
-@pytest.mark.rotates(4, of="jobs")
+@pytest.mark.rotates(3, of="jobs")
 def test_a_more_urgent_partition_preempts_and_the_run_comes_back(
     cluster: Cluster, trainer: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -212,7 +212,7 @@ def test_a_failing_rank_ends_the_job_and_all_ranks(cluster: Cluster, trainer: tu
     assert "queueing again" not in output
 
 
-@pytest.mark.rotates(4, of="jobs")
+@pytest.mark.rotates(3, of="jobs")
 def test_a_sweep_is_a_job_array(cluster: Cluster, trainer: tuple[str, str], tmp_path: Path) -> None:
     code, output = submit(cluster, tmp_path, "--sweep", "training.learning_rate=1e-3,1e-4", *trainer, "--follow")
     assert code == 0, output
@@ -248,7 +248,7 @@ def test_the_script_and_adopt_find_the_same_address(cluster: Cluster) -> None:
     assert cluster.call("bash", "-c", f"first=n2; {address}; echo $MASTER_ADDR") == "127.0.0.2\n"
 
 
-@pytest.mark.rotates(4, of="jobs")
+@pytest.mark.rotates(3, of="jobs")
 def test_one_rank_on_each_of_four_nodes(cluster: Cluster, trainer: tuple[str, str], tmp_path: Path) -> None:
     code, output = submit(cluster, tmp_path, "--nodes", "4", *trainer, "--follow")
     assert code == 0, output
@@ -263,7 +263,7 @@ def test_the_doctor_sees_the_cluster(cluster: Cluster) -> None:
     assert "4 nodes gpu:2" in found["detail"]
 
 
-@pytest.mark.rotates(4, of="jobs")
+@pytest.mark.rotates(3, of="jobs")
 @pytest.mark.parametrize(("kind", "starter"), [("charliecloud", "ch-run"), ("bubblewrap", "bwrap")])
 def test_ranks_run_inside_a_container(
     kind: str, starter: str, cluster: Cluster, trainer: tuple[str, str], tmp_path: Path
@@ -331,7 +331,7 @@ def by_its_old_name(cluster: Cluster, folder: Path, name: str) -> str:
     return said
 
 
-@pytest.mark.rotates(4, of="jobs")
+@pytest.mark.rotates(3, of="jobs")
 @pytest.mark.parametrize(
     ("name", "config", "num_ranks"),
     [
@@ -361,7 +361,7 @@ def test_the_scripts_of_the_old_names_train_as_one_process_does(
     assert found == losses(tmp_path, "alone")
 
 
-@pytest.mark.rotates(4, of="jobs")
+@pytest.mark.rotates(3, of="jobs")
 def test_the_script_of_vpipes_old_name_trains(cluster: Cluster, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     small = (ROOT / "configs" / "bert_4vpipe_cpu.yml").read_text()

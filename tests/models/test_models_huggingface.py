@@ -118,7 +118,7 @@ def test_eager_attention_too(name: str) -> None:
     compare(model, model.build(), reference)
 
 
-@pytest.mark.rotates(18)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("name", families())
 def test_a_config_and_a_directory_give_the_same_model(name: str, tmp_path: Path) -> None:
     reference = original(name)

@@ -34,6 +34,7 @@ def faults_of_a_step(swap: float) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked")
 @pytest.mark.timeout(180)
 def test_memory_stays_for_the_next_step_unless_it_is_swapped() -> None:

@@ -30,7 +30,7 @@ def test_four_processes(model: str, worlds: Worlds) -> None:
     check_processes(worlds.run, case)
 
 
-@pytest.mark.rotates(5)
+@pytest.mark.rotates(3)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -149,6 +149,7 @@ def test_the_example_of_ourgpipes_page_runs_as_printed_and_under_torchrun(
     assert losses(tmp_path / "second") == found
 
 
+@pytest.mark.slow
 def test_a_plugin_of_the_command_line_reaches_ranks_and_the_queue(
     documented_job: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
