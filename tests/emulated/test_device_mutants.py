@@ -131,16 +131,16 @@ HARD: list[dict[str, float]] = [
 def swapped_directly(emulated: Any) -> list[float]:
     """Five storages go out and come back early, while kernels that read the ones before are still queued; then others
     take their pinned memory. (What the first version of this lane got wrong in two ways.)"""
-    from vpipe.runtime.memory.swap import Slot
+    from vpipe.runtime.memory.swap import Swappable
 
     module = importlib.import_module("vpipe.runtime.memory.swap_device")
     device, size = torch.device("emu:0"), 8192
     lane = module.DeviceSwapper(device, DeviceTimes(device))
-    slots = [Slot(torch.full((size,), value + 1.0, device="emu:0").untyped_storage()) for value in range(5)]
+    slots = [Swappable(torch.full((size,), value + 1.0, device="emu:0").untyped_storage()) for value in range(5)]
     for number, slot in enumerate(slots):
         lane.out([slot], f"unit {number}")
     moves = [lane.fetch([slot], "back") for slot in slots[:3]]
-    others = [Slot(torch.full((size,), -1.0, device="emu:0").untyped_storage()) for _ in range(3)]
+    others = [Swappable(torch.full((size,), -1.0, device="emu:0").untyped_storage()) for _ in range(3)]
     for slot in others:
         lane.out([slot], "another")
     moves += [lane.fetch([slot], "back") for slot in slots[3:]]

@@ -22,7 +22,7 @@ from vpipe import Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.memory import swap
 from vpipe.runtime.memory.swap_store import Extents, FileStore
-from vpipe.runtime.options import treated_layers
+from vpipe.runtime.options import recomputed_and_swapped
 from vpipe.schedule.action import Kind
 from vpipe.schedule.simulate import simulate
 from vpipe.schedule.timeline import Costs, StageCosts
@@ -63,8 +63,8 @@ def test_swap_equals_replay(schedule: str) -> None:
 def test_old_weights_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """W_s + 1 versions, as ever; those that only swapped units need are out, and none is left out."""
     out: list[int] = []
-    empty = swap.Slot.empty
-    monkeypatch.setattr(swap.Slot, "empty", lambda self: (out.append(self._bytes * self._same), empty(self))[1])
+    empty = swap.Swappable.empty
+    monkeypatch.setattr(swap.Swappable, "empty", lambda self: (out.append(self._bytes * self._same), empty(self))[1])
     for options in ({}, {"vertical_sync": True}, {"update_interval": 2}):
         out.clear()
         pipe = check(Case("pipedream", "plain", 4, 12, num_layers=12, options=options, more={"swap": 1.0}))
@@ -266,9 +266,9 @@ def test_gaps_of_the_file_are_used_again() -> None:
 
 def test_which_layers_are_swapped() -> None:
     bounds = [(0, 4), (4, 10)]
-    assert treated_layers(0.5, 0.5, bounds) == ({2, 3, 7, 8, 9}, {0, 1, 4, 5, 6})
-    assert treated_layers([0.0, 0.5], [0.25, 0.2], bounds) == ({7, 8, 9}, {3, 6})
-    assert treated_layers({1}, {2, 5}, bounds) == ({1}, {2, 5})
+    assert recomputed_and_swapped(0.5, 0.5, bounds) == ({2, 3, 7, 8, 9}, {0, 1, 4, 5, 6})
+    assert recomputed_and_swapped([0.0, 0.5], [0.25, 0.2], bounds) == ({7, 8, 9}, {3, 6})
+    assert recomputed_and_swapped({1}, {2, 5}, bounds) == ({1}, {2, 5})
     for recompute, swapped, words in (
         (0.5, 0.75, "must not add up"),
         ({1}, {1}, "layer 1 is both"),
@@ -276,7 +276,7 @@ def test_which_layers_are_swapped() -> None:
         (0.0, 1.5, "swap ratio of stage 0 is 1.5"),
     ):
         with pytest.raises(UserError, match=words):
-            treated_layers(recompute, swapped, bounds)
+            recomputed_and_swapped(recompute, swapped, bounds)
 
 
 PEAK = """

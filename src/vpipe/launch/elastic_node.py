@@ -35,7 +35,7 @@ from vpipe.launch.process import is_stopped
 from vpipe.launch.remote import hello
 from vpipe.launch.slurm_return import SAVED_WITHIN, LostJob
 from vpipe.network import GLOO
-from vpipe.parcel import Keeper
+from vpipe.remote_copies import Keeper
 from vpipe.rundir.layout import LEFT, SAVED
 
 LEASE = 6.0

@@ -27,7 +27,7 @@ from vpipe.plan.costs import LayerCost, Profile, align
 from vpipe.plan.machine import Machine
 from vpipe.plan.units import format_bytes, format_seconds
 
-BUCKET = 25 * 2**20
+DDP_BUCKET = 25 * 2**20
 """Bytes of gradients that torch's DistributedDataParallel sends at once: the last ones wait for the backward's end."""
 CLEAR = 1.1
 """Times as quick as the pipeline from which another way is called the better tool: predictions err by less."""
@@ -76,7 +76,7 @@ def _ddp(profile: Profile, machine: Machine, num_units: int) -> Way:
     (slowest,) = machine.on(profile, [ranks])
     size = sum(layer.parameter_bytes for layer in profile.layers)
     reduce = machine.reduce_time(profile, ranks, size)
-    late = reduce * min(1.0, BUCKET / size) if size else 0.0
+    late = reduce * min(1.0, DDP_BUCKET / size) if size else 0.0
     backward = sum(layer.input_grad + layer.weight_grad for layer in slowest.layers)
     before = share * _work(slowest) - backward
     exposed = max(0.0, reduce - late - backward) + late

@@ -28,7 +28,7 @@ from vpipe.runtime.assembly import Wires
 from vpipe.runtime.device import is_host, place
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow, resolve
-from vpipe.runtime.options import Memory, PipelineOptions, stages_with, treated_layers
+from vpipe.runtime.options import Memory, PipelineOptions, recomputed_and_swapped, stages_with
 from vpipe.runtime.priorities.order import Policy
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks import membership
@@ -84,7 +84,7 @@ class Builder:
         self._finishing.append(change)
 
     @contextmanager
-    def treating(self, memory: Memory | None) -> Iterator[None]:
+    def with_memory(self, memory: Memory | None) -> Iterator[None]:
         """Build with other choices of what is kept, and stay with them unless what is built fails."""
         before = self.options
         self.options = before if memory is None else replace(before, memory=memory)
@@ -109,7 +109,7 @@ class Builder:
     def programs(self, layout: Layout, spec: ScheduleSpec | None = None) -> Programs:
         """What the ranks of a layout run; ``spec`` is the schedule, where its options are others than at first."""
         memory = self.options.memory
-        recomputed, swapped = treated_layers(memory.recompute, memory.swap, layout.bounds)
+        recomputed, swapped = recomputed_and_swapped(memory.recompute, memory.swap, layout.bounds)
         return Programs(
             spec or self.spec,
             resolve(self.parts.layers, layout),
@@ -162,7 +162,7 @@ class Builder:
         parts, update, flow = self.parts, self.options.update, programs.flow
         placement, rank = flow.layout.placement, transport.rank
         memory = self.options.memory
-        recomputed, swapped = treated_layers(memory.recompute, memory.swap, flow.bounds)
+        recomputed, swapped = recomputed_and_swapped(memory.recompute, memory.swap, flow.bounds)
         (assembly.return_freed_memory if swapped else assembly.keep_freed_memory)()
         stages = {}
         for index in placement.stages_of[rank]:

@@ -6,7 +6,8 @@
 Every field is also a plain keyword of ``Pipeline``; ``PlainKeywords`` says which, with their types. A keyword belongs
 to the one value that has a field of its name; said in both, it is refused.
 
-Which layers are kept, recomputed or swapped, the convention for ratios is stated here once (``treated_layers``):
+Which layers are kept, recomputed or swapped: the convention for ratios is ``recomputed_and_swapped``, here and nowhere
+else:
 
     stage of n layers   kept … kept | swapped: int(swap · n) | recomputed: int(recompute · n)
 
@@ -197,7 +198,7 @@ def _joined(what: str, given: Group | None, kind: type[Group], plain: Mapping[st
     return given if given is not None else replace(kind(), **mine)
 
 
-def treated_layers(recompute: Chosen, swap: Chosen, bounds: Bounds) -> tuple[frozenset[int], frozenset[int]]:
+def recomputed_and_swapped(recompute: Chosen, swap: Chosen, bounds: Bounds) -> tuple[frozenset[int], frozenset[int]]:
     """The layers that are recomputed, and those that are swapped."""
     again = _chosen("recompute", recompute, bounds, [end for _, end in bounds])
     kept = [end - sum(layer in again for layer in range(begin, end)) for begin, end in bounds]

@@ -21,7 +21,7 @@ from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, agrees_after, update_groups
 from vpipe.schedule.verify import executable
 
-Treated = tuple[frozenset[int], frozenset[int]]
+StageChoices = tuple[frozenset[int], frozenset[int]]
 """The stages that recompute, and those that swap."""
 
 
@@ -58,7 +58,7 @@ class Programs:
         return agrees_after(self.author)
 
     @property
-    def treated(self) -> Treated:
+    def stage_choices(self) -> StageChoices:
         """What the lowering was told."""
         return self._recompute, self._swap
 

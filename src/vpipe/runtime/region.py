@@ -1,4 +1,4 @@
-"""A run of consecutive layers that one autograd graph covers: a whole stage, or neighbours that are treated alike.
+"""A run of consecutive layers that one autograd graph covers: a whole stage, or neighbours of one retention.
 
                  ┌──────────── region ────────────┐
     taken value ─┤ leaf ─ layer ─ layer ─┐        │
@@ -53,7 +53,7 @@ Backward = Callable[[list[GradientEdge], list[Tensor]], None]
 """Runs a graph from (edges, their gradients)."""
 
 
-class Treatment(Enum):
+class Retention(Enum):
     """What becomes of the tensors that a layer saves for its backward."""
 
     KEPT = "kept"
@@ -114,15 +114,15 @@ class Region:
         layers: Mapping[int, Layer],
         reads: Mapping[int, tuple[Value, ...]],
         given: Sequence[Value],
-        treatment: Treatment = Treatment.KEPT,
+        retention: Retention = Retention.KEPT,
         shared: Collection[Value] = (),
     ) -> None:
         self.modules = dict(modules)
         self.layers = dict(layers)
         self.reads = dict(reads)
         self.given = tuple(given)
-        self.treatment = treatment
-        self.recompute = treatment is Treatment.RECOMPUTED
+        self.retention = retention
+        self.recompute = retention is Retention.RECOMPUTED
         self.shared = frozenset(shared)
         """Values that several layers read, wherever they are."""
         self.begin = min(modules)

@@ -30,8 +30,8 @@ from vpipe.runtime.crossing import detached, run_backward
 from vpipe.runtime.device import is_host
 from vpipe.runtime.flow import Flow, Pending, Value
 from vpipe.runtime.memory.saved_tensors import SavedTensor, SavedTensors
-from vpipe.runtime.memory.swap import Slot
-from vpipe.runtime.region import Region, RegionGraph, Run, Treatment
+from vpipe.runtime.memory.swap import Swappable
+from vpipe.runtime.region import Region, RegionGraph, Retention, Run
 from vpipe.runtime.split.deferred import WeightQueue
 from vpipe.runtime.updates.weights import VersionedWeights, Weights
 
@@ -73,10 +73,10 @@ class StageOptions:
     """Layers whose activations wait outside memory; none of those that are recomputed."""
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def treatment(self, layer: int) -> Treatment:
+    def retention(self, layer: int) -> Retention:
         if layer in self.recompute:
-            return Treatment.RECOMPUTED
-        return Treatment.SWAPPED if layer in self.swap else Treatment.KEPT
+            return Retention.RECOMPUTED
+        return Retention.SWAPPED if layer in self.swap else Retention.KEPT
 
 
 class Stage:
@@ -115,8 +115,8 @@ class Stage:
         self._called = list(called.values())
         self._changing = ChangingBuffers(self._called)
         self.regions = self._cut()
-        self._swapped = [region for region in self.regions if region.treatment is Treatment.SWAPPED]
-        kept = len(self.regions) == 1 and self.regions[0].treatment is Treatment.KEPT
+        self._swapped = [region for region in self.regions if region.retention is Retention.SWAPPED]
+        kept = len(self.regions) == 1 and self.regions[0].retention is Retention.KEPT
         self._is_plain = kept and not self._buffers and self._changing.are_none
         """Whether a forward is that of one region and nothing else; most are."""
 
@@ -127,12 +127,12 @@ class Stage:
         return [(part, slot) for part in parts for slot, _ in part.named_buffers(recurse=False)]
 
     def _cut(self) -> list[Region]:
-        """Neighbouring layers that are treated alike form one region."""
-        alike = [(treatment, list(run)) for treatment, run in groupby(self.modules, self.options.treatment)]
+        """Neighbouring layers of one retention form one region."""
+        alike = [(retention, list(run)) for retention, run in groupby(self.modules, self.options.retention)]
         end = max(self.modules) + 1
-        return [self._region(run, treatment, end) for treatment, run in alike]
+        return [self._region(run, retention, end) for retention, run in alike]
 
-    def _region(self, run: list[int], treatment: Treatment, end: int) -> Region:
+    def _region(self, run: list[int], retention: Retention, end: int) -> Region:
         flow, last = self.flow, run[-1]
         later = {value for layer in range(last + 1, len(flow.layers)) for value in flow.reads[layer]}
         written = [(name, layer) for layer in run for name in flow.layers[layer].writes]
@@ -144,7 +144,7 @@ class Stage:
             {layer: flow.layers[layer] for layer in run},
             {layer: flow.reads[layer] for layer in run},
             given,
-            treatment,
+            retention,
             self._shared,
         )
 
@@ -183,7 +183,7 @@ class Stage:
     def _run(self, region: Region, unit: Unit, values: Mapping[Value, Any], build_graph: bool) -> dict[Value, Any]:
         at_end = self.is_last and region is self.regions[-1]
         loss = (lambda output: self.loss(output, unit.targets)) if at_end else None
-        saved = unit.saved if region.treatment is Treatment.SWAPPED else None
+        saved = unit.saved if region.retention is Retention.SWAPPED else None
         outcome = region.forward(values, unit.run, loss, build_graph, saved)
         unit.graphs.append(outcome.graph)
         if outcome.added:
@@ -198,14 +198,14 @@ class Stage:
         given = [tensor for tensor in tree_leaves((values, unit.targets)) if isinstance(tensor, Tensor)]
         return SavedTensors([*own, *(t for t in given if not t.requires_grad)], self._changing.note)
 
-    def leave(self, microbatch: int) -> list[Slot]:
+    def leave(self, microbatch: int) -> list[Swappable]:
         """What a unit's swapped regions saved, to be carried out, and old weights that nobody else needs now."""
         unit = self.units[microbatch]
         if unit.saved is None:
             return []
         return [*unit.saved.leave(), *self.weights.leave(unit.version)]
 
-    def come_back(self, microbatch: int) -> list[Slot]:
+    def come_back(self, microbatch: int) -> list[Swappable]:
         """What must be brought back before the unit's backward."""
         unit = self.units[microbatch]
         if unit.saved is None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vpipe.parcel import Sender
+from vpipe.remote_copies import Sender
 from vpipe.rundir.manifest import Standing
 from vpipe.runtime.moves import layer_state
 from vpipe.runtime.moves.moving import MOVE_STEP

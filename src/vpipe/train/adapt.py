@@ -34,7 +34,7 @@ from vpipe.plan.predict import predict
 from vpipe.plan.transfer import measure_swap
 from vpipe.plan.units import format_bytes
 from vpipe.runtime.moves.moving import Moved
-from vpipe.runtime.options import Memory, treated_layers
+from vpipe.runtime.options import Memory, recomputed_and_swapped
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.schedule.action import Kind
 from vpipe.schedule.placement import Layout
@@ -221,7 +221,7 @@ class Adapter:
         if self._cap is None:
             return PlannedLayout.of_counts(counts)
         memory = pipeline.memory
-        again, out = treated_layers(memory.recompute, memory.swap, bounds)
+        again, out = recomputed_and_swapped(memory.recompute, memory.swap, bounds)
         kinds = [
             Choice.RECOMPUTE if i in again else Choice.SWAP if i in out else Choice.KEEP for i in range(sum(counts))
         ]

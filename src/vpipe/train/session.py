@@ -38,7 +38,7 @@ from vpipe.runtime.options import Chosen, Memory, Ranks, Schedule, Update
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priorities.order import Backend
 from vpipe.runtime.priorities.turns import take_turns
-from vpipe.runtime.programs import Programs, Treated
+from vpipe.runtime.programs import Programs, StageChoices
 from vpipe.schedule import catalog
 from vpipe.schedule.authors.authoring import BATCHES, REPLICAS, Chain
 from vpipe.schedule.catalog import ScheduleSpec
@@ -61,7 +61,7 @@ class Session:
     """Who orders the work on a device that ranks share."""
     epoch: int = 0
     """Of an elastic run: how often its ranks have met."""
-    _programs: dict[tuple[int, Layout, Treated], Programs] = field(default_factory=dict)
+    _programs: dict[tuple[int, Layout, StageChoices], Programs] = field(default_factory=dict)
 
     @property
     def reads_data(self) -> bool:
@@ -80,7 +80,7 @@ class Session:
         programs = self.pipeline.programs
         chains = programs.spec.chains
         if chains is Chain.BATCHES:
-            key = (num_iterations, self.pipeline.layout, programs.treated)
+            key = (num_iterations, self.pipeline.layout, programs.stage_choices)
             if key not in self._programs:
                 options = dict(programs.spec.options or {}) | {BATCHES: num_iterations}
                 self._programs[key] = programs.with_options(options)

@@ -5,10 +5,10 @@ may be views of one storage (the parts of a split, a weight and its transpose), 
 tensor remembers its place in it:
 
     graph node ── SavedTensor ─┐
-    graph node ── SavedTensor ─┴─ Slot ── storage        after OUT the slot is empty; IN fills it
+    graph node ── SavedTensor ─┴─ Swappable ── storage        after OUT it is empty; IN fills it
 
-Only the graph keeps a slot alive, so memory is freed as the backward proceeds. What others hold too stays where it is:
-weights and buffers, the batch, values that need no gradient. Small tensors stay as well: they are not worth a call.
+Only the graph keeps a swappable alive, so memory is freed as the backward proceeds. What others hold too stays where it
+is: weights and buffers, the batch, values that need no gradient. Small tensors stay as well: they are not worth a call.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import torch
 from torch import Tensor
 
 from vpipe.runtime.crossing import copied
-from vpipe.runtime.memory.swap import Slot, worth_moving
+from vpipe.runtime.memory.swap import Swappable, worth_moving
 
 
 class SavedTensor:
-    """One tensor that a backward needs: whole, or as a place in a slot.
+    """One tensor that a backward needs: whole, or as a place in a swappable.
 
     Autograd checks the versions of the tensors that it holds itself; of these nobody else does.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_place", "_slot", "_tensor", "_version")
+    __slots__ = ("__weakref__", "_dtype", "_place", "_swappable", "_tensor", "_version")
 
-    def __init__(self, tensor: Tensor, slot: Slot | None) -> None:
+    def __init__(self, tensor: Tensor, swappable: Swappable | None) -> None:
         self._tensor: Tensor | None = tensor.detach()
         self._version = tensor._version
-        self._slot = slot
-        if slot is not None:
+        self._swappable = swappable
+        if swappable is not None:
             self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
             self._dtype = tensor.dtype
 
     def leave(self) -> None:
-        """Hold the slot alone; its bytes must still be those that were saved."""
+        """Hold the swappable alone; its bytes must still be those that were saved."""
         self._check()
         self._tensor = None
 
@@ -55,8 +55,8 @@ class SavedTensor:
         if self._tensor is not None:
             self._check()
             return self._tensor
-        assert self._slot is not None
-        storage = self._slot.full()
+        assert self._swappable is not None
+        storage = self._swappable.full()
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
 
     def _check(self) -> None:
@@ -75,15 +75,15 @@ class SavedTensors:
     def __init__(self, staying: Iterable[Tensor], note: Callable[[Tensor, SavedTensor], None] | None = None) -> None:
         self._note = note
         self._staying = {tensor.untyped_storage()._cdata for tensor in staying if _is_plain(tensor)}
-        self._slots: WeakValueDictionary[int, Slot] = WeakValueDictionary()
+        self._swappables: WeakValueDictionary[int, Swappable] = WeakValueDictionary()
         self._saved: WeakSet[SavedTensor] = WeakSet()
         self._leaves: list[Tensor] = []
-        self._out: list[Slot] | None = None
+        self._out: list[Swappable] | None = None
 
     def pack(self, tensor: Tensor) -> SavedTensor:
-        slot = self._slot(tensor)
-        saved = SavedTensor(tensor, slot)
-        if slot is not None:
+        swappable = self._swappable(tensor)
+        saved = SavedTensor(tensor, swappable)
+        if swappable is not None:
             self._saved.add(saved)
         elif self._note is not None:
             self._note(tensor, saved)
@@ -96,33 +96,35 @@ class SavedTensors:
         """A leaf of the graph, which only has to gather a gradient: the layers got an alias, so its data may leave."""
         self._leaves.append(leaf)
 
-    def _slot(self, tensor: Tensor) -> Slot | None:
+    def _swappable(self, tensor: Tensor) -> Swappable | None:
         if not _is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
         if storage._cdata in self._staying or not worth_moving(storage):
             return None
-        slot = self._slots.get(storage._cdata)  # a slot keeps its storage alive, so the address is that of no other
-        if slot is None:
-            slot = self._slots[storage._cdata] = Slot(storage)
-        return slot
+        swappable = self._swappables.get(
+            storage._cdata
+        )  # a swappable keeps its storage alive, so the address is that of no other
+        if swappable is None:
+            swappable = self._swappables[storage._cdata] = Swappable(storage)
+        return swappable
 
-    def leave(self) -> list[Slot]:
-        """What goes out; the graph is left with empty slots."""
+    def leave(self) -> list[Swappable]:
+        """What goes out; the graph is left with empty swappables."""
         for saved in list(self._saved):
             saved.leave()
         for leaf in self._leaves:
             leaf.data = hollow(leaf)
         self._leaves.clear()
-        self._out = list(self._slots.values())
-        self._slots.clear()
+        self._out = list(self._swappables.values())
+        self._swappables.clear()
         return self._out
 
-    def come_back(self) -> list[Slot]:
+    def come_back(self) -> list[Swappable]:
         """What went out."""
-        slots, self._out = self._out, None
-        assert slots is not None, "only what went out can come back"
-        return slots
+        swappables, self._out = self._out, None
+        assert swappables is not None, "only what went out can come back"
+        return swappables
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -44,7 +44,7 @@ class Watch(Protocol):
         """A storage that stays has taken so many bytes, or freed them."""
 
 
-class Slot:
+class Swappable:
     """A storage that may leave memory, or the room for it.
 
     ``same_object``: others hold views of the storage (an old weight version), so it stays and only its memory goes.
@@ -68,16 +68,16 @@ class Slot:
         """The bytes are elsewhere: let go of the memory."""
         if self._same:
             self.full().resize_(0)
-            if Slot.watch is not None:
-                Slot.watch.resized(-self._bytes)
+            if Swappable.watch is not None:
+                Swappable.watch.resized(-self._bytes)
             return
-        if Slot.watch is not None:
-            Slot.watch.leaving(self.full())
+        if Swappable.watch is not None:
+            Swappable.watch.leaving(self.full())
         self._storage = None
 
     def refill(self) -> UntypedStorage:
         """Memory for the bytes to come back to; torch's own, so that it is aligned as that of the forward was."""
-        watch = Slot.watch if self._device.type == "cpu" else None
+        watch = Swappable.watch if self._device.type == "cpu" else None
         if self._same:
             self.full().resize_(self._bytes)
             if watch is not None:
@@ -119,31 +119,31 @@ class Swapper:
         """Where the bytes of main memory wait."""
         return FileStore()
 
-    def out(self, slots: Sequence[Slot], what: str) -> Passage:
-        """Carry the slots' bytes out; ``what`` names them in errors."""
+    def out(self, swappables: Sequence[Swappable], what: str) -> Passage:
+        """Carry the swappables' bytes out; ``what`` names them in errors."""
         if self._last_out is not None:
             self._last_out.done.result()
-        self._last_out = self._start(self._carry_out, slots, what)
+        self._last_out = self._start(self._carry_out, swappables, what)
         return self._last_out
 
-    def fetch(self, slots: Sequence[Slot], what: str) -> Passage:
+    def fetch(self, swappables: Sequence[Swappable], what: str) -> Passage:
         """Bring the bytes back."""
-        return self._start(self._carry_in, slots, what)
+        return self._start(self._carry_in, swappables, what)
 
-    def _start(self, carry: Callable[..., None], slots: Sequence[Slot], what: str) -> Passage:
+    def _start(self, carry: Callable[..., None], swappables: Sequence[Swappable], what: str) -> Passage:
         if self._lane is None:
             self._lane = ThreadPoolExecutor(1, "vpipe-swap")
         move = Passage(what)
-        move.done = self._lane.submit(self._carry, carry, slots, move)
+        move.done = self._lane.submit(self._carry, carry, swappables, move)
         return move
 
-    def _carry(self, carry: Callable[..., None], slots: Sequence[Slot], move: Passage) -> None:
+    def _carry(self, carry: Callable[..., None], swappables: Sequence[Swappable], move: Passage) -> None:
         if self._failure is not None:
             raise self._failure
         move.begin = perf_counter_ns()
         try:
-            for slot in slots:
-                carry(slot, move)
+            for swappable in swappables:
+                carry(swappable, move)
         except UserError as error:
             self._failure = UserError(f"{move.what}: {error}")
             raise self._failure from None
@@ -153,17 +153,17 @@ class Swapper:
             raise
         move.end = perf_counter_ns()
 
-    def _carry_out(self, slot: Slot, move: Passage) -> None:
-        storage = slot.full()
-        slot.place = self._store.put(storage)
+    def _carry_out(self, swappable: Swappable, move: Passage) -> None:
+        storage = swappable.full()
+        swappable.place = self._store.put(storage)
         move.bytes += storage.nbytes()
         del storage
-        slot.empty()
+        swappable.empty()
 
-    def _carry_in(self, slot: Slot, move: Passage) -> None:
-        storage = slot.refill()
-        self._store.get(slot.place, storage)
-        slot.place = None
+    def _carry_in(self, swappable: Swappable, move: Passage) -> None:
+        storage = swappable.refill()
+        self._store.get(swappable.place, storage)
+        swappable.place = None
         move.bytes += storage.nbytes()
 
     def settle(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, UntypedStorage
 
 from vpipe.runtime.device import compute_stream
 from vpipe.runtime.device_times import DeviceTimes
-from vpipe.runtime.memory.swap import Passage, Slot
+from vpipe.runtime.memory.swap import Passage, Swappable
 
 
 @dataclass
@@ -45,41 +45,41 @@ class DeviceSwapper:
     def __init__(self, device: torch.device, times: DeviceTimes) -> None:
         self._device, self._times = device, times
         self._out, self._in = torch.Stream(device), torch.Stream(device)
-        self._leaving: list[tuple[Sequence[Slot], torch.Event]] = []
+        self._leaving: list[tuple[Sequence[Swappable], torch.Event]] = []
         self._free: dict[int, list[tuple[Tensor, torch.Event]]] = defaultdict(list)
         """Size → pinned memory, with the event after which its last content has been read."""
         self._used = False
 
-    def out(self, slots: Sequence[Slot], what: str) -> Passage:
-        """Carry the slots' bytes out; ``what`` names them in errors."""
+    def out(self, swappables: Sequence[Swappable], what: str) -> Passage:
+        """Carry the swappables' bytes out; ``what`` names them in errors."""
         self._let_go()
         self._used = True
         move = DevicePassage(what, begin=perf_counter_ns())
         self._out.wait_event(compute_stream(self._device).record_event())
         begun = self._times.mark(self._out)
         with self._out:
-            for slot in slots:
-                storage = slot.full()
-                slot.place = self._pinned(storage.nbytes())
-                slot.place.copy_(_as_tensor(storage), non_blocking=True)
+            for swappable in swappables:
+                storage = swappable.full()
+                swappable.place = self._pinned(storage.nbytes())
+                swappable.place.copy_(_as_tensor(storage), non_blocking=True)
                 move.bytes += storage.nbytes()
             ended = self._times.mark(self._out)
             left = self._out.record_event()
-        self._leaving.append((slots, left))
+        self._leaving.append((swappables, left))
         move.events = (begun, ended)
         move.end = perf_counter_ns()
         return move
 
-    def fetch(self, slots: Sequence[Slot], what: str) -> Passage:
+    def fetch(self, swappables: Sequence[Swappable], what: str) -> Passage:
         """Bring the bytes back, into memory that is free: what is on its way out makes room first."""
         self._let_go()
         move = DevicePassage(what, begin=perf_counter_ns(), device=self._device)
-        storages = [slot.refill() for slot in slots]
+        storages = [swappable.refill() for swappable in swappables]
         self._in.wait_event(compute_stream(self._device).record_event())
         begun = self._times.mark(self._in)
         with self._in:
-            for slot, storage in zip(slots, storages, strict=True):
-                host, slot.place = slot.place, None
+            for swappable, storage in zip(swappables, storages, strict=True):
+                host, swappable.place = swappable.place, None
                 _as_tensor(storage).copy_(host, non_blocking=True)
                 self._free[host.numel()].append((host, self._in.record_event()))
                 move.bytes += storage.nbytes()
@@ -90,10 +90,10 @@ class DeviceSwapper:
 
     def _let_go(self) -> None:
         """What has been carried out is free for what the compute stream does next."""
-        for slots, left in self._leaving:
+        for swappables, left in self._leaving:
             compute_stream(self._device).wait_event(left)
-            for slot in slots:
-                slot.empty()
+            for swappable in swappables:
+                swappable.empty()
         self._leaving.clear()
 
     def _pinned(self, num_bytes: int) -> Tensor:

@@ -57,7 +57,7 @@ class Movable(Holdings, ABC):
         ahead = self._ahead if self._ahead is not None and self._ahead.layout == layout else None
         layout = moving.admitted(self.engines, layout)
         try:
-            with self.builder.treating(memory):
+            with self.builder.with_memory(memory):
                 programs = self.builder.programs(layout, self.programs.spec)
                 programs.training()
                 engines, moved = moving.move(

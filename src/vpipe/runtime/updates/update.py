@@ -44,7 +44,7 @@ from vpipe.runtime.updates.skipping import Before, TakeBack, can_be_restored, ca
 from vpipe.runtime.updates.tied_gradients import TiedGradients, dense
 from vpipe.schedule.placement import Placement
 
-BUCKET = 1 << 20
+AT_ONCE = 1 << 20
 """Numbers that replicas exchange at a time."""
 
 
@@ -209,14 +209,14 @@ class Updater:
         mine = torch.tensor([p.grad is not None for p in weights], dtype=torch.uint8)
         anyone = torch.stack(self._transport.all_gather(mine, ranks, [len(weights)] * len(ranks))).any(0).tolist()
         # A parameter that no replica has used gets no gradient, as in one process: an optimizer leaves it alone.
-        for bucket in _buckets([p for p, has in zip(weights, anyone, strict=True) if has]):
-            parts = [dense(p, AMONG_REPLICAS).flatten() for p in bucket]
+        for together in _exchanges([p for p, has in zip(weights, anyone, strict=True) if has]):
+            parts = [dense(p, AMONG_REPLICAS).flatten() for p in together]
             total = torch.cat(parts)
             self._sum(total, ranks)
             if not self.options.synchronous:
                 total.div_(len(ranks))
             begin = 0
-            for parameter in bucket:
+            for parameter in together:
                 parameter.grad = total[begin : begin + parameter.numel()].view_as(parameter)
                 begin += parameter.numel()
 
@@ -386,7 +386,7 @@ class Updater:
         return [block[:-1] for block in blocks]
 
 
-def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+def _exchanges(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     """Neighbours of one dtype, as many as are worth one exchange."""
     found: list[list[Tensor]] = []
     room = 0
@@ -394,6 +394,6 @@ def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         room -= parameter.numel()
         if not found or room < 0 or parameter.dtype != found[-1][-1].dtype:
             found.append([])
-            room = BUCKET - parameter.numel()
+            room = AT_ONCE - parameter.numel()
         found[-1].append(parameter)
     return found

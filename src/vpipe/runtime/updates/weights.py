@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch import Tensor, UntypedStorage, nn
 
 from vpipe.errors import UserError
-from vpipe.runtime.memory.swap import Slot, worth_moving
+from vpipe.runtime.memory.swap import Swappable, worth_moving
 from vpipe.runtime.split.promise import accumulate
 from vpipe.runtime.updates.blocks import Block
 
@@ -64,11 +64,11 @@ class Weights:
     def after_update(self) -> None:
         """The parameters are the next version."""
 
-    def leave(self, version: int) -> list[Slot]:
+    def leave(self, version: int) -> list[Swappable]:
         """A unit of this version goes out; what goes with it."""
         return []
 
-    def come_back(self, version: int) -> list[Slot]:
+    def come_back(self, version: int) -> list[Swappable]:
         """A unit of this version is fetched; what must come with it."""
         return []
 
@@ -86,7 +86,7 @@ class VersionedWeights(Weights):
         """Versions in memory that was taken in this program: that of the first may belong to somebody's state dict."""
         self._out: Counter[int] = Counter()
         """Version → how many of its units are out."""
-        self._away: dict[int, list[Slot]] = {}
+        self._away: dict[int, list[Swappable]] = {}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._slots = [
             (part, slot, names[id(parameter)])
@@ -188,21 +188,21 @@ class VersionedWeights(Weights):
     def _unused(self) -> list[int]:
         return [version for version in self._leaves if version != self._newest and self._uses[version] == 0]
 
-    def leave(self, version: int) -> list[Slot]:
+    def leave(self, version: int) -> list[Swappable]:
         self._out[version] += 1
         found = {
-            version: [Slot(each, same_object=True) for each in self._storages(version) if worth_moving(each)]
+            version: [Swappable(each, same_object=True) for each in self._storages(version) if worth_moving(each)]
             for version in self._leaves
             if version in self._own and version != self._newest and self._out[version] == self._uses[version]
         }
-        fresh = {version: slots for version, slots in found.items() if version not in self._away}
+        fresh = {version: each for version, each in found.items() if version not in self._away}
         self._away |= fresh
-        return [slot for slots in fresh.values() for slot in slots]
+        return [swappable for each in fresh.values() for swappable in each]
 
     def _storages(self, version: int) -> list[UntypedStorage]:
         return [self._leaves[version][name].untyped_storage() for name in self._swapped]
 
-    def come_back(self, version: int) -> list[Slot]:
+    def come_back(self, version: int) -> list[Swappable]:
         self._out[version] -= 1
         return self._away.pop(version, [])
 

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from vpipe.config import PipelineConfig
 from vpipe.process import resident_bytes, under_launcher
 from vpipe.runtime import assembly
-from vpipe.runtime.memory.swap import Slot
+from vpipe.runtime.memory.swap import Swappable
 from vpipe.runtime.updates.weights import count_bytes
 from vpipe.schedule.action import OF_A_STAGE, Kind
 from vpipe.schedule.semantics import LANE, Lane
@@ -137,12 +137,12 @@ def _allocated(session: Session, num_batches: int) -> int:
 
     The profiler sees one thread; what the swap lane frees and takes in its own is watched beside it.
     """
-    lane = Slot.watch = LaneBytes()
+    lane = Swappable.watch = LaneBytes()
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
             _train(session, num_batches, Seen())
     finally:
-        Slot.watch = None
+        Swappable.watch = None
     assert watched.profiler is not None
     results: Any = watched.profiler.kineto_results
     changes = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
