@@ -12,6 +12,7 @@ from torch import nn
 from vpipe import Pipeline, UserError
 from vpipe.runtime import assembly
 from vpipe.runtime.options import Memory, PlainKeywords, Ranks, Schedule, Update
+from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Layout, Seat, loop
 
 
@@ -38,6 +39,16 @@ def test_values_and_keywords_say_the_same() -> None:
     assert grouped.layout == plain.layout
     batch = torch.randn(4, 4)
     assert grouped.train_step(batch, batch) == plain.train_step(batch, batch)
+
+
+def test_a_schedule_that_is_chosen_already_keeps_its_program() -> None:
+    spec = ScheduleSpec("gpipe", 2, 2)
+    pipe = make(schedule=spec, num_ranks=2)
+    assert pipe.programs.spec is spec
+    assert pipe.programs.author is spec.program
+    for other in ({"num_ranks": 1}, {"num_ranks": 2, "num_microbatches": 4}, {"num_ranks": 2, "replicas": 2}):
+        with pytest.raises(UserError, match=r"chosen with all its numbers \(gpipe on 2 ranks\)"):
+            make(schedule=spec, **other)
 
 
 def test_every_field_is_a_keyword_and_no_other() -> None:

@@ -28,7 +28,7 @@ from vpipe.runtime.assembly import Wires
 from vpipe.runtime.device import is_host, place
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow, resolve
-from vpipe.runtime.options import Memory, PipelineOptions, recomputed_and_swapped, stages_with
+from vpipe.runtime.options import Memory, PipelineOptions, Schedule, recomputed_and_swapped, stages_with
 from vpipe.runtime.priorities.order import Policy
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks import membership
@@ -43,7 +43,7 @@ from vpipe.runtime.updates.ties import check_owners, tie_layers
 from vpipe.runtime.updates.update import LossScale, UpdateOptions, Updater, checked_scale
 from vpipe.runtime.updates.weights import refuse_sharing
 from vpipe.schedule import catalog
-from vpipe.schedule.catalog import ScheduleSpec
+from vpipe.schedule.catalog import Entry, ScheduleSpec
 from vpipe.schedule.placement import Layout
 
 DEFAULT_MICROBATCHES = 4
@@ -234,6 +234,23 @@ def _nothing() -> nn.Parameter:
     return nn.Parameter(torch.zeros(1, 1), requires_grad=False)
 
 
+def _spec(chosen: Schedule, entry: Entry, num_ranks: int, replicas: int | Sequence[int]) -> ScheduleSpec:
+    """The choice in numbers; where it is one already, nothing else may say them."""
+    num_microbatches = chosen.num_microbatches
+    if isinstance(chosen.name, ScheduleSpec):
+        said = (num_microbatches, chosen.stages_per_rank, chosen.schedule_options) != (None, None, None)
+        if said or replicas not in (1, chosen.name.replicas) or num_ranks != chosen.name.num_ranks:
+            raise UserError(
+                f"the schedule is chosen with all its numbers ({chosen.name.describe()}), but here are {num_ranks} "
+                "ranks, or other numbers beside it; give the same ranks, and the rest only there"
+            )
+        return chosen.name
+    if num_microbatches is None:
+        num_microbatches = entry.num_microbatches or DEFAULT_MICROBATCHES
+    options = chosen.schedule_options or {}
+    return ScheduleSpec(chosen.name, num_ranks, num_microbatches, chosen.stages_per_rank, replicas, options)
+
+
 def prepared(
     layers: Sequence[Layer | nn.Module | Callable[[], nn.Module]],
     loss: Callable[[Any, Any], Tensor],
@@ -242,20 +259,10 @@ def prepared(
 ) -> Builder:
     """Join the other ranks, and gather what engines are made of."""
     chosen, ranks = options.schedule, options.ranks
-    entry = catalog.find(chosen.name)
-    num_microbatches = chosen.num_microbatches
-    if num_microbatches is None:
-        num_microbatches = entry.num_microbatches or DEFAULT_MICROBATCHES
+    entry = chosen.name.entry if isinstance(chosen.name, ScheduleSpec) else catalog.find(chosen.name)
     policy = chosen.policy(entry.runs_threads)
     wires = assembly.connect(ranks, threads=policy is not None, blocking=chosen.blocking or entry.blocking)
-    spec = ScheduleSpec(
-        chosen.name,
-        wires.num_ranks,
-        num_microbatches,
-        chosen.stages_per_rank,
-        ranks.replicas,
-        chosen.schedule_options or {},
-    )
+    spec = _spec(chosen, entry, wires.num_ranks, ranks.replicas)
     if policy is not None and spec.agrees_after:
         raise UserError("post_validation needs executor='plain': worker threads would be among forwards made again")
     scale = checked_scale(options.update.loss_scale, spec.synchronous)

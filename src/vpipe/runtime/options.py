@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from vpipe.errors import UserError, nearest
 from vpipe.runtime.priorities.order import Policy, policy
 from vpipe.runtime.updates.update import LossScale
+from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.program import Program
 
 Chosen = float | Sequence[float] | Collection[int]
@@ -41,13 +42,14 @@ class Schedule:
     """Which program runs, and how a rank goes through it.
 
     ``name`` is one of the catalogue (``vpipe schedules``), a ``Program``, or a CSV file with one, torch's dumps
-    included. ``num_microbatches`` is the number of units of one ``train_step``: 4, or what the program has.
+    included; or a ``ScheduleSpec``, which has its own numbers, options and replicas, and a program that is not built
+    again. ``num_microbatches`` is the number of units of one ``train_step``: 4, or what the program has.
     ``partition`` is the number of layers of each stage; even if not given. ``executor``: "plain" (a rank's actions one
     after the other), "threaded" (a worker thread per microbatch, which take turns by ``priority``: none, first-hp, fifo
     or critical-path), or "auto" (threaded for the schedule ``async_threaded``).
     """
 
-    name: str | Program = "1f1b"
+    name: str | Program | ScheduleSpec = "1f1b"
     num_microbatches: int | None = None
     stages_per_rank: int | None = None
     partition: Sequence[int] | None = None
@@ -164,7 +166,7 @@ class PipelineOptions:
     @classmethod
     def of(
         cls,
-        schedule: str | Program | Schedule,
+        schedule: str | Program | ScheduleSpec | Schedule,
         memory: Memory | None,
         update: Update | None,
         ranks: Ranks | None,

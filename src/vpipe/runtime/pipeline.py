@@ -82,7 +82,7 @@ class Pipeline(Movable):
         layers: Sequence[Layer | nn.Module | Callable[[], nn.Module]],
         loss_fn: Callable[[Any, Any], Tensor],
         *,
-        schedule: str | Program | Schedule = "1f1b",
+        schedule: str | Program | ScheduleSpec | Schedule = "1f1b",
         memory: Memory | None = None,
         update: Update | None = None,
         ranks: Ranks | None = None,

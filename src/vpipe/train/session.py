@@ -191,13 +191,7 @@ def open_session(config: PipelineConfig, materials: Materials | None = None) -> 
     pipeline = Pipeline(
         compiled(model.layers, spec) if config.model.compile else model.layers,
         model.loss,
-        schedule=Schedule(
-            parallel.scheduler,
-            spec.num_microbatches,
-            parallel.stages_per_rank,
-            chosen.partition,
-            schedule_options=spec.options,
-        ),
+        schedule=Schedule(spec, partition=chosen.partition),
         memory=Memory(chosen.recompute, chosen.swap),
         update=Update(
             optimizer(training),
