@@ -36,6 +36,7 @@ import numpy.typing as npt
 from vpipe.observe.measured import Measured, computes
 from vpipe.observe.meetings import Meetings, meetings
 from vpipe.observe.replay import idle_times
+from vpipe.observe.rundir import Event
 from vpipe.schedule.action import Action, Kind
 
 CAUSES = ("warmup_drain", "imbalance", "communication", "data", "overhead")
@@ -121,7 +122,7 @@ def _without_delays(step: Measured, met: Meetings) -> tuple[list[int], list[int]
     for rank, row in enumerate(step.ranks):
         for index, event in enumerate(row):
             if computes(event):
-                work[rank, index] = event.end - met.get((rank, index), (event.ready, rank))[0]
+                work[rank, index] = event.end - event.ready
                 by_kind[event.action.kind].append(work[rank, index])
     mean = {kind: round(sum(times) / len(times)) for kind, times in by_kind.items()}
     even = idle_times(step, met, lambda rank, index: mean[step.ranks[rank][index].action.kind])
@@ -147,25 +148,22 @@ def _tiles(step: Measured, rank: int, met: Meetings, ends: dict[Action, tuple[in
     at = 0
     for index, event in enumerate(step.ranks[rank]):
         tiles.append((at, event.begin, _Doing.OVERHEAD, rank))
-        ready, who = met.get((rank, index), (event.ready, rank))
         if not computes(event):
             tiles.append((event.begin, event.end, _Doing.COMMUNICATION, rank))
-        elif (rank, index) in met:
-            tiles.append((event.begin, ready, _Doing.PEER if who != rank else _Doing.OVERHEAD, who))
-            tiles.append((ready, event.end, _Doing.WORK, rank))
         else:
-            tiles += _waiting(step, rank, event.action, event.begin, ready, ends)
-            tiles.append((ready, event.end, _Doing.WORK, rank))
+            meeting = met.get((rank, index))
+            made = [ends[each] for each in step.producers.get(event.action, ())]
+            tiles += _waiting(rank, event, [(meeting.came, meeting.last)] if meeting is not None else made)
+            tiles.append((event.ready, event.end, _Doing.WORK, rank))
         at = event.end
     tiles.append((at, step.span, _Doing.PEER if last != rank else _Doing.OVERHEAD, last))
     return [tile for tile in tiles if tile[1] > tile[0]]
 
 
-def _waiting(
-    step: Measured, rank: int, action: Action, begin: int, ready: int, ends: dict[Action, tuple[int, int]]
-) -> list[Tile]:
-    """The wait of an action: until the last of its producers has ended for that rank, then for the message."""
-    made = [ends[each] for each in step.producers.get(action, ())]
+def _waiting(rank: int, event: Event, made: Sequence[tuple[int, int]]) -> list[Tile]:
+    """The wait of an action: for that rank until the last of what it needs is ``made`` (when, by whom), then for the
+    message."""
+    action, begin, ready, *_ = event
     if not made:
         first = action.stage == 0 and action.kind is Kind.F
         return [(begin, ready, _Doing.DATA if first else _Doing.COMMUNICATION, rank)]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from statistics import median
 
 from vpipe.observe.measured import Measured, computes
-from vpipe.observe.meetings import meetings
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.program import Program
 from vpipe.schedule.timeline import Costs, StageCosts
@@ -36,16 +36,10 @@ def calibrate(steps: Sequence[Measured]) -> Costs:
 def _medians(steps: Sequence[Measured]) -> Medians:
     taken: dict[tuple[int, Kind], list[int]] = defaultdict(list)
     for step in steps:
-        met = meetings(step)
-        for rank, row in enumerate(step.ranks):
-            for index, event in enumerate(row):
-                if computes(event):
-                    taken[event.action.stage, event.action.kind].append(
-                        event.end - met.get((rank, index), (event.ready, rank))[0]
-                    )
-        for lane in step.swaps:
-            for event in lane:
-                taken[event.action.stage, event.action.kind].append(event.end - event.ready)
+        computed = (event for row in step.ranks for event in row if computes(event))
+        swapped = (event for lane in step.swaps for event in lane)
+        for event in chain(computed, swapped):
+            taken[event.action.stage, event.action.kind].append(event.end - event.ready)
     return {place: median(times) * NS for place, times in taken.items()}
 
 

@@ -136,7 +136,8 @@ def from_simulation(simulation: Simulation, scale: float = 1e9) -> Measured:
         tuple(
             Event(line.flat.action(event), at(line.begin[event]), at(line.begin[event]), at(line.end[event]))
             for event in lane
+            if LANE[line.flat.action(event).kind] is Lane.SWAP
         )
-        for lane in line.lanes[program.num_ranks :]
+        for lane in line.lanes[program.num_ranks : 2 * program.num_ranks]  # of gradients, where nobody swaps
     )
     return Measured(program, tuple(ranks), swaps=swaps)

@@ -1,33 +1,50 @@
-"""Where ranks met.
+"""For whom ranks wait where they meet.
 
 Most waits are for messages (``Measured.producers``). Two kinds of action need none and wait all the same: the replicas
-of a stage meet at ``REDUCE``, and all ranks at ``AGREE`` (``semantics.rounds`` says who meets where). The runtime does
-not record when a meeting is complete, but the record tells: if nobody left before the last one came, they met.
+of a stage meet at ``REDUCE``, and all ranks at ``AGREE`` (``semantics.rounds`` says who meets where). How long a rank
+waits there its record tells, as of every action (``Event.ready``); here is said for whom. A REDUCE whose gradients were
+sent ahead is no meeting: it waits for the ``SEND_W`` of its members (``semantics.sent_ahead``).
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from vpipe.observe.measured import Measured
-from vpipe.schedule.semantics import rounds
+from vpipe.schedule.semantics import rounds, sent_ahead
 
-Meetings = dict[tuple[int, int], tuple[int, int]]
-"""(rank, index in its row) → when everyone had come, and who came last."""
+InRow = tuple[int, int]
+"""(rank, index in its row)"""
+
+
+class Awaited(NamedTuple):
+    """What an action waits for that no message brings."""
+
+    members: tuple[InRow, ...]
+    """It waits until ranks have come to these actions."""
+    last: int
+    """The rank that came last."""
+    came: int
+    """When it did."""
+
+
+Meetings = dict[InRow, Awaited]
 
 
 @lru_cache(maxsize=64)
 def meetings(step: Measured) -> Meetings:
-    """Where ranks met, and when the last of them came."""
+    """What every REDUCE and AGREE waits for. One that a rank has left before the last one came was none: nothing is
+    exchanged where nothing is clipped and no update skipped."""
     found: Meetings = {}
-    executed = step.program.with_rows([event.action for event in row] for row in step.ranks)
-    for places in rounds(executed).values():
-        if len(places) < 2:
+    executed = step.program
+    ahead, known = sent_ahead(executed), sent_ahead(step.planned)
+    for meeting, places in rounds(executed).items():
+        if len(places) < 2 or (meeting in known and meeting not in ahead):  # a simulation draws no SEND_W
             continue
-        events = {rank: step.ranks[rank][index] for rank, index in places.items()}
-        last = max(event.begin for event in events.values())
-        if all(event.end >= last for event in events.values()):
-            who = min(rank for rank, event in events.items() if event.begin == last)
-            for rank, index in places.items():
-                found[rank, index] = (last, who)
+        awaited = tuple(ahead.get(meeting, places).items())
+        came, last = max((step.ranks[rank][index].begin, -rank) for rank, index in awaited)
+        if all(step.ranks[rank][index].end >= came for rank, index in places.items()):
+            for place in places.items():
+                found[place] = Awaited(awaited, -last, came)
     return found

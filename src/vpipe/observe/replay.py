@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vpipe.observe.measured import Measured, computes
-from vpipe.observe.meetings import Meetings
+from vpipe.observe.meetings import InRow, Meetings
 from vpipe.schedule.action import Action
 
 Duration = Callable[[int, int], int]
@@ -21,10 +21,8 @@ def idle_times(step: Measured, met: Meetings, duration: Duration) -> list[int]:
     """Per rank, the idle time until the last rank ends, if links were free and nothing else took time."""
     clock, busy = [0] * len(step.ranks), [0] * len(step.ranks)
     ends: dict[Action, int] = {}
-    came: dict[tuple[int, int], int] = {}
-    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for member, meeting in met.items():
-        groups.setdefault(meeting, []).append(member)
+    came: dict[InRow, int] = {}
+    awaited = {place for meeting in met.values() for place in meeting.members}
     position = [0] * len(step.ranks)
     forced = False
     while any(position[rank] < len(row) for rank, row in enumerate(step.ranks)):
@@ -33,17 +31,18 @@ def idle_times(step: Measured, met: Meetings, duration: Duration) -> list[int]:
             while position[rank] < len(row):
                 index = position[rank]
                 event = row[index]
+                if (rank, index) in awaited:
+                    came[rank, index] = clock[rank]
                 if computes(event):
                     needs = step.producers.get(event.action, [])
                     if not forced and any(each not in ends for each in needs):
                         break
                     ready = max([clock[rank], *(ends.get(each, 0) for each in needs)])
                     if (rank, index) in met:
-                        came[rank, index] = clock[rank]
-                        group = groups[met[rank, index]]
-                        if not forced and any(each not in came for each in group):
+                        members = met[rank, index].members
+                        if not forced and any(each not in came for each in members):
                             break
-                        ready = max([ready, *(came.get(each, 0) for each in group)])
+                        ready = max([ready, *(came.get(each, 0) for each in members)])
                     taken = duration(rank, index)
                     clock[rank] = ready + taken
                     busy[rank] += taken

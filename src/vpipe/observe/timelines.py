@@ -21,7 +21,6 @@ from vpipe.errors import UserError
 from vpipe.observe.bubbles import CAUSES, Bubbles, attribute
 from vpipe.observe.calibrate import calibrate
 from vpipe.observe.measured import Measured, from_simulation
-from vpipe.observe.meetings import meetings
 from vpipe.observe.rundir import Event
 from vpipe.schedule.program import Program
 from vpipe.schedule.simulate import Simulation, simulate
@@ -128,14 +127,12 @@ def actions(step: Measured) -> list[list[list[Any]]]:
 
 def timeline(step: Measured, bubbles: Bubbles) -> dict[str, Any]:
     """A step as the page draws it: per rank (gap before, waited, worked) of every action, in ticks."""
-    met = meetings(step)
     ranks = []
-    for rank, row in enumerate(step.ranks):
+    for row in step.ranks:
         times: list[int] = []
         at = 0
-        for index, event in enumerate(row):
-            ready = met.get((rank, index), (event.ready, rank))[0]
-            begin, ready, end = event.begin // TICK, ready // TICK, event.end // TICK
+        for event in row:
+            begin, ready, end = event.begin // TICK, event.ready // TICK, event.end // TICK
             times += [begin - at, ready - begin, end - ready]
             at = end
         ranks.append(times)

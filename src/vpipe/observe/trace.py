@@ -22,7 +22,6 @@ from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.observe.measured import Measured, computes
-from vpipe.observe.meetings import meetings
 from vpipe.schedule.action import Action, parse
 from vpipe.schedule.draw import NAMES
 
@@ -94,16 +93,14 @@ def _where(rank: int, thread: int = COMPUTE) -> dict[str, int]:
 
 
 def _slices(step: Measured, at: int) -> Iterator[dict[str, Any]]:
-    met = meetings(step)
     for rank, row in enumerate(step.ranks):
         lane = {event.action: event for event in (step.swaps[rank] if step.swaps else ())}
         for index, handed in enumerate(row):
             event = lane.get(handed.action, handed)
-            ready = met.get((rank, index), (event.ready, rank))[0]
             stage, kind, microbatch = event.action
-            if ready - event.begin >= 1000 and event is handed:
+            if event.ready - event.begin >= 1000 and event is handed:
                 why = {"step": step.step, "for": str(event.action)}
-                yield _slice(WAIT, WAIT, rank, COMPUTE, at + event.begin, ready - event.begin, why)
+                yield _slice(WAIT, WAIT, rank, COMPUTE, at + event.begin, event.ready - event.begin, why)
             args: dict[str, Any] = {"step": step.step, "index": index, "stage": stage}
             if microbatch >= 0:
                 args |= {"microbatch": microbatch, "version": event.version}
@@ -111,7 +108,7 @@ def _slices(step: Measured, at: int) -> Iterator[dict[str, Any]]:
                 args["bytes"] = event.bytes
             thread = COMPUTE if computes(event) else MESSAGES if event is handed else SWAPS
             name = NAMES.get(kind, kind.value)
-            yield _slice(str(event.action), name, rank, thread, at + ready, event.end - ready, args)
+            yield _slice(str(event.action), name, rank, thread, at + event.ready, event.end - event.ready, args)
 
 
 def _slice(

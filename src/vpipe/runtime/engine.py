@@ -7,7 +7,7 @@ because the program has decided everything. Words: docs/glossary.md.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from vpipe.runtime.crossing import copied_value
 from vpipe.runtime.device import HOST, current, is_host, number
 from vpipe.runtime.device_times import DeviceTimes
 from vpipe.runtime.flow import Flow, Hop, Pending, Task, Tasks, Value, listed, remote, unlisted
-from vpipe.runtime.job import Call, Compiled, Job, Record, Result
+from vpipe.runtime.job import Call, Compiled, Job, Record, Result, annotated
 from vpipe.runtime.memory.swap import Passage, Swapper
 from vpipe.runtime.memory.swap_device import DeviceSwapper
 from vpipe.runtime.prefetch import Prefetch
@@ -105,7 +104,7 @@ class Engine:
 
         calls = [(action, bound(action)) for action in row]
         if isinstance(self.updater, AgreeingAfterwards):
-            calls = with_second_tries(calls, self.stages, self.updater, partial(setattr, self, "current"))
+            calls = with_second_tries(calls, self.stages, self.updater, partial(setattr, self, "current"), self._waited)
         return Compiled(program, calls, tasks, versions, uses)
 
     def run(self, compiled: Compiled, job: Job) -> Result:
@@ -179,7 +178,7 @@ class Engine:
         """The loop: of each call, when it began, had what it needs, and ended."""
         times: list[tuple[int, int, int]] = []
         end = perf_counter_ns()
-        for action, call in _annotated(calls) if self.annotates else calls:
+        for action, call in annotated(calls) if self.annotates else calls:
             self.current = action
             begin = self._ready = end
             call()
@@ -193,7 +192,7 @@ class Engine:
         self._events.clear()
         begun = time = perf_counter_ns()
         begin = times.mark()
-        for action, call in _annotated(calls) if self.annotates else calls:
+        for action, call in annotated(calls) if self.annotates else calls:
             self.current = action
             self._ready_event = begin
             call()
@@ -218,6 +217,12 @@ class Engine:
     def _is_ready(self) -> None:
         """The action has what it needs; on a device, will have when its stream comes here."""
         self._ready = perf_counter_ns()
+        if self._times is not None:
+            self._ready_event = self._times.mark()
+
+    def _waited(self, since: int) -> None:
+        """Everyone has come to a meeting. What the action did before it waited, ``since`` then, is work as well."""
+        self._ready += perf_counter_ns() - since
         if self._times is not None:
             self._ready_event = self._times.mark()
 
@@ -376,7 +381,7 @@ class Engine:
 
     def _agree(self, task: Task) -> None:
         """Roughly: ``verdict = all_gather(norms of all gradients)``."""
-        self.updater.agree()
+        self.updater.agree(self._waited)
 
     def _step(self, task: Task) -> None:
         """Roughly: ``optimizer.step()``."""
@@ -390,10 +395,3 @@ class Engine:
     def close(self) -> None:
         self.retire()
         self.transport.close()
-
-
-def _annotated(calls: Sequence[Call]) -> Iterator[Call]:
-    """Calls that appear under their actions' names in a torch.profiler trace."""
-    for action, call in calls:
-        with record_function(str(action)):
-            yield action, call

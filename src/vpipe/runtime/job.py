@@ -6,10 +6,12 @@ so the same verifier that passed the plan can pass what was executed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+from torch.profiler import record_function
 
 from vpipe.runtime.device import Number
 from vpipe.runtime.flow import Tasks, Value
@@ -18,6 +20,13 @@ from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import VersionTable, version_table
 
 Call = tuple[Action, Callable[[], None]]
+
+
+def annotated(calls: Sequence[Call]) -> Iterator[Call]:
+    """Calls that appear under their actions' names in a torch.profiler trace."""
+    for action, call in calls:
+        with record_function(str(action)):
+            yield action, call
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from vpipe.runtime.job import Call
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.updates.agreement import Waited
 from vpipe.runtime.updates.attempts import AgreeingAfterwards
 from vpipe.runtime.updates.repeats import Buffers
 from vpipe.schedule.action import Action, Kind
@@ -21,7 +22,7 @@ ActionWatch = Callable[[Action], None]
 
 
 def with_second_tries(
-    calls: list[Call], stages: Mapping[int, Stage], updater: AgreeingAfterwards, watch: ActionWatch
+    calls: list[Call], stages: Mapping[int, Stage], updater: AgreeingAfterwards, watch: ActionWatch, waited: Waited
 ) -> list[Call]:
     """The calls of a row, each agreement knowing what it may have to repeat."""
     found, begin = list(calls), 0
@@ -29,7 +30,7 @@ def with_second_tries(
         if action.kind is Kind.STEP:
             begin = at + 1
         elif action.kind is Kind.AGREE:
-            section = SecondTry(calls[begin:at], stages, updater, watch)
+            section = SecondTry(calls[begin:at], stages, updater, watch, waited)
             found[at] = (action, section.agree)
             if begin < at:
                 found[begin] = (found[begin][0], section.beginning(found[begin][1]))
@@ -40,10 +41,15 @@ class SecondTry:
     """The calls between an update and its agreement."""
 
     def __init__(
-        self, calls: Sequence[Call], stages: Mapping[int, Stage], updater: AgreeingAfterwards, watch: ActionWatch
+        self,
+        calls: Sequence[Call],
+        stages: Mapping[int, Stage],
+        updater: AgreeingAfterwards,
+        watch: ActionWatch,
+        waited: Waited,
     ) -> None:
         self._calls = calls
-        self._updater, self._watch = updater, watch
+        self._updater, self._watch, self._waited = updater, watch, waited
         self._units = [(stages[stage], unit) for (stage, kind, unit), _ in calls if kind is Kind.F]
         self._stages = list({id(stage): stage for stage, _ in self._units}.values())
         self._buffers: Buffers | None = None
@@ -59,7 +65,7 @@ class SecondTry:
 
     def agree(self) -> None:
         """Roughly: ``if the update was wrong: undo, update rightly, forward again``."""
-        if self._updater.settle():
+        if self._updater.settle(self._waited):
             self._undo()
             for action, call in self._calls:
                 self._watch(action)

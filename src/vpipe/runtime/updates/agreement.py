@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import chain
 from math import isfinite, isinf
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -180,6 +181,10 @@ def divide(gradients: Iterable[Tensor], divisor: float) -> None:
             gradient.div_(divisor)
 
 
+Waited = Callable[[int], None]
+"""Told that all others have come, and since when (``perf_counter_ns``) this rank has waited for them."""
+
+
 class NormExchange:
     """One rank's part."""
 
@@ -196,15 +201,17 @@ class NormExchange:
         self._known: list[list[tuple[int, int, int]]] | None = None
 
     def gather(
-        self, mine: list[Tensor], losses: Tensor | None, num_losses: Callable[[int], int]
+        self, mine: list[Tensor], losses: Tensor | None, num_losses: Callable[[int], int], waited: Waited
     ) -> tuple[Tensor, list[Tensor] | None, torch.dtype]:
         """All norms in the order of layers, every rank's losses if they go along, and the dtype to add norms in."""
+        since = perf_counter_ns()
         order, here = self._order(), is_host(self._device)
         counts = self._counts if here else self._held(order)
         rows = [num_losses(rank) if losses is not None else 0 for rank in range(len(order))]
         sizes = [sum(each) + more for each, more in zip(counts, rows, strict=True)]
         block = torch.cat(mine if losses is None else [*mine, losses])
         found = self._transport.all_gather(block, self._ranks, sizes)
+        waited(since)
         by_layer: dict[int, Any] = {}
         told = []
         for block, layers, numbers in zip(found, order, counts, strict=True):

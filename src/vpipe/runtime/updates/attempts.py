@@ -19,7 +19,7 @@ from vpipe.runtime.device import Number, beside, is_host
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.surroundings import forget_casts
 from vpipe.runtime.updates import optimizing
-from vpipe.runtime.updates.agreement import LossKey, counted, divide, judge, judge_there, multiply
+from vpipe.runtime.updates.agreement import LossKey, Waited, counted, divide, judge, judge_there, multiply
 from vpipe.runtime.updates.skipping import Before, can_be_restored
 from vpipe.runtime.updates.update import Updater
 
@@ -81,12 +81,13 @@ class AgreeingAfterwards(Updater):
         for key in [key for key in self._losses if key[1] in microbatches]:
             del self._losses[key]
 
-    def settle(self) -> bool:
+    def settle(self, waited: Waited) -> bool:
         """Agree on the updates that are made: whether they, or the loss scale, are not what the forwards since then
         have read. The host waits for the answer."""
         if not self._attempts:
             return False
-        found, dtype = self._exchanged([self._attempts[stage].sizes for stage in sorted(self._attempts)], None)
+        sizes = [self._attempts[stage].sizes for stage in sorted(self._attempts)]
+        found, dtype = self._exchanged(sizes, None, waited)
         answer, factor = self._verdict_of(*(judge if is_host(self._device) else judge_there)(found, dtype))
         finite, scale = bool(answer), self.loss_scale
         self._learn(finite)

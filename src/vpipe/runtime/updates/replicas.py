@@ -23,6 +23,8 @@ from vpipe.runtime.transport.wire import Envelope
 from vpipe.runtime.updates.tied_gradients import dense
 from vpipe.schedule.placement import Placement
 
+AT_ONCE = 1 << 20
+"""Numbers that replicas exchange at a time."""
 AMONG_REPLICAS = "between the replicas of a stage"
 """Why gradients are exchanged."""
 
@@ -126,3 +128,16 @@ def _broadcast(index: int, ranks: Sequence[int], state: Sequence[Tensor], transp
             with torch.no_grad():
                 for mine, theirs in zip(state, transport.take(envelope), strict=True):
                     mine.copy_(theirs)
+
+
+def exchanges(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Neighbours of one dtype, as many as are worth one exchange."""
+    found: list[list[Tensor]] = []
+    room = 0
+    for parameter in parameters:
+        room -= parameter.numel()
+        if not found or room < 0 or parameter.dtype != found[-1][-1].dtype:
+            found.append([])
+            room = AT_ONCE - parameter.numel()
+        found[-1].append(parameter)
+    return found

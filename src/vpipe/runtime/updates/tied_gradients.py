@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from time import perf_counter_ns
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from vpipe.errors import UserError
 from vpipe.layer import TiedWeight
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.updates.agreement import Waited
 from vpipe.schedule.placement import Layout
 
 
@@ -20,7 +22,7 @@ class TiedGradients:
     def __init__(self, transport: Transport, layout: Layout, tied: Sequence[TiedWeight]) -> None:
         self._transport, self._layout, self._tied = transport, layout, tied
 
-    def add_up(self, stages: Mapping[int, Stage]) -> None:
+    def add_up(self, stages: Mapping[int, Stage], waited: Waited) -> None:
         """Every owner of a tied parameter gets the sum of all owners' gradients."""
         for tie in self._tied:
             by_stage = {layer: stage for stage in stages.values() for layer in stage.owned}
@@ -32,7 +34,9 @@ class TiedGradients:
             own = [dense(p, "between the owners of a tied weight") for p in parameters]
             sizes = [own[0].numel() * len(self._owned_by(rank, tie)) for rank in ranks]
             mine = torch.cat([g.flatten() for g in own])
+            since = perf_counter_ns()
             blocks = self._transport.all_gather(mine, ranks, sizes) if len(ranks) > 1 else None
+            waited(since)
             total = self._sum_owners(tie, ranks, own, blocks)
             for parameter in parameters:
                 parameter.grad = total.clone()

@@ -25,6 +25,7 @@ from vpipe.runtime.updates.agreement import (
     LossBlocks,
     LossKey,
     NormExchange,
+    Waited,
     counted,
     divide,
     judge,
@@ -39,13 +40,10 @@ from vpipe.runtime.updates.agreement import (
 from vpipe.runtime.updates.flat import FlatStep
 from vpipe.runtime.updates.optimizing import OptimizerStep
 from vpipe.runtime.updates.repeats import SkipNeed, Start, need_of
-from vpipe.runtime.updates.replicas import AMONG_REPLICAS, GradientsAhead, add_up, trained
+from vpipe.runtime.updates.replicas import AMONG_REPLICAS, GradientsAhead, add_up, exchanges, trained
 from vpipe.runtime.updates.skipping import Before, TakeBack, can_be_restored, can_be_told, step_told
 from vpipe.runtime.updates.tied_gradients import TiedGradients, dense
 from vpipe.schedule.placement import Placement
-
-AT_ONCE = 1 << 20
-"""Numbers that replicas exchange at a time."""
 
 
 @dataclass
@@ -198,18 +196,19 @@ class Updater:
 
     def reduce(self, stage: Stage, ready: Callable[[], None]) -> None:
         """Sum over the stage's replicas; in asynchronous modes the mean of the round. ``ready`` is called when what was
-        sent ahead has come."""
+        sent ahead has come, or else when all have."""
         ranks = self._placement.ranks_of[stage.index]
         weights = trained(stage)
         told = self._ahead.taken(stage) if self._ahead is not None else None
-        ready()
         if told is not None:
+            ready()
             add_up(told, mean=not self.options.synchronous)
             return
         mine = torch.tensor([p.grad is not None for p in weights], dtype=torch.uint8)
         anyone = torch.stack(self._transport.all_gather(mine, ranks, [len(weights)] * len(ranks))).any(0).tolist()
+        ready()
         # A parameter that no replica has used gets no gradient, as in one process: an optimizer leaves it alone.
-        for together in _exchanges([p for p, has in zip(weights, anyone, strict=True) if has]):
+        for together in exchanges([p for p, has in zip(weights, anyone, strict=True) if has]):
             parts = [dense(p, AMONG_REPLICAS).flatten() for p in together]
             total = torch.cat(parts)
             self._sum(total, ranks)
@@ -295,30 +294,30 @@ class Updater:
         """Whether a gradient that is not finite skips the update."""
         return self.options.skip_nonfinite or self.scaler.dynamic
 
-    def agree(self) -> None:
+    def agree(self, waited: Waited) -> None:
         """One exchange between all ranks: whether to update, and by what factor to clip."""
         self.before_update()
-        self._verdict = self._agree()
+        self._verdict = self._agree(waited)
 
-    def _agree(self) -> tuple[bool | Tensor, Tensor | None]:
+    def _agree(self, waited: Waited) -> tuple[bool | Tensor, Tensor | None]:
         if self._ties is not None:
-            self._ties.add_up(self._stages)
+            self._ties.add_up(self._stages, waited)
         if self.loss_scale != 1.0:
             for stage in self._stages.values():
                 divide([p.grad for p in stage.weights.parameters.values() if p.grad is not None], self.loss_scale)
         if not self._judges:
             return True, None
         trained = [counted(self._stages[stage], self._tied) for stage in sorted(self._stages)]
-        everything, dtype = self._exchanged([*map(self._norms, trained)], self.local_losses())
+        everything, dtype = self._exchanged([*map(self._norms, trained)], self.local_losses(), waited)
         if not is_host(self._device):
             return self._verdict_of(*judge_there(everything, dtype))
         finite, factor = self._verdict_of(*judge(everything, dtype))
         self._learn(bool(finite))
         return finite, factor
 
-    def _exchanged(self, mine: list[Tensor], losses: Tensor | None) -> tuple[Tensor, torch.dtype]:
+    def _exchanged(self, mine: list[Tensor], losses: Tensor | None, waited: Waited) -> tuple[Tensor, torch.dtype]:
         """The norms of all ranks' gradients in the order of layers, and the dtype to add them in; losses go along."""
-        found, self._told, dtype = self._exchange.gather(mine, losses, self._num_losses)
+        found, self._told, dtype = self._exchange.gather(mine, losses, self._num_losses, waited)
         return found, dtype
 
     def _norms(self, parameters: list[Tensor]) -> Tensor:
@@ -384,16 +383,3 @@ class Updater:
         self.must_repeat = any(bool(block[-1]) for block in blocks)
         self._start = self._start if self.must_repeat else None
         return [block[:-1] for block in blocks]
-
-
-def _exchanges(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of one dtype, as many as are worth one exchange."""
-    found: list[list[Tensor]] = []
-    room = 0
-    for parameter in parameters:
-        room -= parameter.numel()
-        if not found or room < 0 or parameter.dtype != found[-1][-1].dtype:
-            found.append([])
-            room = AT_ONCE - parameter.numel()
-        found[-1].append(parameter)
-    return found
