@@ -41,6 +41,7 @@ def assert_devices_equal(schedule: str, num_ranks: int) -> None:
     assert_equal(found, on_cpu(schedule, num_ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.rotates(20)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_on_two_devices(schedule: str, mode: str) -> None:

@@ -238,6 +238,7 @@ def differs(train: Callable[[], Outcome], expected: Outcome) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "line"), MUTANTS, ids=[f"{file}:{line}" for file, line in MUTANTS])
 def test_no_wait_can_be_left_out(file: str, line: int, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vpipe.runtime.memory.swap.MIN_BYTES", 64)

@@ -103,8 +103,10 @@ class Far:
         """Two iterations more, on this machine, end as in a run that was left alone."""
         assert_goes_on((str(config), *WORDS, *LONG), self.folder, plain)
 
-    def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+    def recoveries(self) -> list[dict[str, Any]]:
+        """What has been told of them so far, in whole lines."""
+        lines = (self.folder / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
+        return [line for line in map(json.loads, lines) if line["kind"] == "recovery"]
 
 
 def node_of(pid: int) -> psutil.Process:
@@ -122,6 +124,7 @@ def test_a_lost_rank_and_a_lost_machine_change_no_bit(server: Server, config: Pa
     second = run.until(lambda roster: roster.epoch > first.epoch and roster.has_stepped)
     assert len(second.ranks) == 3
     assert second.pids[0] == first.pids[0]  # who is well is not restarted
+    run.until(lambda _: bool(run.recoveries()))  # rank 0 has told of it before it is lost
     node = node_of(second.pids[0])
     lost = [node, *node.children(recursive=True)]
     for process in lost:
@@ -129,7 +132,7 @@ def test_a_lost_rank_and_a_lost_machine_change_no_bit(server: Server, config: Pa
     run.until(lambda roster: roster.epoch > second.epoch and roster.has_stepped)
     run.stop()
     assert "node-a is lost" in run.said
-    told = [line for line in run.metrics() if line["kind"] == "recovery"]
+    told = run.recoveries()
     assert [line["ranks"] for line in told] == [3, 2]
     assert told[1]["lost"] == ["rank 0 is lost with node-a"]
     run.assert_equal(config, tmp_path / "plain")

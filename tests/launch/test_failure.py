@@ -167,7 +167,7 @@ def test_a_mistake_in_a_config_is_said_once_under_torchrun(tmp_path: Path) -> No
     """Found before the ranks meet: rank 0 speaks, and torchrun ends the others."""
     (tmp_path / "job.yaml").write_text(NO_DATA.replace("name: gpt", "nam: gpt"))
     options = ["--standalone", "--nproc-per-node=3", "-m", "vpipe", "train", str(tmp_path / "job.yaml")]
-    run = Running(tmp_path, sys.executable, "-m", "torch.distributed.run", *options)
+    run = Running(tmp_path, forked_python.program(), "-m", "torch.distributed.run", *options)
     assert run.wait() == 1
     assert run.err.count("model.nam is an unknown key") == 1
     run.assert_clean()

@@ -14,10 +14,10 @@ from vpipe.schedule.flat import Lanes, find_transfers
 from vpipe.schedule.lower import lower
 from vpipe.schedule.program import Program, from_csv
 from vpipe.schedule.timeline import Costs, StageCosts
-from vpipe.schedule.wavefront import Times
+from vpipe.schedule.wavefront import EventTimes
 
 
-def both(program: Program, costs: Costs, rendezvous: bool = True) -> tuple[Times | None, Times]:
+def both(program: Program, costs: Costs, rendezvous: bool = True) -> tuple[EventTimes | None, EventTimes]:
     """What the wavefront finds, and what the loop over single lanes does."""
     flat, transfers = program.flat, find_transfers(program.flat)
     given = timeline._durations(flat, transfers, costs, blocking_sends=False)
