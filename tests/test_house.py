@@ -187,9 +187,24 @@ def test_the_index_of_a_step_is_called_microbatch() -> None:
                 and ast.unparse(node.target) == "unit"
                 and ast.unparse(node.iter).startswith("range(")
             )
-            if index or counted:
+            if index or counted or _names_an_index(node):
                 wrong.append(f"{path.relative_to(HOUSE)}: {ast.unparse(node)[:60]}")
     assert not wrong, wrong
+
+
+def _names_an_index(node: ast.AST) -> bool:
+    """Whether ``unit`` is bound beside a stage or a kind, as a part of an action, or to a whole number."""
+    if isinstance(node, ast.For | ast.comprehension):
+        names = {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+        return "unit" in names and bool(names & {"stage", "kind"})
+    if not isinstance(node, ast.Assign):
+        return False
+    pairs = [(target, node.value) for target in node.targets]
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs += zip(target.elts, node.value.elts, strict=False)
+    whole = [ast.unparse(value) for target, value in pairs if ast.unparse(target) == "unit"]
+    return any(value.isdigit() or value.startswith("int(") or "microbatch," in value for value in whole)
 
 
 def test_every_module_is_imported_by_somebody() -> None:

@@ -50,7 +50,7 @@ class SecondTry:
     ) -> None:
         self._calls = calls
         self._updater, self._watch, self._waited = updater, watch, waited
-        self._units = [(stages[stage], unit) for (stage, kind, unit), _ in calls if kind is Kind.F]
+        self._units = [(stages[stage], microbatch) for (stage, kind, microbatch), _ in calls if kind is Kind.F]
         self._stages = list({id(stage): stage for stage, _ in self._units}.values())
         self._buffers: Buffers | None = None
 

@@ -219,15 +219,15 @@ def _assembled(flat: Flat, messages: _Messages, post_at: Ints) -> Program:
     order = np.argsort(np.concatenate((np.arange(len(flat)) * 3 + 1, behind * 3 + 2, before * 3)), kind="stable")
     stage = np.concatenate((flat.stage, flat.stage[sender], reader))
     kind = np.concatenate((flat.kind, send_kind, receive_kind))
-    unit = np.concatenate((flat.microbatch, flat.microbatch[sender], microbatch))
+    microbatches = np.concatenate((flat.microbatch, flat.microbatch[sender], microbatch))
     rank = np.concatenate((flat.rank, flat.rank[sender], target))
     names = np.array(KINDS, object)[kind[len(flat) :]].tolist()
-    values = zip(stage[len(flat) :].tolist(), names, unit[len(flat) :].tolist(), strict=True)
+    values = zip(stage[len(flat) :].tolist(), names, microbatches[len(flat) :].tolist(), strict=True)
     made = map(tuple.__new__, repeat(Action), values)  # Action(…) is a Python function
     actions = np.fromiter(chain(*program.rows, made), object, len(order))[order].tolist()
     ends = np.cumsum(np.bincount(rank, minlength=program.num_ranks)).tolist()
     lowered = program.with_rows(actions[begin:end] for begin, end in pairwise([0, *ends]))
-    return with_flat(lowered, stage[order], kind[order], unit[order])
+    return with_flat(lowered, stage[order], kind[order], microbatches[order])
 
 
 def _receives(flat: Flat, messages: _Messages, post_at: Ints) -> Ints:

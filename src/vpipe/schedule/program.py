@@ -248,7 +248,7 @@ def _placement(rows: tuple[tuple[Action, ...], ...], source: str) -> Placement:
     for stage in range(len(votes)):
         ranks = sorted(votes[stage], key=lambda rank: min(units[stage, rank], default=0))
         turns = all(
-            units[stage, rank] and {unit % len(ranks) for unit in units[stage, rank]} == {turn}
+            units[stage, rank] and {microbatch % len(ranks) for microbatch in units[stage, rank]} == {turn}
             for turn, rank in enumerate(ranks)
         )
         ranks_of.append(tuple(ranks) if turns else (votes[stage].most_common(1)[0][0],))

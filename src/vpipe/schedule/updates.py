@@ -232,17 +232,17 @@ def _irregular(program: Program) -> Iterator[Violation]:
             return
         interval = _group_sizes(program, stage, rank)[0]
         least, most = 0, len(program.rows[rank])  # bounds on W
-        made = unit = 0
+        made = begun = 0
         for index, action in enumerate(program.rows[rank]):
             if action.stage != stage:
                 continue
             if action.kind is Kind.STEP:
                 made += 1
             elif action.kind is Kind.F:
-                least = max(least, unit - (made + 1) * interval + 1)
-                most = min(most, unit - made * interval) if made else most
+                least = max(least, begun - (made + 1) * interval + 1)
+                most = min(most, begun - made * interval) if made else most
                 if least > most:
                     reason = f"reads weight version {made}, out of step with the units before it"
                     yield Violation(rank, index, str(action), reason)
                     break
-                unit += 1
+                begun += 1

@@ -257,14 +257,14 @@ def _unmet(flat: Flat, places: Places, need: Need, other: Ints, users: Ints) -> 
         found = np.where(here, found, flat.find(need.received_by, stage, microbatch))
     missing = (found == NONE) & (not need.optional)
     for at in np.flatnonzero(missing | (found > users)).tolist():
-        user, unit = int(users[at]), int(microbatch[at])
+        user = int(users[at])
         action, rank = flat.action(user), int(flat.rank[user])
         if missing[at]:
             wanted = [(int(other[at]), kind) for kind in need.kinds]
             if not here[at]:
                 assert need.received_by is not None, f"{action} needs {need.kinds} of another rank"
                 wanted = [(action.stage, need.received_by)]
-            names = " or ".join(f"{needed}{kind}{unit}" for needed, kind in wanted)
+            names = " or ".join(f"{needed}{kind}{action.microbatch}" for needed, kind in wanted)
             yield places.at(action, rank, f"needs {names}, which no rank runs")
         else:
             yield places.at(action, rank, f"needs {flat.action(int(found[at]))}, which comes later in the row")

@@ -20,10 +20,10 @@ function violations(rows, ranksOf, units, memory, stuck, peaks) {
   }));
   const has = (stage, kind, microbatch) => place.has(stage + kind + microbatch);
   ranksOf.forEach((_, stage) => {
-    for (let unit = 0; unit < units; unit += 1) {
-      const rank = homeOf(ranksOf, stage, unit), back = ["B", "I", "W"].filter((kind) => has(stage, kind, unit)), of = `of microbatch ${unit} at stage ${stage}`;
-      if (!has(stage, "F", unit)) say(rank, -1, "", `the forward ${of} (${stage}F${unit}) is missing`);
-      if (back.join("") !== "B" && back.join("") !== "IW") say(rank, -1, "", `the backward ${of} must be one B, or I and W; the program has ${back.map((kind) => stage + kind + unit).join(", ") || "nothing"}`);
+    for (let microbatch = 0; microbatch < units; microbatch += 1) {
+      const rank = homeOf(ranksOf, stage, microbatch), back = ["B", "I", "W"].filter((kind) => has(stage, kind, microbatch)), of = `of microbatch ${microbatch} at stage ${stage}`;
+      if (!has(stage, "F", microbatch)) say(rank, -1, "", `the forward ${of} (${stage}F${microbatch}) is missing`);
+      if (back.join("") !== "B" && back.join("") !== "IW") say(rank, -1, "", `the backward ${of} must be one B, or I and W; the program has ${back.map((kind) => stage + kind + microbatch).join(", ") || "nothing"}`);
     }
   });
   if (strange) return told(found);
