@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "plan"))
 
 from plan_oracles import SCHEDULES, Problem, brute_force, random_problem, random_profile
 
+from vpipe.layer import even_partition
 from vpipe.plan.costs import Profile
 from vpipe.plan.floor import lower_bound
 from vpipe.plan.graph_text import load_graph
@@ -112,7 +113,7 @@ def real(name: str, num_stages: int, room: float) -> dict[str, object]:
     cap = least + room * max(0.0, most - least)
     machine = Machine.of(num_stages, cap)
     found = plan(profile, num_stages, num_microbatches=16, memory=cap)
-    even = by_hand(profile, PlannedLayout.even(profile.num_layers, num_stages), pipe, machine)
+    even = by_hand(profile, PlannedLayout.of_counts(even_partition(profile.num_layers, num_stages)), pipe, machine)
     balanced = by_hand(profile, PlannedLayout.of_counts(loose.layout.counts), pipe, machine)
     return {
         "profile": name,

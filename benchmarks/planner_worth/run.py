@@ -150,11 +150,12 @@ def _with_times(profile: Any, times: Callable[[Any], list[float]]) -> Any:
 
 def balance(profile: Any, repeats: int) -> dict[str, Any]:
     """Equal layer counts against the plan, without a memory cap, under 1F1B."""
+    from vpipe.layer import even_partition
     from vpipe.plan.layout import PlannedLayout
     from vpipe.plan.planner import plan
 
     found = plan(profile, RANKS, num_microbatches=MICROBATCHES, schedule="1f1b", swap=False)
-    even = PlannedLayout.even(profile.num_layers, RANKS)
+    even = PlannedLayout.of_counts(even_partition(profile.num_layers, RANKS))
     sides = {"plan": found.layout, "equal counts": even}
     times = {name: measured(profile, layout, "1f1b", MICROBATCHES, repeats) for name, layout in sides.items()}
     return {

@@ -18,7 +18,8 @@ output. A layer may be given as a factory; then only the rank that owns it build
     split_sizes       rows of a batch, the first microbatches taking one more where they do not divide
 
 One rule for stages: the largest part is as small as it can be, and among such cuts the parts are as even as can be.
-The planner (``plan``) simulates steps and does better; it needs a measurement, these do not.
+The planner (``plan``) simulates steps and does better; it needs a measurement, these do not. What
+``ModelInterface.get_stage_partition`` says by default is another rule, OurGPipe's: no run takes it, only who calls it.
 
 Words: docs/glossary.md.
 """

@@ -11,6 +11,7 @@ import pytest
 from plan_chains import cap_of, large_chain
 from plan_oracles import SCHEDULES, Problem, brute_force, random_problem, random_profile
 
+from vpipe.layer import even_partition
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.floor import lower_bound
 from vpipe.plan.judge import Candidate, Judge
@@ -83,7 +84,7 @@ def test_the_judge_agrees_with_the_simulator() -> None:
         pipe = Pipe.of(schedule, 3, 5)
         profile = random_profile(rng, pipe.num_stages + 3)
         machine = Machine.of(3, None)
-        layout = PlannedLayout.even(profile.num_layers, pipe.num_stages)
+        layout = PlannedLayout.of_counts(even_partition(profile.num_layers, pipe.num_stages))
         judged = Judge(profile, pipe, machine).steps([Candidate(layout.cuts)])
         assert np.isclose(judged[0], predict(profile, layout, pipe, machine).step_time, rtol=1e-12), schedule
 

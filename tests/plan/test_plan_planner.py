@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from vpipe.errors import UserError
+from vpipe.layer import even_partition
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.layout import PlannedLayout, layout_from_json, to_ratio
 from vpipe.plan.memory import Choice
@@ -70,7 +71,7 @@ def test_equal_stages_take_what_the_formula_says_and_the_bound_proves_it() -> No
 def test_the_plan_beats_equal_layer_counts() -> None:
     profile = transformer(10)
     found = plan(profile, 4, num_microbatches=8)
-    even = predict(profile, PlannedLayout.even(12, 4), Pipe.of("1f1b", 4, 8), Machine.of(4, None))
+    even = predict(profile, PlannedLayout.of_counts(even_partition(12, 4)), Pipe.of("1f1b", 4, 8), Machine.of(4, None))
     assert found.step_time < even.step_time
 
 

@@ -30,12 +30,6 @@ class PlannedLayout:
         kept = choices or [[Choice.KEEP] * count for count in counts]
         return cls((0, *accumulate(counts)), tuple(tuple(stage) for stage in kept))
 
-    @classmethod
-    def even(cls, num_layers: int, num_stages: int) -> PlannedLayout:
-        """Equal layer counts, the first stages taking what is left over: what one gets without a planner."""
-        share, rest = divmod(num_layers, num_stages)
-        return cls.of_counts([share + (stage < rest) for stage in range(num_stages)])
-
     @property
     def num_stages(self) -> int:
         return len(self.choices)
