@@ -71,7 +71,7 @@ class Pipeline(Movable):
     synchronous: bool
     """Whether all units of a batch read the same weights."""
     updates_per_step: int
-    """How often ``train_step`` updates a stage, as long as it is not told another number of microbatches."""
+    """How often one batch of ``num_microbatches`` updates a stage."""
     is_first: bool
     """Whether this process holds the first stage, and with it the inputs."""
     is_last: bool
@@ -129,6 +129,10 @@ class Pipeline(Movable):
     def program(self, num_microbatches: int | None = None) -> Program:
         """What a training step runs: lowered, with its meetings, verified."""
         return self.programs.training(num_microbatches=num_microbatches)
+
+    def chain(self, num_batches: int) -> None:
+        """From now on a step takes so many batches, of a schedule that does not drain between them."""
+        self._hold(self.programs.chained(num_batches), self.engines)
 
     def gradient_weights(self, program: Program) -> list[float] | None:
         """What units' gradients are multiplied by in a program, where that is not their share of the batch."""

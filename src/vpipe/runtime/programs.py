@@ -7,22 +7,19 @@ placement. Each is made once, verified with the model's own skip connections, an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.runtime.flow import Flow
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
+from vpipe.schedule.authors.authoring import BATCHES
 from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, agrees_after, update_groups
 from vpipe.schedule.verify import executable
-
-StageChoices = tuple[frozenset[int], frozenset[int]]
-"""The stages that recompute, and those that swap."""
 
 
 class Programs:
@@ -43,6 +40,8 @@ class Programs:
         self._swap = frozenset(swap_stages)
         self._early_reduction = early_reduction
         self._made: dict[tuple[str, int], Program] = {}
+        self._chained: dict[int, Programs] = {}
+        """By the number of batches; all of them have this one."""
 
     @cached_property
     def author(self) -> Program:
@@ -56,11 +55,6 @@ class Programs:
     def agrees_after(self) -> bool:
         """Whether ranks update first and agree on it afterwards."""
         return agrees_after(self.author)
-
-    @property
-    def stage_choices(self) -> StageChoices:
-        """What the lowering was told."""
-        return self._recompute, self._swap
 
     @property
     def num_units(self) -> int:
@@ -119,10 +113,14 @@ class Programs:
             self._made[key] = self._finish(Program(rows, placement, num_units))
         return self._made[key]
 
-    def with_options(self, options: Mapping[str, Any]) -> Programs:
-        """The same programs with other options of the schedule."""
-        spec = replace(self.spec, options=options)
-        return Programs(spec, self.flow, self._recompute, self._swap, self._early_reduction)
+    def chained(self, num_batches: int) -> Programs:
+        """The same programs, of so many batches of a schedule that does not drain between them."""
+        if num_batches not in self._chained:
+            spec = replace(self.spec, options={**(self.spec.options or {}), BATCHES: num_batches})
+            found = Programs(spec, self.flow, self._recompute, self._swap, self._early_reduction)
+            found._chained = self._chained
+            self._chained[num_batches] = found
+        return self._chained[num_batches]
 
     def _finish(self, program: Program, recompute: Collection[int] = (), swap: Collection[int] = ()) -> Program:
         program = replace(program, skips=self.flow.skips())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,9 @@ from vpipe.runtime.options import Chosen, Memory, Ranks, Schedule, Update
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.priorities.order import Backend
 from vpipe.runtime.priorities.turns import take_turns
-from vpipe.runtime.programs import Programs, StageChoices
 from vpipe.schedule import catalog
 from vpipe.schedule.authors.authoring import BATCHES, REPLICAS, Chain
 from vpipe.schedule.catalog import ScheduleSpec
-from vpipe.schedule.placement import Layout
 from vpipe.train.feed import Feed, Position, Units
 from vpipe.train.optimizers import autocast, compiled, loss_scale, optimizer
 
@@ -61,7 +59,6 @@ class Session:
     """Who orders the work on a device that ranks share."""
     epoch: int = 0
     """Of an elastic run: how often its ranks have met."""
-    _programs: dict[tuple[int, Layout, StageChoices], Programs] = field(default_factory=dict)
 
     @property
     def reads_data(self) -> bool:
@@ -77,14 +74,9 @@ class Session:
         microbatches: a synchronous schedule counts the units of one replica, an asynchronous one all, and 2BW those of
         one of its batches."""
         own = self.config.training.num_microbatches
-        programs = self.pipeline.programs
-        chains = programs.spec.chains
+        chains = self.pipeline.spec.chains
         if chains is Chain.BATCHES:
-            key = (num_iterations, self.pipeline.layout, programs.stage_choices)
-            if key not in self._programs:
-                options = dict(programs.spec.options or {}) | {BATCHES: num_iterations}
-                self._programs[key] = programs.with_options(options)
-            self.pipeline.programs = self._programs[key]
+            self.pipeline.chain(num_iterations)
             return own
         return own * num_iterations * self.num_replicas if chains is Chain.UNITS else own
 
