@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.observe import page_html
+from vpipe.rundir import writing
 from vpipe.rundir.layout import REPORT
 
 ResultDocument = Mapping[str, Any]
@@ -173,9 +173,7 @@ def write(output: Path, results: Sequence[ResultDocument], about: Mapping[str, A
     table, page = output / "results.csv", output / REPORT
     try:
         for path, text in ((table, to_csv(results)), (page, page_html.comparison(data))):
-            fresh = path.with_name(path.name + ".new")
-            fresh.write_text(text, encoding="utf-8", newline="")
-            os.replace(fresh, path)
+            writing.put(path, text.encode())
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}") from None
     return table, page

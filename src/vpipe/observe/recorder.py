@@ -27,7 +27,8 @@ from pathlib import Path
 from time import thread_time, time
 from typing import Protocol
 
-from vpipe.rundir.layout import EVENTS
+from vpipe.rundir import writing
+from vpipe.rundir.layout import OLD_STEP_LINES, STEP_LINES, STEPS
 from vpipe.schedule.action import Action
 from vpipe.schedule.semantics import LANE, Lane
 
@@ -90,9 +91,9 @@ class Recorder:
         self.offset_ns = offset_ns
         self.versions = versions or {}
         self.problem: str | None = None
-        events = Path(directory) / EVENTS
-        self._full = events / f"rank{rank}.jsonl"
-        self._steps = events / f"rank{rank}.steps.jsonl"
+        self._full, self._steps, self._old_steps = (
+            Path(directory) / name.format(rank) for name in (STEPS, STEP_LINES, OLD_STEP_LINES)
+        )
         self._waiting: deque[_Step] = deque(maxlen=MAX_WAITING)
         self._recent: deque[_Step] = deque(maxlen=max(1, keep))
         self._texts: dict[int, str] = {}
@@ -108,7 +109,7 @@ class Recorder:
         self._stop = False
         self._wake = threading.Event()
         try:
-            events.mkdir(parents=True, exist_ok=True)
+            self._full.parent.mkdir(parents=True, exist_ok=True)
             with self._steps.open("a", encoding="utf-8") as file:
                 file.write("\n" if file.tell() else "")  # after a kill, the last line may have no end
         except OSError as error:
@@ -201,14 +202,12 @@ class Recorder:
             self._give_up(error)
 
     def _replace(self) -> None:
-        fresh = self._full.with_suffix(".new")
-        fresh.write_text("".join(self._texts.values()), encoding="utf-8")
-        os.replace(fresh, self._full)
+        writing.put(self._full, "".join(self._texts.values()).encode())
         self._appended = len(self._texts)
 
     def _append(self, lines: list[str]) -> None:
         if self._lines + len(lines) > MAX_LINES:
-            os.replace(self._steps, self._steps.with_suffix(".old.jsonl"))
+            os.replace(self._steps, self._old_steps)
             self._lines = 0
         with self._steps.open("a", encoding="utf-8") as file:
             file.write("".join(lines))

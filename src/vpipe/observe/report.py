@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from vpipe.observe.measured import Measured
 from vpipe.observe.payload import payload, recorded, unstarted
 from vpipe.observe.run_state import begun
 from vpipe.observe.rundir import NotStarted, open_run
+from vpipe.rundir import writing
 from vpipe.rundir.layout import REPORT, TRACE
 
 MAX_BYTES = 2 * 10**6
@@ -31,11 +31,9 @@ def write_report(run_directory: str | Path, output: str | Path | None = None) ->
     target = Path(output) if output is not None else path / REPORT
     steps, data = _data(path)
     page = page_html.report(data)
-    fresh = target.with_name(target.name + ".new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(page, encoding="utf-8")
-        os.replace(fresh, target)
+        writing.put(target, page.encode())
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}") from None
     beside = target.with_name(TRACE) if steps else None

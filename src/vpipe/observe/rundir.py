@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from vpipe.errors import UserError, nearest
 from vpipe.observe.run_state import begun, ended, story
 from vpipe.rundir.facts import RunFacts, RunStage
-from vpipe.rundir.layout import CONFIG, EVENTS, METRICS, PLAN, RUN, SUMMARY
+from vpipe.rundir.layout import CONFIG, METRICS, OLD_STEP_LINES, PLAN, RUN, STEP_LINES, STEPS, SUMMARY
 from vpipe.schedule.action import Action, parse
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program, Versions, from_csv
@@ -163,13 +163,12 @@ class RunDirectory:
         return None
 
     def _events(self, rank: int) -> Path:
-        return self.path / EVENTS / f"rank{rank}.jsonl"
+        return self.path / STEPS.format(rank)
 
     def step_summaries(self, rank: int, most_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
         """A short line per step, as many of the latest as ``most_bytes`` of a file hold."""
-        events = self.path / EVENTS
-        names = (f"rank{rank}.steps.old.jsonl", f"rank{rank}.steps.jsonl")
-        return [line for name in names for line in self._lines(events / name, most_bytes)]
+        files = [self.path / name.format(rank) for name in (OLD_STEP_LINES, STEP_LINES)]
+        return [line for file in files for line in self._lines(file, most_bytes)]
 
     @property
     def ended(self) -> bool:
@@ -251,7 +250,7 @@ def _hint(path: Path) -> str:
         return f"its run is {found['kind']}: {found['sentence']}"
     if (path / CONFIG).is_file():
         return "the run has not started yet, try again in a moment"
-    inside = sorted(each.parent.name for each in path.glob("*/run.json") if not each.parent.is_symlink())
+    inside = sorted(each.parent.name for each in path.glob(f"*/{RUN}") if not each.parent.is_symlink())
     if not inside:
         return "give the directory that 'vpipe train' wrote"
     return f"did you mean {path / inside[-1]}?"

@@ -29,6 +29,7 @@ from typing import Any
 import vpipe
 from vpipe.errors import UserError, nearest_file
 from vpipe.observe.result import measured, outcome
+from vpipe.rundir import writing
 from vpipe.schedule.catalog import get
 
 FAIR = ("checkpoint.interval=-1", "training.profile_iteration=-1", "observe.trace=true", "observe.dashboard=false")
@@ -134,7 +135,7 @@ def run(
         if result is None or (retry and result.get("status") != "done"):
             say(f"{where} …")
             result = _one(sweep, case, runs, train or subprocess_train)
-            _write(kept, result)
+            writing.replace(kept, result)
             say(f"{where}: {outcome(result)}")
         else:
             say(f"{where}: {outcome(result)} (from before)")
@@ -156,7 +157,7 @@ def _claim(sweep: Sweep, output: Path) -> None:
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}") from None
     said = asdict(sweep) | {"config": str(sweep.config), "fingerprint": print_of, "code": code()}
-    _write(about, said)
+    writing.replace(about, said)
 
 
 def _one(sweep: Sweep, case: Case, runs: Path, train: Train) -> dict[str, Any]:
@@ -219,10 +220,3 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(fresh, path)

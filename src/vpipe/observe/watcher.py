@@ -17,7 +17,7 @@ from vpipe.observe.payload import payload, unstarted
 from vpipe.observe.run_state import begun
 from vpipe.observe.rundir import NotStarted, RunDirectory, open_run
 from vpipe.rundir import state as states
-from vpipe.rundir.layout import EVENTS, METRICS, PLAN, RUN, SUMMARY
+from vpipe.rundir.layout import METRICS, PLAN, RUN, STEPS, SUMMARY
 
 LIVE_STEPS = 10
 """Steps of a running job that are sent with each change; the page remembers older ones."""
@@ -47,7 +47,7 @@ class Watcher:
     def stamp(self) -> Any:
         """Changes whenever one of the files does, or the run's processes are gone."""
         names = [RUN, METRICS, SUMMARY, PLAN]
-        files = [self._path / name for name in names] + sorted((self._path / EVENTS).glob("rank*[0-9].jsonl"))
+        files = [self._path / name for name in names] + sorted(self._path.glob(STEPS.format("*[0-9]")))
         found = []
         for file in files:
             try:

@@ -7,7 +7,8 @@ lock                    held by the one process that may write (``lock``)
 state.json              the heartbeat: where the run is, and whose run it is (``journal``)
 run.json                what runs: schedule, program, placement, stages, versions of the software
 metrics.jsonl           one line per training iteration or evaluation, and one where a run was resumed
-events/rank<r>.jsonl    the last steps of a rank, action by action; rank<r>.steps.jsonl: one short line per step
+events/rank<r>.jsonl    the last steps of a rank, action by action; rank<r>.steps.jsonl: one short line per step;
+                        the older half of these moves to rank<r>.steps.old.jsonl
 crew.json, wanted.json  of an elastic run: its processes, and how many its user wants (``crew``)
 left/<run>/             copies of several machines whose launcher is lost, until they are a checkpoint; then ``saved``
 summary.json            written at the end, however the run ends, with its ending (``journal``)
@@ -26,6 +27,10 @@ STATE = "state.json"
 RUN = "run.json"
 METRICS = "metrics.jsonl"
 EVENTS = "events"
+STEPS = f"{EVENTS}/rank{{}}.jsonl"
+"""Of a rank; so are the two that follow."""
+STEP_LINES = f"{EVENTS}/rank{{}}.steps.jsonl"
+OLD_STEP_LINES = f"{EVENTS}/rank{{}}.steps.old.jsonl"
 CREW = "crew.json"
 WANTED = "wanted.json"
 LEFT = "left"

@@ -33,9 +33,13 @@ def unsealed(data: bytes) -> dict[str, Any]:
 
 
 def replace(path: Path, value: Mapping[str, Any], *, durable: bool = False, seal: bool = False) -> None:
-    """Write JSON beside ``path`` and put it in its place; ``durable`` survives a power cut as well."""
+    """Put JSON in the place of a file."""
+    put(path, sealed(value) if seal else (json.dumps(value, indent=1) + "\n").encode(), durable=durable)
+
+
+def put(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write beside ``path`` and put it in its place; ``durable`` survives a power cut as well."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    data = sealed(value) if seal else (json.dumps(value, indent=1) + "\n").encode()
     try:
         write(fresh, data, durable=durable)
         os.replace(fresh, path)

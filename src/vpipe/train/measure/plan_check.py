@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from vpipe.config import PipelineConfig
 from vpipe.process import resident_bytes, under_launcher
+from vpipe.rundir import writing
 from vpipe.runtime import assembly
 from vpipe.runtime.memory.swap import Swappable
 from vpipe.runtime.updates.weights import count_bytes
@@ -98,9 +99,7 @@ def steps(config: dict[str, Any], directory: str, num_steps: int) -> int:
 def _tell(directory: Path, rank: int, done: int, total: int, name: str) -> None:
     """Rank 0 says how far it is, for whoever waits; a reader sees the file before or after, never half of it."""
     if rank == 0:
-        fresh = directory / "progress.new"
-        fresh.write_text(json.dumps({"done": done, "total": total, "name": name}))
-        os.replace(fresh, directory / "progress.json")
+        writing.replace(directory / "progress.json", {"done": done, "total": total, "name": name})
 
 
 def _chains(session: Session) -> list[int]:

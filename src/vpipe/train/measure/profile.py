@@ -11,7 +11,6 @@ among it.
 from __future__ import annotations
 
 import json
-import os
 import platform
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +37,7 @@ from vpipe.plan.transfer import (
     slowest,
 )
 from vpipe.plan.units import parse_bytes
+from vpipe.rundir import writing
 from vpipe.runtime import assembly
 from vpipe.runtime.crossing import detached, mapped
 from vpipe.runtime.device import is_host, own_memory
@@ -155,9 +155,7 @@ def _device(num_ranks: int, transport: object, device: torch.device) -> dict[str
 
 def _write(path: Path, value: object) -> None:
     """Whoever reads while this writes sees the file before or after, never half of it."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(value))
-    os.replace(fresh, path)
+    writing.put(path, json.dumps(value).encode())
 
 
 def footprint(model: Model, skeleton: Skeleton, inputs: Any) -> Profile | None:
