@@ -172,6 +172,7 @@ class LinkedTransport(DistributedTransport):
         for peer, found in self._mail:
             same = peer == link.peer and (found.source, found.target, found.backward) == (source, target, backward)
             if same and found not in self._expected:
+                del self._mail[peer, found]  # told of once: whoever goes on is not told of it again
                 raise mismatch(envelope, found)
 
     def _read(self, link: Link, doing: str, envelope: Envelope, until: float) -> None:
