@@ -43,7 +43,7 @@ def step(schedule: str, num_ranks: int, transfer: float, repeats: int) -> tuple[
     from vpipe import Pipeline
     from vpipe.observe.bubbles import attribute
     from vpipe.observe.measured import Measured
-    from vpipe.observe.rundir import Event
+    from vpipe.rundir.reader import Event
     from vpipe.schedule import catalog
     from vpipe.schedule.simulate import simulate
     from vpipe.schedule.timeline import uniform

@@ -44,7 +44,7 @@ def measure(width: int, rows: int, depth: int, seconds: float) -> dict[str, Any]
     from torch import nn
 
     from vpipe import Pipeline
-    from vpipe.observe.recorder import Recorder
+    from vpipe.rundir.recorder import Recorder
 
     class Watched(Recorder):
         cost = 0.0

@@ -12,7 +12,7 @@ from emulated_ranks import vendor_package
 
 from vpipe.cli.main import main
 from vpipe.observe.payload import payload, recorded
-from vpipe.observe.rundir import open_run
+from vpipe.rundir.reader import open_run
 from vpipe.schedule import catalog
 
 

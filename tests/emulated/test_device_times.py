@@ -13,7 +13,7 @@ from torch import nn
 from vpipe import Pipeline
 from vpipe.observe.bubbles import attribute
 from vpipe.observe.measured import Measured
-from vpipe.observe.rundir import Event
+from vpipe.rundir.reader import Event
 from vpipe.runtime.job import Trace
 from vpipe.schedule.action import Kind
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vpipe.observe.recorder import Recorder
 from vpipe.rundir.journal import Beat, Ending, EndingKind, conclude
+from vpipe.rundir.recorder import Recorder
 from vpipe.schedule.catalog import build
 from vpipe.schedule.lower import lower, swap
 from vpipe.schedule.program import Program, to_csv

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vpipe.observe.rundir import Event
+from vpipe.rundir.reader import Event
 from vpipe.schedule.catalog import build
 from vpipe.schedule.lower import lower
 from vpipe.schedule.program import Program

@@ -13,7 +13,7 @@ from vpipe.observe.bubbles import CAUSES, attribute
 from vpipe.observe.calibrate import calibrate
 from vpipe.observe.measured import Measured, from_simulation
 from vpipe.observe.payload import recorded
-from vpipe.observe.rundir import Event, open_run
+from vpipe.rundir.reader import Event, open_run
 from vpipe.schedule.catalog import build
 from vpipe.schedule.simulate import simulate
 from vpipe.schedule.timeline import Costs, StageCosts, uniform

@@ -15,11 +15,11 @@ from observe_runs import MakeRun
 from vpipe.observe.diagnosis import verdict
 from vpipe.observe.measured import Measured, from_simulation
 from vpipe.observe.memory import memory_table
-from vpipe.observe.recorder import run_ahead
-from vpipe.observe.rundir import RunDirectory, open_run
 from vpipe.observe.timelines import timelines
 from vpipe.observe.trend import trend
 from vpipe.rundir.facts import RunFacts, RunStage
+from vpipe.rundir.reader import RunDirectory, open_run
+from vpipe.rundir.recorder import run_ahead
 from vpipe.runtime.job import Record
 from vpipe.schedule.action import parse
 from vpipe.schedule.catalog import build

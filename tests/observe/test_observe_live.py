@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from observe_runs import MakeRun
 
-from vpipe.observe import recorder as recording
 from vpipe.observe.payload import payload
-from vpipe.observe.recorder import Recorder
-from vpipe.observe.rundir import RunDirectory, open_run
 from vpipe.observe.watcher import LIVE_STEPS, Watcher
+from vpipe.rundir import recorder as recording
 from vpipe.rundir.facts import RunFacts
+from vpipe.rundir.reader import RunDirectory, open_run
+from vpipe.rundir.recorder import Recorder
 from vpipe.schedule.catalog import build
 from vpipe.schedule.lower import lower
 from vpipe.schedule.program import to_csv

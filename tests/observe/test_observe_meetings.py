@@ -17,8 +17,8 @@ from vpipe.layer import TiedWeight
 from vpipe.observe.bubbles import attribute
 from vpipe.observe.measured import Measured, from_simulation
 from vpipe.observe.meetings import meetings
-from vpipe.observe.recorder import _Step, _summary
-from vpipe.observe.rundir import Event
+from vpipe.rundir.reader import Event
+from vpipe.rundir.recorder import _Step, _summary
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.catalog import build
 from vpipe.schedule.lower import agree, lower, send_ahead, swap

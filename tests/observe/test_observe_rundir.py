@@ -11,8 +11,8 @@ from observe_runs import MakeRun
 
 from vpipe.errors import UserError
 from vpipe.observe.payload import payload, recorded
-from vpipe.observe.recorder import Recorder
-from vpipe.observe.rundir import open_run
+from vpipe.rundir.reader import open_run
+from vpipe.rundir.recorder import Recorder
 from vpipe.schedule.action import parse
 from vpipe.schedule.catalog import build
 from vpipe.schedule.lower import lower
@@ -136,7 +136,7 @@ def test_the_recorder_keeps_the_last_steps_in_full_and_a_line_for_each(tmp_path:
 
 
 def test_summaries_rotate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.observe.recorder.MAX_LINES", 4)
+    monkeypatch.setattr("vpipe.rundir.recorder.MAX_LINES", 4)
     for _ in range(3):
         steps_of(Recorder(tmp_path, 0), tmp_path, 3)
     files = sorted(file.name for file in (tmp_path / "events").iterdir())

@@ -11,11 +11,11 @@ from observe_runs import MakeRun, Vpipe
 
 from vpipe.observe.payload import payload, recorded
 from vpipe.observe.report import write_report
-from vpipe.observe.run_state import story
-from vpipe.observe.rundir import open_run
 from vpipe.observe.watcher import Watcher
 from vpipe.process import Process
 from vpipe.rundir.journal import Beat, Ending, EndingKind, conclude
+from vpipe.rundir.reader import open_run
+from vpipe.rundir.story import story
 
 RUN = "0123456789ab"
 

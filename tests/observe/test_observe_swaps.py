@@ -14,9 +14,9 @@ from vpipe.observe import trace
 from vpipe.observe.bubbles import attribute
 from vpipe.observe.calibrate import calibrate
 from vpipe.observe.measured import Measured, join
-from vpipe.observe.recorder import Recorder
-from vpipe.observe.rundir import RunDirectory
 from vpipe.rundir.facts import RunFacts
+from vpipe.rundir.reader import RunDirectory
+from vpipe.rundir.recorder import Recorder
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import to_csv
 from vpipe.schedule.simulate import simulate

@@ -13,8 +13,8 @@ from observe_runs import MakeRun
 from vpipe.errors import UserError
 from vpipe.observe import clock
 from vpipe.observe.report import MAX_BYTES, write_report
-from vpipe.observe.rundir import open_run
 from vpipe.observe.trace import programs
+from vpipe.rundir.reader import open_run
 from vpipe.schedule.verify import verify
 
 

@@ -15,9 +15,9 @@ from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.models.model import Skeleton
 from vpipe.observe.payload import payload, recorded
-from vpipe.observe.rundir import open_run
 from vpipe.plan.observed import Observed
 from vpipe.plan.profile import Measuring, measure_layers
+from vpipe.rundir.reader import open_run
 from vpipe.schedule.placement import Layout
 from vpipe.train.measure.profile import first_unit, footprint
 from vpipe.train.session import load_data, load_model

@@ -22,7 +22,7 @@ from train_runs import tiny
 import forked_python
 from vpipe.observe.measured import Measured
 from vpipe.observe.payload import recorded
-from vpipe.observe.rundir import open_run
+from vpipe.rundir.reader import open_run
 from vpipe.runtime.assembly import gather_text
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.inprocess import Hub

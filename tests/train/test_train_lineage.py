@@ -18,10 +18,10 @@ from train_runs import Run, run, tiny
 from vpipe.cli import train as cli
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
-from vpipe.observe.rundir import open_run
 from vpipe.rundir import claim, lineage, manifest
 from vpipe.rundir.lineage import Ancestor, Line
 from vpipe.rundir.manifest import CheckpointManifest, FileFacts, Standing, checkpoints, find, on_line
+from vpipe.rundir.reader import open_run
 from vpipe.train.checkpoints.writer import CheckpointPlace, Save, Saver
 
 

@@ -22,7 +22,7 @@ def command(run: str, port: int) -> None:
     """
     from vpipe.observe.dashboard import Dashboard
     from vpipe.observe.gallery import runs
-    from vpipe.observe.rundir import open_run
+    from vpipe.rundir.reader import open_run
 
     if not runs(Path(run)):
         open_run(run)  # says in one sentence what is missing

@@ -36,7 +36,7 @@ import numpy.typing as npt
 from vpipe.observe.measured import Measured, computes
 from vpipe.observe.meetings import Meetings, meetings
 from vpipe.observe.replay import idle_times
-from vpipe.observe.rundir import Event
+from vpipe.rundir.reader import Event
 from vpipe.schedule.action import Action, Kind
 
 CAUSES = ("warmup_drain", "imbalance", "communication", "data", "overhead")

@@ -16,10 +16,10 @@ from vpipe.errors import UserError
 from vpipe.observe import estimate
 from vpipe.observe.bubbles import CAUSES, Bubbles, attribute
 from vpipe.observe.measured import Measured
-from vpipe.observe.rundir import RunDirectory
 from vpipe.observe.timelines import simulated, typical
 from vpipe.plan.costs import Profile
 from vpipe.rundir.layout import CONFIG
+from vpipe.rundir.reader import RunDirectory
 from vpipe.schedule import catalog
 
 WORTH = 1.02

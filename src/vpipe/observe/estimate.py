@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vpipe.observe.rundir import RunDirectory
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.planner import Plan, plan
 from vpipe.plan.predict import Machine, Pipe, Prediction, predict
+from vpipe.rundir.reader import RunDirectory
 from vpipe.schedule.timeline import Costs, StageCosts
 
 TOLERANCE = 0.1

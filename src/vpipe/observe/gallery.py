@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError
-from vpipe.observe.run_state import begun, story
-from vpipe.observe.rundir import open_run
 from vpipe.rundir.layout import CONFIG, METRICS, RUN
+from vpipe.rundir.reader import open_run
+from vpipe.rundir.story import begun, story
 
 MOST = 200
 """Runs that are listed: the newest."""

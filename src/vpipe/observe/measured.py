@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from hashlib import sha256
 
-from vpipe.observe.rundir import Event, Step
+from vpipe.rundir.reader import Event, Step
 from vpipe.schedule.action import Action
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import LANE, NEEDS, Lane, Where

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from vpipe.errors import UserError
 from vpipe.observe.measured import Measured
-from vpipe.observe.rundir import RunDirectory
+from vpipe.rundir.reader import RunDirectory
 from vpipe.schedule import catalog
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program

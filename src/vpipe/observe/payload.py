@@ -15,11 +15,11 @@ from vpipe.observe.bubbles import CAUSES, NAMES
 from vpipe.observe.diagnosis import verdict
 from vpipe.observe.measured import Measured, join
 from vpipe.observe.memory import memory_table
-from vpipe.observe.run_state import story
-from vpipe.observe.rundir import MAX_BYTES, RunDirectory
 from vpipe.observe.timelines import timelines
 from vpipe.observe.trend import trend
 from vpipe.rundir.facts import RunFacts
+from vpipe.rundir.reader import MAX_BYTES, RunDirectory
+from vpipe.rundir.story import story
 from vpipe.schedule import draw, svg
 
 MAX_POINTS = 1500

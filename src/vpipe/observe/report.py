@@ -9,10 +9,10 @@ from vpipe.errors import UserError
 from vpipe.observe import page_html, trace
 from vpipe.observe.measured import Measured
 from vpipe.observe.payload import payload, recorded, unstarted
-from vpipe.observe.run_state import begun
-from vpipe.observe.rundir import NotStarted, open_run
 from vpipe.rundir import writing
 from vpipe.rundir.layout import REPORT, TRACE
+from vpipe.rundir.reader import NotStarted, open_run
+from vpipe.rundir.story import begun
 
 MAX_BYTES = 2 * 10**6
 

@@ -11,8 +11,8 @@ from vpipe.errors import UserError
 from vpipe.observe.console import duration
 from vpipe.observe.memory import tensor_bytes
 from vpipe.observe.payload import recorded, thinned
-from vpipe.observe.rundir import RunDirectory, open_run
 from vpipe.observe.timelines import timelines
+from vpipe.rundir.reader import RunDirectory, open_run
 
 KEYS = (
     "time_per_iteration_seconds",

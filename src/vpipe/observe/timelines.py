@@ -21,7 +21,7 @@ from vpipe.errors import UserError
 from vpipe.observe.bubbles import CAUSES, Bubbles, attribute
 from vpipe.observe.calibrate import calibrate
 from vpipe.observe.measured import Measured, from_simulation
-from vpipe.observe.rundir import Event
+from vpipe.rundir.reader import Event
 from vpipe.schedule.program import Program
 from vpipe.schedule.simulate import Simulation, simulate
 from vpipe.schedule.verify import verify

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from vpipe.observe.memory import tensor_bytes
-from vpipe.observe.rundir import RunDirectory
+from vpipe.rundir.reader import RunDirectory
 
 POINTS = 240
 """Of a curve of a rank."""

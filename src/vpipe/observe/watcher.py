@@ -14,10 +14,10 @@ from typing import Any
 from vpipe.observe.diagnosis import verdict
 from vpipe.observe.measured import Measured, join
 from vpipe.observe.payload import payload, unstarted
-from vpipe.observe.run_state import begun
-from vpipe.observe.rundir import NotStarted, RunDirectory, open_run
 from vpipe.rundir import state as states
 from vpipe.rundir.layout import METRICS, PLAN, RUN, STEPS, SUMMARY
+from vpipe.rundir.reader import NotStarted, RunDirectory, open_run
+from vpipe.rundir.story import begun
 
 LIVE_STEPS = 10
 """Steps of a running job that are sent with each change; the page remembers older ones."""

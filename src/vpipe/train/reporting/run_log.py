@@ -27,12 +27,12 @@ from vpipe import __version__
 from vpipe.observe.console import Console
 from vpipe.observe.dashboard import PageProcess
 from vpipe.observe.loggers import LOGGERS
-from vpipe.observe.recorder import Recorder, run_ahead
 from vpipe.process import resident_bytes
 from vpipe.rundir.claim import command
 from vpipe.rundir.facts import RunFacts, RunModel, RunStage
 from vpipe.rundir.journal import Beat, Ending, Heart, Journal
 from vpipe.rundir.layout import METRICS
+from vpipe.rundir.recorder import Recorder, run_ahead
 from vpipe.runtime.device import take_peak
 from vpipe.runtime.job import Record
 from vpipe.runtime.memory.live import LiveBytes

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vpipe.errors import UserError, nearest
-from vpipe.observe.run_state import begun, ended, story
 from vpipe.rundir.facts import RunFacts, RunStage
 from vpipe.rundir.layout import CONFIG, METRICS, OLD_STEP_LINES, PLAN, RUN, STEP_LINES, STEPS, SUMMARY
+from vpipe.rundir.story import begun, ended, story
 from vpipe.schedule.action import Action, parse
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program, Versions, from_csv
