@@ -34,6 +34,7 @@ from vpipe.runtime.engine import Engine
 from vpipe.runtime.options import Ranks
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks import membership
+from vpipe.runtime.ranks.crowding import CrowdedCores
 from vpipe.runtime.ranks.meeting import COME_WITHIN, LaunchedRank
 from vpipe.runtime.surroundings import use_generator_of
 from vpipe.runtime.transport import ondevice
@@ -163,7 +164,9 @@ def between_processes(
     for peer, (records, tensors) in streams.items():
         streamed = min(cards[rank].stream.streamed for rank in (plain.rank, peer))  # both ends must decide alike
         links[peer] = StreamLink(peer, records, tensors, ring_bytes, plain.patience.total_seconds(), streamed)
-    return LinkedTransport(links, timeout=timeout) if links else plain
+    here = cards[plain.rank].machine
+    cores = CrowdedCores(sum(card.machine == here for card in cards))
+    return LinkedTransport(links, cores, timeout=timeout) if links else plain
 
 
 def _shares(cards: list[Card]) -> bool:

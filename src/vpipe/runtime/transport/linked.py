@@ -25,6 +25,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
+from vpipe.runtime.ranks.crowding import CrowdedCores
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.runtime.transport.distributed import Channel, DistributedTransport
 from vpipe.runtime.transport.link import Link
@@ -43,11 +44,12 @@ _BROKEN = (BrokenPipeError, ConnectionResetError, TimeoutError)
 class LinkedTransport(DistributedTransport):
     """One process's end. To ranks without a link messages go over gloo."""
 
-    def __init__(self, links: Mapping[int, Link], *, timeout: float = 1800.0) -> None:
+    def __init__(self, links: Mapping[int, Link], cores: CrowdedCores, *, timeout: float = 1800.0) -> None:
         super().__init__(timeout=timeout)
+        self._cores = cores
         self.links = dict(links)
         self._patience = self.patience.total_seconds()
-        self._spin = SPIN if len(os.sched_getaffinity(0)) > len(links) + 1 else 0.0
+        self._spin = SPIN if cores.has_room else 0.0
         self._expected: dict[Envelope, Link] = {}
         self._mail: dict[tuple[int, Envelope], Any] = {}
         """(peer, envelope) → value, of messages that came while this rank waited for others."""
@@ -63,6 +65,7 @@ class LinkedTransport(DistributedTransport):
         _open.add(self)
 
     def begin_step(self, step: int) -> None:
+        self._cores.begin()
         for link in self.links.values():
             link.pay()
             for (source, target, backward), num_bytes in link.too_large.items():
@@ -128,6 +131,11 @@ class LinkedTransport(DistributedTransport):
             if not link.drain(self._patience):
                 what = f"rank {self.rank} ends its step, but rank {link.peer} does not read what was sent to it"
                 raise PeerLost(what, link.peer)
+        self._cores.end()
+
+    def fail(self, error: BaseException) -> None:
+        self._cores.end()
+        super().fail(error)
 
     def all_gather(self, value: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Tensor]:
         few = sizes is not None and max(sizes) * value.element_size() <= FEW_BYTES
