@@ -1,4 +1,5 @@
-"""What the runtime itself costs: CPU time per microbatch on a middle stage beyond the module's own work."""
+"""What the runtime itself costs: CPU time per microbatch on a middle stage beyond the module's own work, on three
+ranks, and on two, where each may have a core of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 
 PAIRS = {"F/B (gpipe)": "gpipe", "F/B (interleaved, torch's IR runtime)": "interleaved", "F/I/W (zb-v)": "zb-v"}
+MIDDLE = 1
+"""The rank whose time is measured: of three the middle one, of two the last."""
+TWO_RANKS = ("interleaved", "zb-v")
+"""What is measured on two ranks too, of which each may have a core of its own. (gpipe has no middle stage there.)"""
 WIDTH, ROWS = 64, 4
 
 
@@ -25,8 +30,8 @@ def rank(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     schedule, m, repeats = task["schedule"], task["microbatches"], task["repeats"]
-    num_stages = 3 if schedule == "gpipe" else 6
-    stages_per_rank = num_stages // 3
+    stages_per_rank = 1 if schedule == "gpipe" else 2
+    num_stages = stages_per_rank * dist.get_world_size()
     loss = nn.functional.mse_loss
 
     def layers() -> list[nn.Module]:
@@ -80,7 +85,7 @@ def table(result: dict[str, Any]) -> str:
     for name, row in result["rows"].items():
         ours, peer = row["vpipe"], row["torch"]
         lines.append(
-            f"{name:42} vpipe {ours['median']:6.0f} ({ours['low']:.0f}–{ours['high']:.0f})   "
+            f"{name:48} vpipe {ours['median']:6.0f} ({ours['low']:.0f}–{ours['high']:.0f})   "
             f"torch {peer['median']:6.0f} "
             f"({peer['low']:.0f}–{peer['high']:.0f})   ratio {row['ratio']:.2f}   (module alone {row['own']:.0f})"
         )
@@ -90,15 +95,17 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     arguments = common.options(__doc__ or "", rank, transports=True)
     transport = "distributed" if arguments.gloo else "auto"
+    cases = [(name, schedule, 3) for name, schedule in PAIRS.items()]
+    cases += [(f"{name}, 2 ranks", schedule, 2) for name, schedule in PAIRS.items() if schedule in TWO_RANKS]
     rows = {}
-    for name, schedule in PAIRS.items():
+    for name, schedule, num_ranks in cases:
         task = {
             "schedule": schedule,
             "microbatches": 30,
             "repeats": 5 if arguments.quick else 30,
             "transport": transport,
         }
-        middle = common.launch(__file__, 3, task)[1]
+        middle = common.launch(__file__, num_ranks, task)[MIDDLE]
         own = middle.pop("alone")
         sides = {side: common.summary([a - b for a, b in zip(middle[side], own, strict=True)]) for side in middle}
         ratio = sides["vpipe"]["median"] / sides["torch"]["median"]
