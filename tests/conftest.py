@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import random
 import re
@@ -12,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,17 @@ def _skip_what_is_newer(items: list[pytest.Item]) -> None:
     for item in items:
         if any(part in item.nodeid for part in OF_NEWER_TORCH):
             item.add_marker(pytest.mark.skip(reason=f"torch {version('torch')} does not tell of saved tensors' hooks"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules, classes and thousands of cases stay to the end: who looks for garbage does not look among them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
