@@ -151,6 +151,17 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Workers are forks of one process that has imported torch."""
+    import forked_python
+
+    python = forked_python.share()
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = python
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """``--dist loadgroup`` with files as groups. xdist 3.8 tells groups by the end of a test's name, which pytest 9.2
     does not let it write any more: marks are accepted and do nothing, and two clusters of SLURM take the same ports."""
