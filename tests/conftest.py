@@ -87,18 +87,19 @@ def drawn(items: list[pytest.Item], keep: int, seed: str) -> list[pytest.Item]:
     """``keep`` of the cases of one test, those first that have a value of a parameter that none before them has."""
     shuffled = sorted(items, key=lambda item: item.name)
     random.Random(f"{seed} {items[0].nodeid.partition('[')[0]}").shuffle(shuffled)
+    values = {item: _values(item) for item in items}
     seen: Counter[str] = Counter()
     chosen: list[pytest.Item] = []
 
     def familiar(item: pytest.Item) -> tuple[int, int]:
-        counts = [seen[value] for value in _values(item)]
+        counts = [seen[value] for value in values[item]]
         return -counts.count(0), sum(counts)
 
     while shuffled and len(chosen) < keep:
         best = min(shuffled, key=familiar)
         shuffled.remove(best)
         chosen.append(best)
-        seen.update(_values(best))
+        seen.update(values[best])
     return chosen
 
 
