@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import random
 import re
@@ -12,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 Vpipe = Callable[..., "subprocess.CompletedProcess[str]"]
 
-TOGETHER = ("test_slurm.py", "test_ssh.py", "test_container.py", "test_docs_run.py", "test_house.py")
-"""Files whose tests share a cluster, a server, an image, a directory or syntax trees, and so a worker of xdist."""
+TOGETHER = (
+    *("test_slurm.py", "test_ssh.py", "test_container.py", "test_docs_run.py", "test_house.py", "test_orion.py"),
+    *("test_observe_browser.py", "test_observe_course.py", "test_observe_live_page.py", "test_observe_offline.py"),
+    *("test_observe_page.py", "test_observe_playground.py"),
+)
+"""Files whose tests share a cluster, a server, an image, a directory, syntax trees, what a compiler takes a second for, or
+a browser that takes two to start, and so a worker of xdist."""
 
 
 TOLD_OF_HOOKS = (2, 13)
@@ -81,18 +87,19 @@ def drawn(items: list[pytest.Item], keep: int, seed: str) -> list[pytest.Item]:
     """``keep`` of the cases of one test, those first that have a value of a parameter that none before them has."""
     shuffled = sorted(items, key=lambda item: item.name)
     random.Random(f"{seed} {items[0].nodeid.partition('[')[0]}").shuffle(shuffled)
+    values = {item: _values(item) for item in items}
     seen: Counter[str] = Counter()
     chosen: list[pytest.Item] = []
 
     def familiar(item: pytest.Item) -> tuple[int, int]:
-        counts = [seen[value] for value in _values(item)]
+        counts = [seen[value] for value in values[item]]
         return -counts.count(0), sum(counts)
 
     while shuffled and len(chosen) < keep:
         best = min(shuffled, key=familiar)
         shuffled.remove(best)
         chosen.append(best)
-        seen.update(_values(best))
+        seen.update(values[best])
     return chosen
 
 
@@ -136,6 +143,28 @@ def _skip_what_is_newer(items: list[pytest.Item]) -> None:
     for item in items:
         if any(part in item.nodeid for part in OF_NEWER_TORCH):
             item.add_marker(pytest.mark.skip(reason=f"torch {version('torch')} does not tell of saved tensors' hooks"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules, classes and thousands of cases stay to the end: who looks for garbage does not look among them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Workers are forks of one process that has imported torch."""
+    import forked_python
+
+    python = forked_python.share()
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = python
 
 
 @pytest.hookimpl(optionalhook=True)

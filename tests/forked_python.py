@@ -4,6 +4,8 @@
 variables, folder and open files over a socket, so that everything that vpipe does is done for real, in as many processes.
 Signals reach the fork, its code comes back, and with the program the fork ends. Where vpipe itself starts a zygote,
 which is Python once more, the fork forks it (``fork_zygotes``).
+
+With xdist one such process serves a whole run: its workers are forks of it too, and use it (``share``).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -29,7 +32,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from vpipe.launch.process import die_with_parent
+from vpipe.launch.process import die_with_parent, num_cores
 
 CLIENT = """#!{python} -SE
 import json, os, signal, socket, sys
@@ -50,11 +53,16 @@ IMPORTED = (
     *("torch.distributed.launcher.api", "vpipe.cli.main", "vpipe.train.worker", "vpipe.train.elastic"),
     *("torch._dynamo", "torch.distributed.fsdp"),  # what checks a model without its weights imports them: a second
 )
+SHARED = "VPIPE_TEST_FORKS"
+"""The folder of the ``python`` that a run's workers share."""
+WORKER = "--worker"
 
 
 @cache
 def program() -> str:
-    """A ``python`` of this process's own, which is there until it ends."""
+    """A ``python`` of this process's own, which is there until it ends; a worker of xdist has that of its run."""
+    if SHARED in os.environ:
+        return os.environ[SHARED] + "/python"
     folder = Path(tempfile.mkdtemp(prefix="vpipe-forks-"))
     server = start(folder / "socket")
 
@@ -66,6 +74,15 @@ def program() -> str:
     atexit.register(end)
     write(folder / "python", folder / "socket")
     return str(folder / "python")
+
+
+def share() -> str:
+    """The ``python`` of the workers that this process starts. They are as another would be, but for what is imported; the
+    processes that they start are forks where they ask for ``program``, and else not."""
+    folder = Path(program()).parent
+    os.environ[SHARED] = str(folder)
+    write(folder / "worker", folder / "socket", WORKER)
+    return str(folder / "worker")
 
 
 def address() -> str:
@@ -81,27 +98,24 @@ def write(program: Path, address: Path, *words: str) -> None:
 
 
 def start(address: Path, *preload: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[str]:
-    """The process that forks, when it listens; ``preload``: what else it imports."""
+    """The process that forks, once it has imported; who asks before waits. ``preload``: what else it imports."""
     variables = {**environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # read when torch is imported
     words = [sys.executable, __file__, str(address), *preload]
-    server = subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    assert server.stdout.readline() == "listening\n"
-    return server
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen(64)
+        return subprocess.Popen(words, env=variables, stdin=listener, text=True)
 
 
-def serve(address: str, *preload: str) -> None:
+def serve(_address: str, *preload: str) -> None:
+    """Fork for everyone who connects to the socket that standard input is."""
+    die_with_parent(os.getppid())
+    listener = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for name in (*IMPORTED, *preload):
         import_module(name)
-
-    fork_zygotes()
     gc.freeze()  # forks look for garbage among what is theirs, and share the pages of the rest
-    die_with_parent(os.getppid())
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(64)
     signal.signal(signal.SIGCHLD, _reap)
-    print("listening", flush=True)
     while True:
         client, _ = listener.accept()
         if os.fork():
@@ -154,10 +168,13 @@ def _become(told: dict[str, object], streams: list[int]) -> NoReturn:
         os.dup2(given, number)
         os.close(given)
     os.chdir(str(told["folder"]))
-    sys.executable = str(told["program"])  # what it starts as Python is forked too
     _variables(variables)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if words[:1] == [WORKER]:
+        _leave_after(lambda: _work(words[-1]))
+    sys.executable = str(told["program"])  # what it starts as Python is forked too
+    fork_zygotes()
     _leave_after(lambda: _run([word for index, word in enumerate(words) if index or word != "-u"]))
 
 
@@ -181,6 +198,17 @@ def _run(words: list[str]) -> None:
         sys.argv = words
         sys.path[0] = str(Path(words[0]).resolve().parent)
         runpy.run_path(words[0], run_name="__main__")
+
+
+def _work(program: str) -> None:
+    """Be what the words of xdist make of a Python."""
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", num_cores())))
+    main = sys.modules["__main__"] = types.ModuleType("__main__")  # not this file: processes of its own would import it
+    sys.argv = ["-c"]
+    sys.path[0] = ""
+    exec(program, vars(main))  # noqa: S102
 
 
 def _variables(given: Mapping[str, str]) -> None:

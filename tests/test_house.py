@@ -6,6 +6,7 @@ The table is that of docs/architecture.md. A new room gets a line here before it
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -77,20 +78,35 @@ LONG = {"schedule/timeline.py: _loop", "launch/local.py: run"}
 def modules() -> tuple[tuple[str, Path, ast.Module], ...]:
     """(room, path, tree) of every module; the room of a module of the hall is an empty string."""
     paths = [(path, path.relative_to(HOUSE).parts) for path in sorted(HOUSE.rglob("*.py"))]
-    return tuple(
+    gc.disable()
+    found = tuple(
         (parts[0] if len(parts) > 1 else "", path, ast.parse(path.read_text(encoding="utf-8"))) for path, parts in paths
     )
+    gc.freeze()  # a million of objects stay to the end: nobody looks for garbage among them
+    gc.enable()
+    return found
 
 
-def imports(tree: ast.Module) -> Iterator[str]:
+@cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Every node of a module."""
+    return tuple(ast.walk(tree))
+
+
+@cache
+def imports(tree: ast.Module) -> tuple[str, ...]:
     """Every imported module, also inside functions; what is imported for types alone does not count."""
+    return tuple(_imports(tree))
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
     skipped = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -135,7 +151,7 @@ def test_files_and_functions_are_short() -> None:
     functions = {
         f"{path.relative_to(HOUSE)}: {node.name}"
         for _, path, tree in modules()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= FUNCTION
     }
     assert functions == LONG, (
@@ -164,7 +180,7 @@ def test_the_name_of_a_type_stands_for_one_thing() -> None:
             places.setdefault(name, {}).setdefault(said or where, []).append(where)
         borrowed = [
             (alias.asname or alias.name, node.module or "")
-            for node in ast.walk(tree)
+            for node in nodes(tree)
             if isinstance(node, ast.ImportFrom) and node.module in ("pathlib", "typing", "torch")
             for alias in node.names
         ]
@@ -180,7 +196,7 @@ def test_the_index_of_a_step_is_called_microbatch() -> None:
     for room, path, tree in modules():
         if room not in ("runtime", "train", "schedule") or path.stem == "surroundings":
             continue
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             index = isinstance(node, ast.arg) and node.arg == "unit" and ast.unparse(node.annotation or node) == "int"
             counted = (
                 isinstance(node, ast.For | ast.comprehension)
@@ -221,7 +237,7 @@ def test_every_module_is_imported_by_somebody() -> None:
         spelled = re.compile(rf"{re.escape(name)}\b|from {re.escape(room)} import [^\n]*\b{module}\b")
         by_name = f'"{module}"' if room in ("vpipe.cli", "vpipe.data.builders") else "\0"
         others = [text for other, text in texts.items() if other != path]
-        if not any(spelled.search(text) or by_name in text for text in (*others, *outside)):
+        if not any(module in text and (spelled.search(text) or by_name in text) for text in (*others, *outside)):
             alone.append(name)
     assert not alone
 
@@ -235,7 +251,7 @@ def test_the_names_in_a_run_directory_are_stated_once() -> None:
     wrong = [
         f"{path.relative_to(HOUSE)}:{node.lineno} {node.value}"
         for _, path, tree in modules()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Constant) and str(node.value).rpartition("/")[2] in names and path != layout
         if str(path.relative_to(HOUSE)) not in own
     ]
@@ -249,7 +265,7 @@ def test_a_file_is_put_in_its_place_by_one_function() -> None:
     found = {
         str(path.relative_to(HOUSE))
         for _, path, tree in modules()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if (node.value.id, node.attr) == ("os", "replace")
     }
@@ -272,7 +288,7 @@ def test_only_the_command_line_prints() -> None:
     wrong = [
         f"{path.relative_to(HOUSE)}:{node.lineno}"
         for room, path, tree in modules()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if room != "cli" and isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "click.echo", "pprint")
     ]
     assert not wrong, wrong

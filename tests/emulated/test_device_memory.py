@@ -16,6 +16,8 @@ from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.memory import Choice
 from vpipe.plan.predict import Machine, Pipe, predict
 from vpipe.plan.profile import Measuring, measure_layers
+from vpipe.runtime.device import current
+from vpipe.runtime.prefetch import Prefetch
 
 WIDTH, ROWS = 64, 128
 ABOVE, BELOW = 0.08, 0.20
@@ -123,3 +125,20 @@ def test_room_for_messages_is_counted() -> None:
     found, expected = peaks_of(layers, "1f1b", layout, 8)
     message = 2 * ROWS * WIDTH * 4  # of a unit that is under way through a stage which saves nothing of it
     assert all(mine <= predicted + message for mine, predicted in zip(found, expected, strict=True)), (found, expected)
+
+
+def test_a_batch_that_was_read_goes_though_its_copy_has_not_run(emulated: Any) -> None:
+    """What kept the pinned memory of a unit kept the unit too: with a host far ahead of the copies, all of them."""
+    device = torch.device("emu:0")
+    feed = torch.Stream(device)
+    units = [torch.randn(ROWS, WIDTH) for _ in range(6)]
+    prefetch = Prefetch(units.__getitem__, range(len(units)), device, feed)
+    with current(device):
+        with feed:
+            emulated.native.sleep(1e5)
+        before = torch.accelerator.memory_allocated(0)
+        torch.accelerator.reset_peak_memory_stats(0)
+        for microbatch in range(len(units)):
+            prefetch(microbatch)
+    found = torch.accelerator.max_memory_allocated(0) - before
+    assert found == 2 * units[0].nbytes, "the unit that is read, and the next"

@@ -82,6 +82,7 @@ def assert_never_waits(
     pipe.close()
 
 
+@pytest.mark.rotates(10)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_loop_never_waits(schedule: str, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not per unit, not per update, not at the agreement: whatever the schedule and what goes with it."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import forked_python
 from vpipe.launch import doctor
 from vpipe.launch.doctor import Finding
 
@@ -35,7 +36,7 @@ TOPICS = {
 
 def ask(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "vpipe", "doctor", *words],
+        [forked_python.program(), "-m", "vpipe", "doctor", *words],
         env=os.environ | variables,
         capture_output=True,
         text=True,

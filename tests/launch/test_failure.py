@@ -198,7 +198,8 @@ def test_without_a_launcher_all_end(bare: Bare, args: tuple[str, ...], codes: li
 @slow
 def test_whoever_keeps_the_store_waits_for_a_rank_that_ends_late(bare: Bare) -> None:
     """As on a busy machine: the last rank gets no processor for a while when all work is done."""
-    assert bare("late", "2")[0] == [0, 0, 0]
+    found, said = bare("late", "2")
+    assert found == [0, 0, 0], said
 
 
 RESTARTED = """

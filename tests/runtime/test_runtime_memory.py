@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,10 @@ WIDE = 64
 
 
 @pytest.fixture(autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Garbage is looked for in what a test makes, not in all of torch."""
+def quick_collections() -> None:
+    """Garbage is looked for in what a test makes, not in what others have imported."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _peaks(num_microbatches: int, schedule: str, recompute: float = 0.0) -> int:

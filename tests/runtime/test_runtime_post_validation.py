@@ -96,6 +96,7 @@ def by_hand(found: list[Counting], clip: float | None) -> tuple[dict[str, Tensor
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, skipped
 
 
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
 @pytest.mark.parametrize(
     ("bad", "clip"),

@@ -43,6 +43,7 @@ def moved(pipe: Pipeline, kind: Kind) -> int:
     return sum(each.bytes for row in pipe.trace().records.values() for each in row if each.action.kind is kind)
 
 
+@pytest.mark.rotates(6)
 @pytest.mark.usefixtures("everything_moves")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_swap_equals_replay(schedule: str) -> None:

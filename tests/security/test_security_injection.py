@@ -130,6 +130,7 @@ def test_words_of_slurm_are_refused_or_plain(field: str, payload: str) -> None:
     assert shlex.quote(payload) == payload or payload.replace("%", "") == shlex.quote(payload.replace("%", ""))
 
 
+@pytest.mark.rotates(140)
 @pytest.mark.parametrize("payload", PAYLOADS, ids=range(len(PAYLOADS)))
 @pytest.mark.parametrize("field", TEXTS)
 def test_texts_of_a_script_stay_one_word(field: str, payload: str, sandbox: Path) -> None:

@@ -433,6 +433,7 @@ def test_every_field_has_a_case() -> None:
     assert sorted(CASES) == sorted(leaves(PipelineConfig))
 
 
+@pytest.mark.rotates(60)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if case.slow else ()) for name, case in CASES.items()]
 )

@@ -18,7 +18,7 @@ from vpipe.runtime.device import compute_stream, share, tensors_of
 
 
 class Sent(NamedTuple):
-    """A unit on the device, or soon; the pinned memory must live until the copy has run."""
+    """A unit on the device, or soon."""
 
     value: Any
     pinned: list[Tensor]
@@ -33,7 +33,9 @@ class Prefetch:
         self._read: dict[int, Any] = {}
         self._following = dict(pairwise(order))
         self._ahead: dict[int, Sent] = {}
-        self._underway: list[Sent] = []
+        self._underway: list[tuple[list[Tensor], torch.Event]] = []
+        """Pinned memory, until it has been copied. What is on the device is its reader's alone: where the copies lag
+        behind the host, all units that were read would else be there at once."""
 
     def __call__(self, microbatch: int) -> Any:
         """The data of a unit, ready for the compute stream; the next unit sets out."""
@@ -44,7 +46,8 @@ class Prefetch:
         compute = compute_stream(self._device)
         compute.wait_event(found.arrived)
         share(tensors_of(found.value), compute)
-        self._underway = [sent for sent in [*self._underway, found] if not sent.arrived.query()]
+        self._underway.append((found.pinned, found.arrived))
+        self._underway = [each for each in self._underway if not each[1].query()]
         return found.value
 
     def forms(self) -> list[tuple[int, list[tuple[Any, ...]]]]:
