@@ -138,12 +138,20 @@ def few_numbers(wanted: str = "shm") -> tuple[int, list[list[float]]]:
             blocks = transport.all_gather(mine, range(3), [1, 2, 3])
             mine.zero_()
             found.append(torch.cat(blocks).tolist())
+        kinds = (torch.float32, torch.float64, torch.int64)
+        blocks = transport.all_gather(torch.full((1 + rank,), 1 + rank, dtype=kinds[rank]), range(3), [1, 2, 3])
+        assert [block.dtype for block in blocks] == list(kinds), "each rank's numbers are of its own kind"
+        found.append([float(block.sum()) for block in blocks])
+        blocks = transport.all_gather(torch.full((rank,), -0.0), range(3), [0, 1, 2])
+        assert [block.signbit().tolist() for block in blocks] == [[], [True], [True] * 2], "bit by bit"
         if rank == 0:
             transport.take(Envelope(3, 2, 0, 0, 0))
         few, asked = asked, 0
         many = transport.all_gather(torch.full((5000,), rank + 1.0), range(3), [5000] * 3)
         found.append([float(block.sum()) for block in many])
+        assert transport._latest is not None, "gloo's thread is not the last to let go of it"
         transport.end_step()
+        assert transport._latest is None, "what it has gathered can be large"
     finally:
         torch.distributed.all_gather = real
         transport.close()

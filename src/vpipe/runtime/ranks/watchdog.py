@@ -29,7 +29,8 @@ OWN_GRACE = 5.0
 FOLLOWER_GRACE = 2.0
 """The same for a rank that ends because another one has failed."""
 FAREWELL = 10.0
-"""Seconds that whoever keeps the store waits for the others when all went well: on a busy machine they come late."""
+"""Seconds that whoever keeps the store waits for the others when all went well, and a rank for its own threads: on a
+busy machine they come late."""
 NAP = 5.0
 """A gap in our own time from which we conclude that it was this process that was stopped."""
 
@@ -107,21 +108,24 @@ class Watchdog:
 
     def finish(self) -> None:
         """This rank ends; if it keeps the store, the others first read what they must know."""
-        if os.getpid() != self._process or self._stopped.is_set():
+        if os.getpid() != self._process:
             return
-        self._stopped.set()
-        try:
-            if self._cause is None:
-                self._board.beat(DONE)
-                if self._keeper == self._rank:
-                    self._board.post(Cause(self._rank, DONE, "", self._rank))
-            self._part()
-        except RuntimeError:
-            pass  # the store has gone before us
+        if not self._stopped.is_set():
+            self._stopped.set()
+            with suppress(RuntimeError):  # the store has gone before us
+                self._say_done()
         # A thread that comes back from the store while the interpreter ends is unwound through C++: the process aborts.
+        # On a busy machine it may come back late: whoever keeps the store is ending too, and answers no more.
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(MOMENT)
+                thread.join(FAREWELL)
+
+    def _say_done(self) -> None:
+        if self._cause is None:
+            self._board.beat(DONE)
+            if self._keeper == self._rank:
+                self._board.post(Cause(self._rank, DONE, "", self._rank))
+        self._part()
 
     def _part(self) -> None:
         """Say that this rank needs the store no more; whoever keeps it waits until all others have said so."""
@@ -155,9 +159,8 @@ class Watchdog:
                 if cause is None:
                     cause = self._look_at_next()
             except RuntimeError:
-                if self._stopped.is_set():
-                    return
-                sleep(MOMENT)
+                if self._stopped.wait(MOMENT):
+                    return  # this rank has finished meanwhile
                 self.leave(self._cause or self._store_lost())
             self._round = monotonic()
             if cause is not None:

@@ -62,6 +62,9 @@ class DistributedTransport:
         self._sent: dict[Channel, deque[tuple[Any, Tensor]]] = defaultdict(deque)
         self._tails: list[tuple[Channel, Any, Tensor]] = []
         self._groups: dict[tuple[int, ...], Any] = {}
+        self._latest: Any = None
+        """The latest collective operation since a step ended. gloo's thread lets go of what is done a little later, and who
+        is last frees its tensors: in a thread of gloo's, while the interpreter ends, that aborts the process."""
 
     @cached_property
     def _gloo(self) -> Any:
@@ -141,6 +144,7 @@ class DistributedTransport:
         for channel, work, _ in self._tails:
             self._wait(work, _sending(channel), channel.peer)
         self._tails.clear()
+        self._latest = None
 
     def _begin(self, way: Literal["send", "recv"], block: Tensor, channel: Channel, tag: int) -> Any:
         """Start a transfer; gloo refuses at once where it knows that the peer is gone. (``dist.isend`` and ``irecv``
@@ -165,18 +169,18 @@ class DistributedTransport:
         flat = value.detach().contiguous().view(-1)
         if sizes is None:
             found = [torch.empty(1, dtype=torch.int64) for _ in ranks]
-            self._collective(lambda: dist.all_gather(found, torch.tensor([flat.numel()]), group=group))
+            self._collective(lambda: dist.all_gather(found, torch.tensor([flat.numel()]), group=group, async_op=True))
             sizes = [int(size) for size in found]
         longest = max(sizes)
         mine = torch.zeros(longest, dtype=value.dtype)
         mine[: flat.numel()] = flat
         blocks = [torch.empty(longest, dtype=value.dtype) for _ in ranks]
-        self._collective(lambda: dist.all_gather(blocks, mine, group=group))
+        self._collective(lambda: dist.all_gather(blocks, mine, group=group, async_op=True))
         return [block[:size] for block, size in zip(blocks, sizes, strict=True)]
 
     def all_reduce(self, value: Tensor, ranks: Sequence[int]) -> None:
         group = self._group(ranks)
-        self._collective(lambda: dist.all_reduce(value, group=group))
+        self._collective(lambda: dist.all_reduce(value, group=group, async_op=True))
 
     def _group(self, ranks: Sequence[int]) -> Any:
         """The process group of ``ranks``; ``prepare_groups`` has made it."""
@@ -190,14 +194,16 @@ class DistributedTransport:
             if key not in self._groups and key != tuple(range(self.num_ranks)):
                 self._groups[key] = dist.new_group(list(key))
 
-    def _collective(self, call: Any) -> None:
+    def _collective(self, call: Callable[[], Any]) -> None:
+        """Begin an operation and wait for it."""
         try:
-            call()
+            self._latest = call()
+            self._latest.wait()
         except RuntimeError as error:
             raise PeerLost(f"rank {self.rank} lost another rank in a collective: {reason(error)}") from None
 
     def barrier(self) -> None:
-        self._collective(dist.barrier)
+        self._collective(lambda: dist.barrier(async_op=True))
 
     def fail(self, error: BaseException) -> None:
         membership.failed(error)

@@ -23,6 +23,7 @@ from time import monotonic
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
 from vpipe.runtime.ranks.crowding import CrowdedCores
@@ -138,8 +139,8 @@ class LinkedTransport(DistributedTransport):
         super().fail(error)
 
     def all_gather(self, value: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Tensor]:
-        few = sizes is not None and max(sizes) * value.element_size() <= FEW_BYTES
-        if not few or any(rank not in self.links and rank != self.rank for rank in ranks):
+        unlinked = any(rank not in self.links and rank != self.rank for rank in ranks)
+        if sizes is None or unlinked or max(sizes) * value.element_size() > FEW_BYTES:
             return super().all_gather(value, ranks, sizes)
         mine = value.detach().flatten().clone()
         number = self._num_gathered[tuple(ranks)]
@@ -149,13 +150,15 @@ class LinkedTransport(DistributedTransport):
         if self.rank != first:
             self.post(told, first)
             self.send(given, first, mine)
-            return list(self.take(told))
+            return _parted(self.take(told), sizes)
         found = [mine]
         for rank in others:  # one after the other: they share an envelope
             self.post(given, rank)
             found.append(self.take(given))
+        # One tensor is described, written and read sooner than one a rank, by everybody, while all others wait.
+        everything = (torch.cat(found),) if len({block.dtype for block in found}) == 1 else tuple(found)
         for rank in others:
-            self.send(told, rank, found)
+            self.send(told, rank, everything)
         return found
 
     def _await(self, link: Link, envelope: Envelope) -> Any:
@@ -248,6 +251,11 @@ class LinkedTransport(DistributedTransport):
         for link in self.links.values():
             link.close()
         super().close()
+
+
+def _parted(everything: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Of all ranks what each gave, from the one tensor in which it came, or as it came."""
+    return list(everything[0].split_with_sizes(list(sizes)) if len(everything) == 1 else everything)
 
 
 _open: WeakSet[LinkedTransport] = WeakSet()
