@@ -63,8 +63,8 @@ class DistributedTransport:
         self._tails: list[tuple[Channel, Any, Tensor]] = []
         self._groups: dict[tuple[int, ...], Any] = {}
         self._latest: Any = None
-        """The latest collective operation since a step ended. gloo's thread lets go of what is done a little later, and who
-        is last frees its tensors: in a thread of gloo's, while the interpreter ends, that aborts the process."""
+        """The latest collective operation since a step ended. gloo's thread lets go of what is done a little later, and
+        who is last frees its tensors: in a thread of gloo's, while the interpreter ends, that aborts the process."""
 
     @cached_property
     def _gloo(self) -> Any:
