@@ -48,6 +48,7 @@ def policies_of_steps(before: int, cores: set[int] | None) -> tuple[set[int], in
         )
         for _ in range(3):
             pipe.train_step(torch.randn(3, 4), torch.randn(3, 4))
+        pipe.close()
         return set().union(*(layer.policies for layer in layers)), os.sched_getscheduler(0)
     finally:
         os.sched_setscheduler(0, PLAIN, os.sched_param(0))
