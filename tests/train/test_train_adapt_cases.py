@@ -153,6 +153,15 @@ def test_other_load_on_all_ranks_moves_nothing_and_on_one_node_does() -> None:
     assert sum(here.pipe.partition[2:]) < 8
 
 
+def test_a_change_that_moved_no_layer_tells_nothing_of_bytes() -> None:
+    """After a change of recomputation alone, each byte of a move was taken to cost what that change had."""
+    here = world()
+    here.adapter._pace.append((0, 0.1))
+    assert here.adapter._cost((4, 4, 4, 4), (5, 3, 4, 4)) < 1.0
+    here.adapter._pace.append((1000, 0.5))
+    assert here.adapter._cost((4, 4, 4, 4), (6, 2, 4, 4)) >= 0.5
+
+
 def test_memory_pressure_recomputes_and_that_changes_with_the_layout() -> None:
     """1f1b holds four units on rank 0: 4 × 4 layers × 1000 bytes, of which the cap has two thirds."""
     here = world(cap=11_000)

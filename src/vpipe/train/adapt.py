@@ -262,7 +262,11 @@ class Adapter:
         size = sum(self._bytes[int(layer)] for layer in np.flatnonzero(before != after))
         if not self._pace:
             return GUESSED_START + size / GUESSED_BANDWIDTH
-        return max(seconds * max(1.0, size / max(moved, 1)) for moved, seconds in self._pace)
+        # A change of recomputation alone moves no layer: it tells how long a start takes, and nothing of bytes.
+        return max(
+            seconds * max(1.0, size / moved) if moved else seconds + size / GUESSED_BANDWIDTH
+            for moved, seconds in self._pace
+        )
 
 
 def _plannable(pipeline: Pipeline) -> Pipe:
