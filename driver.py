@@ -2,7 +2,7 @@
 
 import sys
 
-from vpipe.cli.shims import driver
+from vpipe.compat.commands import driver
 
 if __name__ == "__main__":
     sys.exit(driver())

@@ -5,7 +5,7 @@ It works alone and under torchrun: ``torchrun --nproc_per_node=4 gpipe_runner.py
 
 import sys
 
-from vpipe.cli.shims import gpipe_runner
+from vpipe.compat.commands import gpipe_runner
 
 if __name__ == "__main__":
     sys.exit(gpipe_runner())

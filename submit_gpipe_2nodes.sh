@@ -30,8 +30,8 @@ fi
 
 announced=0 step=
 trap 'announced=1; [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null' USR1
-srun --kill-on-bad-exit=1 --nodes=2 --ntasks=8 --ntasks-per-node=4 --distribution=block \
-  python -m vpipe train configs/gpt_8stage.yaml --output-dir "$run" "${overrides[@]}" "${resume[@]}" &
+srun --export=ALL --kill-on-bad-exit=1 --nodes=2 --ntasks=8 --ntasks-per-node=4 --distribution=block \
+  python -Pm vpipe train configs/gpt_8stage.yaml --output-dir "$run" "${overrides[@]}" "${resume[@]}" &
 step=$!; [ "$announced" -eq 0 ] || kill -USR1 "$step" 2>/dev/null  # announced before there was a step
 while true; do
   wait "$step"; code=$?

@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from programs import absent
+
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")  # a busy machine is no defect
 
@@ -75,10 +77,18 @@ def pytest_configure(config: pytest.Config) -> None:
         "rotates(keep, of=None): of its cases a run takes so many, drawn by VPIPE_TEST_SEED; of: of the cases of all tests "
         "of the file that say the same",
     )
+    config.addinivalue_line(
+        "markers", "needs(*programs): starts programs of the system (programs.py has their packages)"
+    )
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
-    """Who sees a test fail can draw the same cases again."""
+    """Print how to draw the same cases again, and how to install what skipped tests needed."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
+    packages = [found[1].split() for reason in reasons if (found := re.search(r"apt-get install ([\w. -]+)", reason))]
+    if packages:
+        names = " ".join(sorted(set().union(*packages)))
+        terminalreporter.write_line(f"skipped for want of a program: {len(packages)} tests; apt-get install {names}")
     if exitstatus:
         terminalreporter.write_line(f"{SEED}={os.environ[SEED]} drew the cases of tests that rotate")
 
@@ -114,6 +124,9 @@ def _values(item: pytest.Item) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _rotate(config, items)
     _skip_what_is_newer(items)
+    for item in items:
+        if reason := absent([program for mark in item.iter_markers("needs") for program in mark.args]):
+            item.add_marker(pytest.mark.skip(reason=reason))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)  # what starts last is short: no core idles in the end
 

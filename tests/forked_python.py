@@ -32,7 +32,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from vpipe.launch.process import die_with_parent, num_cores
+from vpipe.process import die_with_parent, num_cores
 
 CLIENT = """#!{python} -SE
 import json, os, signal, socket, sys
@@ -184,15 +184,15 @@ def _run(words: list[str]) -> None:
         sys.argv = ["-c", *words[2:]]
         sys.path[0] = os.getcwd()
         exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102
-    elif words[:2] == ["-m", "vpipe"]:
+    elif words[0] in ("-m", "-Pm") and words[1] == "vpipe":
         import vpipe.cli.main
 
         sys.argv = words[1:]
-        sys.path[0] = os.getcwd()
+        del sys.path[0]
         vpipe.cli.main.main()
-    elif words[0] == "-m":
+    elif words[0] in ("-m", "-Pm"):
         sys.argv = words[1:]
-        sys.path[0] = os.getcwd()
+        sys.path[:1] = [os.getcwd()] if words[0] == "-m" else []
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
@@ -257,18 +257,20 @@ class Forked(subprocess.Popen[bytes]):
 
 def fork_zygotes() -> None:
     """From now on this process and its forks fork the zygotes that they start."""
-    from vpipe.launch import early
+    from vpipe.launch import zygote_start
 
-    def spawn(environment: Mapping[str, str], shared: Sequence[int] = (), preload: Sequence[str] = ()) -> early.Started:
+    def spawn(
+        environment: Mapping[str, str], shared: Sequence[int] = (), preload: Sequence[str] = ()
+    ) -> zygote_start.Started:
         ours, theirs = socket.socketpair()
         launcher = os.getpid()
         pid = os.fork()
         if not pid:
             _become_zygote(theirs.detach(), launcher, environment, shared, preload)
         theirs.close()
-        return early.Started(Forked(pid), ours, dict(environment))
+        return zygote_start.Started(Forked(pid), ours, dict(environment))
 
-    early.spawn = spawn
+    zygote_start.spawn = spawn
 
 
 def _become_zygote(

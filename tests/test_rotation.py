@@ -54,7 +54,8 @@ for seed in seeds:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
+    for name in ("conftest.py", "programs.py"):
+        shutil.copy(Path(__file__).parent / name, tmp_path)
     (tmp_path / "test_cases.py").write_text(CASES)
     return tmp_path
 
@@ -82,7 +83,8 @@ def test_a_seed_draws_and_all_is_all(folder: Path) -> None:
 
 
 def test_tests_of_a_file_rotate_together(tmp_path: Path) -> None:
-    shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
+    for name in ("conftest.py", "programs.py"):
+        shutil.copy(Path(__file__).parent / name, tmp_path)
     (tmp_path / "test_jobs.py").write_text(JOBS)
     *some, every = collected(tmp_path, "1,2,3,4,5,6,all")
     assert all(len(drawn) == 2 for drawn in some)

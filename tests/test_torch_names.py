@@ -38,6 +38,20 @@ def foreach() -> bool:
     return [float(norm) for norm in torch._foreach_norm(tensors)] == [float(tensor.norm()) for tensor in tensors]
 
 
+def scheduled() -> bool:
+    made = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    before = hasattr(made.step, "_wrapped_by_lr_sched")
+    torch.optim.lr_scheduler.LambdaLR(made, lambda number: 1.0)
+    return not before and hasattr(made.step, "_wrapped_by_lr_sched")
+
+
+def groups() -> bool:
+    from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as grouped
+
+    found = grouped([[torch.ones(1), torch.ones(1).double(), torch.zeros(1)]], with_indices=True)
+    return sorted(places for _, places in found.values()) == [[0, 2], [1]]
+
+
 def pytree() -> bool:
     from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -181,14 +195,6 @@ def tracers() -> bool:
     return fake._mode_key is not None and getattr(TorchDispatchMode(), "_mode_key", None) is None
 
 
-def schedulers() -> bool:
-    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    before = "_opt_called" in vars(optimizer)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    optimizer.step()
-    return not before and "step" in vars(optimizer) and vars(optimizer)["_opt_called"] is True
-
-
 def told_to_skip() -> bool:
     weight = nn.Parameter(torch.zeros(1))
     fused: Any = torch.optim.Adam([weight], fused=True)
@@ -223,20 +229,6 @@ def compiler() -> bool:
     return find_spec("torch._dynamo") is not None and "__dynamo_disable" in inspect.getsource(torch._compile)
 
 
-def optimizer_hooks() -> bool:
-    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-    from torch.optim.optimizer import register_optimizer_step_post_hook as after
-    from torch.optim.optimizer import register_optimizer_step_pre_hook as ahead
-
-    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
-    before = not _global_optimizer_pre_hooks and not _global_optimizer_post_hooks
-    handles = [ahead(lambda *_: None), after(lambda *_: None)]
-    found = bool(_global_optimizer_pre_hooks) and bool(_global_optimizer_post_hooks)
-    for handle in handles:
-        handle.remove()
-    return before and found and not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
-
-
 HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
@@ -249,16 +241,10 @@ TABLE: tuple[tuple[str, Callable[[], bool], str], ...] = (
         "_foreach_mul_ _foreach_div_ _foreach_norm _foreach_copy_",
     ),
     (
-        "blocks of small parameters, joined and taken apart",
-        lambda: torch._C._nn.flatten_dense_tensors([torch.ones(2), torch.zeros(1, 2)]).tolist() == [1, 1, 0, 0],
-        "_nn",
+        "in which order torch adds norms of several number formats",
+        groups,
+        "_foreach_utils _group_tensors_by_device_and_dtype",
     ),
-    (
-        "whether code of others stands around an update",
-        optimizer_hooks,
-        "_global_optimizer_pre_hooks _global_optimizer_post_hooks _optimizer_step_pre_hooks _optimizer_step_post_hooks",
-    ),
-    ("a scheduler's mark that the optimizer was called before it", schedulers, "_opt_called"),
     ("whether an optimizer's kernels can be told to skip", told_to_skip, "_step_supports_amp_scaling"),
     ("optimizers without an import of the compiler", compiler, "_dynamo __dynamo_disable"),
     ("the tensors of any value", pytree, "_pytree"),
@@ -355,6 +341,7 @@ TABLE: tuple[tuple[str, Callable[[], bool], str], ...] = (
         lambda: set(nn.BatchNorm1d(2)._buffers) == {"running_mean", "running_var", "num_batches_tracked"},
         "_buffers",
     ),
+    ("whether a learning-rate scheduler turns an optimizer", scheduled, "_wrapped_by_lr_sched"),
 )
 """(What it is for, whether this torch still has it and it still means what we take it for, private names.)"""
 

@@ -25,7 +25,7 @@ import common
 
 from vpipe.plan.costs import LayerCost, Profile
 from vpipe.plan.planner import plan
-from vpipe.rundir import crew
+from vpipe.rundir import roster as rosters
 
 LAYERS, MICROBATCHES, UNIT, PHASES = 12, 8, 0.005, (4, 3, 4)
 CONFIG: dict[str, Any] = {
@@ -71,9 +71,11 @@ def main() -> None:
         try:
             for number, num_ranks in enumerate(PHASES):
                 if number:
-                    crew.want(directory, num_ranks)
+                    rosters.want(directory, num_ranks)
                 while (
-                    (now := crew.Roster.read(directory)) is None or not now.has_stepped or len(now.ranks) != num_ranks
+                    (now := rosters.Roster.read(directory)) is None
+                    or not now.has_stepped
+                    or len(now.ranks) != num_ranks
                 ):
                     if run.poll() is not None:
                         raise SystemExit(f"the run ended with exit code {run.returncode}")

@@ -61,9 +61,7 @@ class Run:
             if self.process.poll() is not None:
                 raise AssertionError(self.said())
             time.sleep(0.05)
-        found = re.search(r"http://\S+", self.said())
-        assert found is not None, self.said()
-        self.url = found[0]
+        self.url = (self.directory / "page.url").read_text().strip()
 
     def said(self) -> str:
         return Path(self._said.name).read_text()

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import yaml
 
 from vpipe.cli.main import main as vpipe
-from vpipe.launch.early import PRELOAD
+from vpipe.launch.zygote_start import PRELOAD
 from vpipe.rundir.journal import EndingKind, read_ending
 from vpipe.rundir.manifest import CheckpointManifest, find
 

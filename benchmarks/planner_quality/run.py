@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "plan"))
 
 from plan_oracles import SCHEDULES, Problem, brute_force, random_problem, random_profile
 
+from vpipe.compat.graph_text import load_graph
 from vpipe.layer import even_partition
 from vpipe.plan.costs import Profile
-from vpipe.plan.floor import lower_bound
-from vpipe.plan.graph_text import load_graph
+from vpipe.plan.floor import Floor
 from vpipe.plan.judge import Judge
 from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.memory import Choice, Options
@@ -51,7 +51,7 @@ class Tally:
         if wanted is None:
             assert found is None, problem
             return
-        bound = lower_bound(Judge(problem.profile, problem.pipe, problem.machine), problem.options)
+        bound = Floor(Judge(problem.profile, problem.pipe, problem.machine), problem.options).bound
         assert bound <= wanted, problem
         self.fitting += 1
         miss = float("inf") if found is None else found.step_time / wanted - 1 if wanted else 0.0

@@ -2,11 +2,10 @@
 
     python benchmarks/recovery/crashes.py [--quick] [--json]
 
-One elastic run of three ranks, with frozen layers. For every step of the protocol (those that ``Ahead`` and ``Move``
-tell, those between the order of a new epoch and its first step, and the middle of writing a copy) a rank is told to
-kill itself there (SIGKILL): while frozen weights go ahead, while layers move, or while it recovers from the loss of
-another one. After each blow the partition must be the one before or
-the one that was asked for, and at the end the run must be the undisturbed one, byte by byte.
+One elastic run of three ranks, with frozen layers. For every step of the protocol (those that ``Move`` tells, those
+between the order of a new epoch and its first step, and the middle of writing a copy) a rank is told to kill itself
+there (SIGKILL): while layers move, or while it recovers from the loss of another one. After each blow the partition
+must be the one before or the one that was asked for, and at the end the run must be the undisturbed one, byte by byte.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 
 from vpipe.launch import chaos
-from vpipe.rundir.crew import Roster, want_layout
+from vpipe.rundir.roster import Roster, want_layout
 
 HANG = 120.0
 PLUGIN = '''
@@ -53,16 +52,11 @@ def reached(kind, step):
         os.kill(os.getpid(), signal.SIGKILL)
 
 move, mark, checksum, begin = Pipeline.move, elastic.Marks.mark, copies._sum, Pipeline.__init__
-prepare = Pipeline.prepare_move
 
 def beginning(self, *given, **more):
     begin(self, *given, **more)
     for layer, module in self.modules().items():
         module.requires_grad_(layer not in FROZEN)
-
-def preparing(self, layout, **more):
-    counts["ahead"] = -1
-    return prepare(self, layout, notice=lambda step: reached("ahead", step))
 
 def moving(self, layout, *given, **more):
     counts["move"] = -1
@@ -82,7 +76,6 @@ def summing(memory):
     return checksum(memory)
 
 Pipeline.move, elastic.Marks.mark, copies._sum, Pipeline.__init__ = moving, marking, summing, beginning
-Pipeline.prepare_move = preparing
 '''
 CONFIG: dict[str, Any] = {
     "model": {"name": "gpt", "hidden_size": 16, "num_layers": 4, "num_heads": 2, "sequence_length": 8},
@@ -140,7 +133,7 @@ class Driver:
         before, epoch, wanted = self.partition(), self.roster().epoch, LAYOUTS[turn % 2]
         self.earlier = self.earlier or before
         self.arm.write_text(json.dumps({"kind": kind, "at": at, "slot": slot}))
-        if kind in ("ahead", "move"):
+        if kind == "move":
             if before == wanted:
                 wanted = LAYOUTS[(turn + 1) % 2]
             want_layout(self.run, wanted, [1, 2, 0])
@@ -171,7 +164,7 @@ def main() -> None:
         driver = Driver(folder, 400 if arguments.quick else 2500)
         turn = 0
         for slot in (1,) if arguments.quick else (0, 1, 2):
-            for kind in ("copy", "recovery", "ahead", "move"):
+            for kind in ("copy", "recovery", "move"):
                 for at in range(1 if kind == "copy" else 100):
                     turn += 1
                     step = driver.hit(kind, at, slot, turn)

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 import torchft_peer
 
-from vpipe.rundir.crew import Roster
+from vpipe.rundir.roster import Roster
 
 RANKS = 3
 CONFIG: dict[str, Any] = {

@@ -1,6 +1,7 @@
-"""How long from the command to its answer: the first step of four ranks, and what answers without torch.
+"""How long from the command to its answer: the tenth step of four ranks, and what answers without torch.
 
-``vpipe train`` of a tiny GPT on four ranks, until its first step has ended and been told; the same under torchrun; and
+``vpipe train`` of a tiny GPT on four ranks, until its tenth step has ended and been told (the second one is counted,
+which once took longer than the start); its first step; the same under torchrun; and
 ``--help``, ``draw`` and ``simulate``, until they have ended. Every command is run in turn, so that all see the same
 machine.
 """
@@ -23,12 +24,12 @@ from pathlib import Path
 CONFIG = Path(__file__).parents[2] / "configs/gpt_1f1b_cpu.yaml"
 VPIPE = [sys.executable, "-m", "vpipe"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", "-m", "vpipe"]
-SHORT = ["--set", "training.max_iterations=2", "--set", "observe.log_interval=1", "--set", "checkpoint.interval=-1"]
+SHORT = ["--set", "training.max_iterations=10", "--set", "observe.log_interval=1", "--set", "checkpoint.interval=-1"]
 GOAL = 2.5
 
 
-def to_first_step(words: Sequence[str]) -> float:
-    """Seconds until a training has told its first step; then it is ended."""
+def to_step(words: Sequence[str], step: int = 10) -> float:
+    """Seconds until a training has told this step of its ten."""
     with tempfile.TemporaryDirectory() as folder:
         command = [*words, "train", str(CONFIG), "--output-dir", f"{folder}/run", *SHORT]
         begin = time.perf_counter()
@@ -44,10 +45,10 @@ def to_first_step(words: Sequence[str]) -> float:
         said = []
         for line in process.stdout:
             said.append(line)
-            if "iteration 1/" in line:
+            if f"iteration {step}/" in line:
                 break
         else:
-            raise SystemExit(f"{' '.join(command)} never told its first step:\n{''.join(said)}")
+            raise SystemExit(f"{' '.join(command)} never told its step {step}:\n{''.join(said)}")
         took = time.perf_counter() - begin
         for _ in process.stdout:
             pass  # to its end: what leaves slowly would slow the next
@@ -68,8 +69,9 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     measured = {
-        "vpipe train, 4 ranks, to the first step": lambda: to_first_step(VPIPE),
-        "torchrun -m vpipe train, 4 ranks, to the first step": lambda: to_first_step(TORCHRUN),
+        "vpipe train, 4 ranks, to the tenth step": lambda: to_step(VPIPE),
+        "vpipe train, 4 ranks, to the first step": lambda: to_step(VPIPE, 1),
+        "torchrun -m vpipe train, 4 ranks, to the tenth step": lambda: to_step(TORCHRUN),
         "vpipe --help": lambda: to_end(["--help"]),
         "vpipe draw 1f1b -p 4 -m 8": lambda: to_end(["draw", "1f1b", "-p", "4", "-m", "8"]),
         "vpipe simulate 1f1b -p 4 -m 8": lambda: to_end(["simulate", "1f1b", "-p", "4", "-m", "8"]),
@@ -88,7 +90,7 @@ def main() -> None:
         "spread": {name: [min(found), max(found)] for name, found in runs.items()},
     }
     if not args.quick:
-        answer["goals"] = {"first step": statistics.median(next(iter(runs.values()))) <= GOAL}
+        answer["goals"] = {"tenth step": statistics.median(next(iter(runs.values()))) <= GOAL}
     if args.json:
         print(json.dumps(answer))
         return

@@ -17,9 +17,11 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from vpipe.observe import offline, page_html
-
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import offline  # noqa: E402
+
 PLAYGROUND = "playground.html"
 STYLE = """
 :root { color-scheme: light dark; }
@@ -105,7 +107,7 @@ def write(folder: Path, most: offline.Most | None = None) -> list[Path]:
         written.append(target)
     pictures = shutil.ignore_patterns("*.sh", "*.csv")
     shutil.copytree(HERE / "pictures", folder / "pictures", ignore=pictures, dirs_exist_ok=True)
-    (folder / PLAYGROUND).write_text(page_html.static_playground(offline.data(most)), encoding="utf-8")
+    (folder / PLAYGROUND).write_text(offline.page(most), encoding="utf-8")
     return written
 
 

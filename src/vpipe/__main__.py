@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -26,4 +27,6 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # ``python -m vpipe`` imports what ``vpipe`` does
     main()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -37,11 +37,16 @@ IGNORED = -100
 """The label of a position that does not count, as in torch's cross entropy."""
 
 
+SIZES = {"hidden_size": 512, "num_layers": 16, "num_heads": 16}
+"""OurGPipe's, for a model of the user's where the config has none."""
+
+
 class ModelInterface(ABC):
     """A model by the names and parameters of its layers; ``config`` is the section ``model``."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.config = config
+        missing = {name: size for name, size in SIZES.items() if getattr(config, name) is None}
+        self.config = config.model_copy(update=missing)
 
     @abstractmethod
     def get_model_config(self) -> dict[str, dict[str, Any]]:
@@ -58,7 +63,7 @@ class ModelInterface(ABC):
         return [list(range(start, end)) for start, end in pairwise(ends)]
 
     def get_hidden_size(self) -> int:
-        return self.config.hidden_size
+        return self.config.hidden_size or SIZES["hidden_size"]
 
     def get_sequence_length(self) -> int:
         return self.config.sequence_length
@@ -109,8 +114,9 @@ class DatasetInterface(ABC):
         self.sequence_length = sequence_length
 
     @abstractmethod
-    def load_dataset(self) -> Sequence[Any]:
-        """All raw examples: anything with a length and numbered items."""
+    def load_dataset(self) -> Any:
+        """All raw examples: anything with a length and numbered items; or an iterable, whose examples come in its own
+        order, again and again, as long as training.max_iterations says."""
 
     @abstractmethod
     def process_batch(self, batch: Any) -> Mapping[str, Any]:
@@ -136,9 +142,11 @@ class DatasetInterface(ABC):
         """Makes what ``process_batch`` gets from a list of raw examples; ``None`` gives the list itself."""
         return None
 
-    def get_train_test_split(self, test_size: float = 0.1, seed: int = 1024) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Training and held-out examples, drawn by ``seed``."""
+    def get_train_test_split(self, test_size: float = 0.1, seed: int = 1024) -> tuple[Any, Sequence[Any]]:
+        """Training and held-out examples, drawn by ``seed``; of an iterable nothing is held out."""
         examples = self.load_dataset()
+        if not _is_numbered(examples):
+            return examples, ()
         numbers = list(range(len(examples)))
         random.Random(seed).shuffle(numbers)
         held_out = round(len(numbers) * test_size)
@@ -157,6 +165,49 @@ class _Part(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         return _Part(self.whole, self.numbers[index]) if isinstance(index, slice) else self.whole[self.numbers[index]]
+
+
+def _is_numbered(examples: Any) -> bool:
+    from torch.utils.data import IterableDataset
+
+    return isinstance(examples, Sized) and not isinstance(examples, IterableDataset)
+
+
+class _Stream(Sequence[Any]):
+    """The examples of an iterable, by numbers that rise from iteration to iteration (``rows``); it begins anew after
+    its end, and where an earlier one is asked for."""
+
+    def __init__(self, opened: Callable[[], Iterable[Any]], seed: int, rows: int) -> None:
+        self._opened, self._seed, self._rows = opened, seed, rows
+        self._begin()
+
+    def __len__(self) -> int:
+        from vpipe.data.order import ENDLESS
+
+        return ENDLESS
+
+    def __getitem__(self, index: Any) -> Any:
+        if index < self._next and index not in self._kept:
+            self._begin()
+        while self._next <= index:
+            self._kept[self._next] = self._following()
+            self._kept.pop(self._next - self._rows, None)
+            self._next += 1
+        return self._kept[index]
+
+    def _begin(self) -> None:
+        self._next, self._kept = 0, dict[int, Any]()
+        self._examples = iter(self._opened())
+
+    def _following(self) -> Any:
+        from vpipe.data.dataset import seeded
+
+        with seeded(self._seed, self._next):  # the same numbers, whether a run has come here or goes on from here
+            for _ in range(2):
+                for example in self._examples:
+                    return example
+                self._examples = iter(self._opened())
+        raise UserError("the data set is an iterable without any example; give it some")
 
 
 @dataclass(frozen=True)
@@ -194,7 +245,7 @@ def adapt_model(model: ModelInterface, stage: StageInterface | None = None, seed
     made = Model(
         layers=seed_layers(layers, seed),
         loss=stage.compute_loss,
-        count=stage.count_targets,
+        counts=stage.count_targets,
         sequence_length=model.get_sequence_length(),
         vocab_size=model.get_vocab_size(),
         hidden_size=model.get_hidden_size(),
@@ -217,39 +268,34 @@ def stage_sizes(model: ModelInterface, num_stages: int) -> list[int]:
 
 
 def registered_model(config: ModelConfig, vocab_size: int | None = None, seed: int = 0) -> Model:
-    """The model that ``config.name`` has in ``MODEL_REGISTRY``: a ``ModelInterface``, or a function that gives a Model.
+    """The model that ``config.name`` has in ``MODEL_REGISTRY``: ours, a ``ModelInterface``, or a function that gives a
+    Model.
 
     ``vocab_size`` is the data set's, taken where the config has −1.
     """
-    from vpipe.models.model import Model, model_options
+    from vpipe.models.model import build, model_options
 
     found = MODEL_REGISTRY.get(config.name)
-    if config.vocab_size == -1 and vocab_size is not None:
-        config = config.model_copy(update={"vocab_size": vocab_size})
     if isinstance(found, type) and issubclass(found, ModelInterface):
+        if config.vocab_size == -1 and vocab_size is not None:
+            config = config.model_copy(update={"vocab_size": vocab_size})
         stage = STAGE_REGISTRY.create(config.name) if config.name in STAGE_REGISTRY else None
         return adapt_model(found(config), stage, seed)
     known = inspect.signature(found).parameters
-    options = model_options(config, known) | ({"seed": seed} if "seed" in known else {})
-    unknown = next((name for name in options if name not in known), None)
-    if unknown is not None:
-        raise UserError(f"model.{unknown} is not an option of {config.name!r}; it takes {', '.join(known)}")
-    made = found(**options)
-    if not isinstance(made, Model):
-        raise UserError(
-            f"the model {config.name!r} must be a ModelInterface or a function that gives a Model, not {made!r}"
-        )
-    return made
+    return build(config.name, model_options(config, known), vocab_size=vocab_size, seed=seed)
 
 
-def adapt_dataset(interface: DatasetInterface, test_size: float = 0.1, seed: int = 1024) -> DataSet:
-    """A ``DatasetInterface`` as the data set that training reads; its ``valid`` is the held-out part."""
+def adapt_dataset(interface: DatasetInterface, test_size: float = 0.1, seed: int = 1024, rows: int = 0) -> DataSet:
+    """A ``DatasetInterface`` as the data set that training reads; its ``valid`` is the held-out part. ``rows`` is how
+    many examples an iteration reads, which an iterable must know; 0 where nothing says when the run ends."""
     from vpipe.data.dataset import Batch, DataSet
 
     collate = interface.get_collate_fn() or list
 
     class Adapted(DataSet):
         """The examples of an interface, by number."""
+
+        draws = True
 
         def __init__(self, examples: Sequence[Any]) -> None:
             self._examples = examples
@@ -263,20 +309,25 @@ def adapt_dataset(interface: DatasetInterface, test_size: float = 0.1, seed: int
             made = interface.process_batch(collate([self._examples[int(index)] for index in indices]))
             if not isinstance(made, Mapping) or not {"inputs", "labels"} <= set(made):
                 raise UserError(f'{type(interface).__name__}.process_batch must give {{"inputs": ..., "labels": ...}}')
-            labels = made["labels"]
-            counted = next(iter(labels.values())) if isinstance(labels, Mapping) else labels
-            return Batch(made["inputs"], labels, int((counted != self.ignore_index).sum()))
+            return Batch(made["inputs"], made["labels"])
 
     train, test = interface.get_train_test_split(test_size, seed)
+    if not _is_numbered(train):
+        if not rows:
+            raise UserError(
+                f"{type(interface).__name__} is an iterable, which has no length: set training.max_iterations, or let "
+                "load_dataset give a list"
+            )
+        train = _Stream(lambda: interface.get_train_test_split(test_size, seed)[0], seed, rows)
     made = Adapted(train)
     if len(test):
         made.valid = Adapted(test)
     return made
 
 
-def registered_dataset(config: DatasetConfig, sequence_length: int, seed: int = 1024) -> DataSet:
+def registered_dataset(config: DatasetConfig, sequence_length: int, seed: int = 1024, rows: int = 0) -> DataSet:
     """The data set that ``config.name`` has in ``DATASET_REGISTRY``."""
     found = DATASET_REGISTRY.get(config.name)
     if not (isinstance(found, type) and issubclass(found, DatasetInterface)):
         raise UserError(f"the data set {config.name!r} must be a class that extends DatasetInterface, not {found!r}")
-    return adapt_dataset(found(config, sequence_length), config.test_size, seed)
+    return adapt_dataset(found(config, sequence_length), config.test_size, seed, rows)

@@ -26,9 +26,10 @@ Words: docs/glossary.md.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -57,6 +58,12 @@ class Layer:
     cost_key: str = ""
     """Layers with the same non-empty key cost the same: a profile measures one of them."""
 
+    def __post_init__(self) -> None:
+        if len(set(self.writes)) < len(self.writes):
+            raise UserError(
+                f"a layer writes {', '.join(self.writes)}; give each value that it returns a name of its own"
+            )
+
     def build(self) -> nn.Module:
         return self.module if isinstance(self.module, nn.Module) else self.module()
 
@@ -67,6 +74,17 @@ class TiedWeight:
     owner by owner: from two microbatches on in another order than those of one shared parameter."""
 
     owners: tuple[tuple[int, str], ...]
+
+
+def changed(layer: Layer, change: Callable[[nn.Module], object]) -> Layer:
+    """The layer, whose module is changed whenever it is built."""
+
+    def build() -> nn.Module:
+        made = copy.deepcopy(layer.module) if isinstance(layer.module, nn.Module) else layer.module()
+        change(made)
+        return made
+
+    return replace(layer, module=build)
 
 
 def as_layers(layers: Sequence[Layer | nn.Module | Callable[[], nn.Module]]) -> list[Layer]:

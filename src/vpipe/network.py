@@ -15,12 +15,20 @@ import psutil
 from vpipe.errors import UserError, nearest
 
 GLOO = "GLOO_SOCKET_IFNAME"
+LOOPBACK = "lo"
 NAMES = (GLOO, "NCCL_SOCKET_IFNAME")
 """The variables by which gloo and NCCL are told an interface."""
+_ANYWHERE = "203.0.113.1"
+"""An address that is reserved for documentation: the way to it is the way to all that is not near."""
 
 
 def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("::1", "localhost")
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Of an address, or of a host name, which is left to IPv4."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def interface_of(address: str) -> str | None:
@@ -40,6 +48,14 @@ def interface_towards(host: str) -> str | None:
             return interface_of(str(probe.getsockname()[0]))
     except OSError:
         return None
+
+
+def _interface_to_others() -> str | None:
+    """Where a machine's own name leads to itself (Debian's 127.0.1.1) and ranks of other machines know it by that name:
+    the interface that leads anywhere, else the only one there is."""
+    states = psutil.net_if_stats()
+    others = [name for name in psutil.net_if_addrs() if name != LOOPBACK and states[name].isup]
+    return interface_towards(_ANYWHERE) or (others[0] if len(others) == 1 else LOOPBACK)
 
 
 def address_here(environ: Mapping[str, str]) -> str:
@@ -71,6 +87,8 @@ def choose_interface(environ: MutableMapping[str, str], host: str) -> None:
                 )
         return
     interface = None if is_loopback(host) else interface_towards(host)
+    if interface == LOOPBACK and environ.get("LOCAL_WORLD_SIZE", "1") != environ.get("WORLD_SIZE"):
+        interface = _interface_to_others()
     if interface is not None:
         for name in NAMES:
             environ.setdefault(name, interface)

@@ -7,11 +7,13 @@ pid and its start, in clock ticks after the machine's. ``alive`` answers only wh
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,6 +21,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from vpipe.records import Natural, parsed_or_none
+
+AS_MODULE = "-Pm"
+"""The word of Python before a module of ours: ``-m``, but nothing of the current directory is imported, whatever it is
+called."""
+_PR_SET_PDEATHSIG = 1
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PMIX_RANK")
 """By which variables launchers tell a process which of several it is; torch's own first."""
 
@@ -46,8 +54,8 @@ class Process:
 
     host: str
     machine: str
-    pid: int
-    started: int
+    pid: Natural
+    started: Natural
 
     @classmethod
     def here(cls) -> Process:
@@ -57,12 +65,7 @@ class Process:
     @classmethod
     def parse(cls, found: Any) -> Process | None:
         """What ``fields`` wrote; ``None`` for anything else."""
-        if not isinstance(found, dict):
-            return None
-        host, where, pid, started = (found.get(key) for key in ("host", "machine", "pid", "started"))
-        if not (isinstance(host, str) and isinstance(where, str) and _is_count(pid) and _is_count(started)):
-            return None
-        return cls(host, where, pid, started)  # type: ignore[arg-type]
+        return parsed_or_none(cls, found)
 
     def fields(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,8 +96,12 @@ class Process:
         return f"process {self.pid} on {self.host}"
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send ``signum`` when ``parent`` ends; 0 takes it back. Leaves at once if it has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _started(pid: int) -> int | None:
@@ -115,6 +122,54 @@ def machine() -> str:
     with suppress(OSError):
         words.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(words)
+
+
+def cores() -> list[int]:
+    """The numbers of the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def num_cores() -> int:
+    """Cores that this process may use: a container may have less of their time than there are."""
+    return min([len(cores()), *_quotas()])
+
+
+def _quotas() -> list[int]:
+    """How many cores' time the groups of this process may take, of those that have a limit."""
+    found = []
+    with suppress(OSError, ValueError):
+        own = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip())
+        for folder in (own, *own.parents):
+            if (limit := folder / "cpu.max").exists():
+                quota, period = limit.read_text().split()
+                found += [max(1, int(quota) // int(period))] if quota != "max" else []
+    return found
+
+
+class _Queue(threading.local):
+    """The kernel's file about one thread; a fork is another thread."""
+
+    def __init__(self) -> None:
+        self.thread, self.file = 0, -1
+
+    def __del__(self) -> None:
+        if self.file >= 0:
+            os.close(self.file)
+
+
+_queue = _Queue()
+
+
+def core_wait() -> int:
+    """How long this thread has waited for a processor when it could have run, in nanoseconds; 0 where the kernel does
+    not count."""
+    try:
+        if _queue.thread != threading.get_native_id():
+            _queue.file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            _queue.thread = threading.get_native_id()
+        return int(os.pread(_queue.file, 64, 0).split()[1])
+    except (OSError, IndexError):
+        return 0
 
 
 PAGE = os.sysconf("SC_PAGE_SIZE")

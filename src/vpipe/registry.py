@@ -22,7 +22,9 @@ import hashlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -204,11 +206,56 @@ OPTIMIZER_REGISTRY: Registry[Any] = Registry(
         "sgd": "torch.optim:SGD",
         "adam": "torch.optim:Adam",
         "adamw": "torch.optim:AdamW",
+        "adafactor": "torch.optim:Adafactor",
         "lamb": "vpipe.train.optimizers:Lamb",
     },
 )
 STAGE_REGISTRY: Registry[Any] = Registry("stage", group="vpipe.stages")
 SCHEDULE_REGISTRY: Registry[Any] = Registry("schedule", group="vpipe.schedules", filled_by="vpipe.schedule.catalog")
+FORM_REGISTRY: Registry[Any] = Registry(
+    "form of another system",
+    built_in={
+        "config": "vpipe.compat.vpipe_yaml:translate",
+        "graph profile": "vpipe.compat.graph_text:load_profile",
+        "graph plan": "vpipe.compat.graph_orders:plan_file",
+        "graph text": "vpipe.compat.graph_text:export_graph",
+        "orion": "vpipe.compat.priorities.orion:preload",
+        "plan file": "vpipe.compat.plan_file:to_vpipe",
+        "run record": "vpipe.compat.run_record:keep",
+        "turns": "vpipe.compat.priorities.turns:take_turns",
+        "worker threads": "vpipe.compat.threaded:engine_maker",
+    },
+)
+"""What the rest asks of ``compat``."""
+
+
+def check_options(
+    name: str, make: Callable[..., Any], given: Mapping[str, Any], where: str, known: Sequence[str]
+) -> None:
+    """Refuse what the function of ``name`` does not take, or takes as another type: its signature is the statement."""
+    try:
+        hints = typing.get_type_hints(make)
+    except (NameError, TypeError):  # of types that are there for checkers alone
+        hints = {}
+    for key, value in given.items():
+        if key not in known:
+            raise UserError(
+                f"{where}.{key} is not an option of {name!r}{nearest(key, known)}; it takes {', '.join(known)}"
+            )
+        if not _fits(value, hints.get(key, Any)):
+            wanted = getattr(hints[key], "__name__", str(hints[key]))
+            raise UserError(f"{where}.{key} is {value!r} ({type(value).__name__}); it must be {wanted}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type; of one that has parts, only unions are asked."""
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, part) for part in typing.get_args(hint))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint not in (bool, int, str, None, type(None), Path):
+        return True
+    return isinstance(value, hint) and (hint is not int or not isinstance(value, bool))
 
 
 def load_plugins(plugins: Iterable[str]) -> None:

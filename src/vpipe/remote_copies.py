@@ -3,26 +3,25 @@
     rank ── a copy in memory ──sendfile──▶ node of another machine ──▶ memory of the same slot there
          ◀───────────── one byte: it is whole ─────────────────────┘
 
-Both ends know the secret of the run: who cannot answer to a number that is used once is not listened to. The first
-bytes of a copy, which say that it is whole, are written last.
+Both ends know the secret of the run (``vpipe.door``). The first bytes of a copy, which say that it is whole, are
+written last.
 """
 
 from __future__ import annotations
 
-import hmac
 import os
-import queue
-import secrets
 import socket
 import struct
 import threading
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
+from vpipe.door import Door, dial, exactly
+
 MARK_BYTES = 8
 """The bytes at the beginning of a copy without which it is none."""
 CONNECT_WITHIN = 10.0
-_NONCE = 32
+_PURPOSE = "copies"
 _HEAD = struct.Struct("<qqq")
 _CHUNK = 1 << 20
 _WHOLE = b"\1"
@@ -31,41 +30,40 @@ _WHOLE = b"\1"
 class Keeper:
     """Keeps the copies of other machines' slots. ``shelves``: slot → descriptors of its pieces of memory."""
 
-    def __init__(self, host: str, shelves: Sequence[Sequence[int]], secret: str, foreign: Collection[int]) -> None:
-        self._shelves, self._secret, self._foreign = shelves, secret.encode(), frozenset(foreign)
-        self._listener = socket.create_server((host, 0))
+    def __init__(
+        self, listener: socket.socket, shelves: Sequence[Sequence[int]], secret: str, foreign: Collection[int]
+    ) -> None:
+        self._shelves, self._foreign = shelves, frozenset(foreign)
+        self._listener = listener
         self.port = int(self._listener.getsockname()[1])
+        self._door = Door(self._listener, secret, _PURPOSE)
         threading.Thread(target=self._accept, name="vpipe-keeper", daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), name="vpipe-keep", daemon=True).start()
+        with suppress(ConnectionAbortedError):
+            while True:
+                connection = self._door.next(float("inf")).connection
+                threading.Thread(target=self._serve, args=(connection,), name="vpipe-keep", daemon=True).start()
+        self._door.close()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(OSError, EOFError):
-            nonce = secrets.token_bytes(_NONCE)
-            connection.sendall(nonce)
-            if not hmac.compare_digest(_exactly(connection, _NONCE), _answer(self._secret, nonce)):
-                return
             while True:
-                slot, piece, size = _HEAD.unpack(_exactly(connection, _HEAD.size))
+                slot, piece, size = _HEAD.unpack(exactly(connection, _HEAD.size))
                 if slot not in self._foreign or piece not in range(len(self._shelves[slot])) or size < MARK_BYTES:
                     return
                 take(connection, self._shelves[slot][piece], size)
                 connection.sendall(_WHOLE)
 
     def close(self) -> None:
-        self._listener.close()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
 
 
 def take(connection: socket.socket, descriptor: int, size: int) -> None:
     """Receive a copy into memory."""
     os.pwrite(descriptor, bytes(MARK_BYTES), 0)
-    mark = _exactly(connection, MARK_BYTES)
+    mark = exactly(connection, MARK_BYTES)
     if os.fstat(descriptor).st_size < size:
         os.ftruncate(descriptor, size)
     offset = MARK_BYTES
@@ -79,64 +77,27 @@ def take(connection: socket.socket, descriptor: int, size: int) -> None:
 
 
 class Sender:
-    """Sends the copies of one slot, one at a time, in a thread of its own."""
+    """Sends the copies of one slot."""
 
     def __init__(self, address: tuple[str, int], secret: str, slot: int) -> None:
         self._slot = slot
-        self._queue: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self.problem = ""
-        self._connection = socket.create_connection(address, CONNECT_WITHIN)
-        try:
-            self._connection.sendall(_answer(secret.encode(), _exactly(self._connection, _NONCE)))
-        except EOFError:
-            raise ConnectionError("the other machine has closed the connection") from None
+        self._connection = dial(address, secret, _PURPOSE, CONNECT_WITHIN).connection
         self._connection.settimeout(None)
-        threading.Thread(target=self._run, name="vpipe-sender", daemon=True).start()
 
     def send(self, piece: int, descriptor: int) -> None:
-        """Begin to send a piece of memory, which must stay as it is until ``wait`` has returned."""
-        self._idle.clear()
-        self._queue.put((piece, descriptor))
-
-    def wait(self) -> None:
-        """Until all that was sent is whole on the other side; an ``OSError`` where that cannot be."""
-        self._idle.wait()
-        if self.problem:
-            raise ConnectionError(self.problem)
+        """Until a piece of memory, which stays as it is meanwhile, is whole on the other side; an ``OSError`` where
+        that cannot be."""
+        size, offset = os.fstat(descriptor).st_size, 0
+        try:
+            self._connection.sendall(_HEAD.pack(self._slot, piece, size))
+            while offset < size:
+                offset += os.sendfile(self._connection.fileno(), descriptor, offset, size - offset)
+            exactly(self._connection, 1)
+        except (OSError, EOFError, ValueError) as error:
+            told = f"a copy could not be sent to another machine ({error or type(error).__name__})"
+            raise ConnectionError(told) from None
 
     def close(self) -> None:
-        self._queue.put(None)
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-
-    def _run(self) -> None:
-        try:
-            while (wanted := self._queue.get()) is not None:
-                piece, descriptor = wanted
-                size = os.fstat(descriptor).st_size
-                self._connection.sendall(_HEAD.pack(self._slot, piece, size))
-                offset = 0
-                while offset < size:
-                    offset += os.sendfile(self._connection.fileno(), descriptor, offset, size - offset)
-                _exactly(self._connection, 1)
-                self._idle.set()
-        except (OSError, EOFError, ValueError) as error:
-            self.problem = f"a copy could not be sent to another machine ({error or type(error).__name__})"
-            self._idle.set()
-
-
-def _answer(secret: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(secret, nonce, "sha256")
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = connection.recv(count - len(data))
-        if not more:
-            raise EOFError
-        data += more
-    return data

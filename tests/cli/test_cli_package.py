@@ -27,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_carries_examples_pages_and_types_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    for needed in ("examples/minimal.py", "examples/configs/default.yaml", "observe/page/pipes.js", "py.typed"):
+    for needed in ("examples/minimal.py", "examples/configs/default.yaml", "observe/page/panels.js", "py.typed"):
         assert f"vpipe/{needed}" in names
     sources = {f"vpipe/{path.relative_to(ROOT / 'src/vpipe')}" for path in (ROOT / "src/vpipe").rglob("*.py")}
     assert sources <= set(names)

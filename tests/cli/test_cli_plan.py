@@ -105,7 +105,7 @@ def test_the_number_of_microbatches_may_be_free(here: Any) -> None:
 
 
 def test_graph_text_is_planned_and_written_back(here: Any) -> None:
-    from vpipe.plan.graph_text import export_graph
+    from vpipe.compat.graph_text import export_graph
 
     Path("graph.txt").write_text(str(export_graph(PROFILE)))
     assert (
@@ -170,7 +170,7 @@ def test_the_profile_of_another_model_is_refused(here: Any) -> None:
 @pytest.mark.slow
 def test_profile_plan_check_and_run(here: Any, vpipe: Any) -> None:
     """The whole way on real ranks: measure, plan under a cap that forces a recompute, check, train equal to the bit."""
-    found = vpipe("profile", "tiny.yaml", "-o", "real.json", "--graph-text", "real.txt", "--repeat", "1")
+    found = vpipe("profile", "tiny.yaml", "-o", "real.json", "-o", "real.txt", "--repeat", "1")
     assert found.returncode == 0, found.stderr
     assert "1-4     block 0 (and 3 like it)" in found.stdout
     profile = load_profile("real.json")
@@ -311,6 +311,10 @@ def test_a_configs_data_parallel_size_is_honoured(here: Any) -> None:
     assert "2 replicas of each, 4 ranks in all" in planned.out
     assert "--nproc 4" in planned.out
     assert json.loads(Path("plan.json").read_text())["replicas"] == [2, 2]
+    mixed = TINY | {"parallel": TINY["parallel"] | {"replicas": [2, 1]}}
+    Path("mixed.yaml").write_text(yaml.safe_dump(mixed))
+    alone = ("--profile", "own.json", "--scheduler", "1f1b", "-p", "2", "--replicas", "1", "-o", "one.json")
+    assert "--set parallel.replicas=null" in here("plan", "mixed.yaml", *alone).out, "its own would be run"
 
 
 def test_replicas_of_stages_and_asynchronous_schedules_are_marked(here: Any) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from vpipe.cli.main import main
-from vpipe.cli.plan_check import table
 from vpipe.plan.costs import LayerCost, Profile
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
@@ -63,11 +62,3 @@ def test_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest
         assert skips or found == place, f"the page leaves out {printed[place:found]}"
         place, skips = found + 1, False
     assert place == len(printed)
-
-
-def test_the_check() -> None:
-    pair = {"predicted": 1.0, "measured": 1.1, "error": -0.09}
-    sizes = {"predicted": 5e7, "measured": 6e7, "error": -0.16}
-    made = {"steps": 8, "step": pair, "stages": [pair] * 2, "rank_memory": [sizes] * 2, "rank_resident": [1e8, 1e8]}
-    shown = sample("vpipe plan CONFIG --profile profile.json --scheduler 1f1b --memory 100MiB --no-swap --check")
-    assert shown == ["…", *(form(line) for line in table(made).splitlines())]

@@ -70,11 +70,13 @@ def test_simulate_takes_costs_and_options(vpipe_here: Any) -> None:
     stale = vpipe_here("simulate", "pipedream", "-p", "4", "-m", "12", "--json").json()
     assert stale["staleness"] == [3, 2, 1, 0]
     assert stale["weight_versions"] == [4, 3, 2, 1]
-    vertical = vpipe_here("simulate", "pipedream", "-p", "4", "-m", "12", "--vertical-sync", "--json").json()
+    vertical = vpipe_here(
+        "simulate", "pipedream", "-p", "4", "-m", "12", "--option", "vertical_sync=true", "--json"
+    ).json()
     assert vertical["staleness"] == [3, 3, 3, 3]
-    waves = vpipe_here("simulate", "hanayo", "-p", "4", "-m", "4", "--waves", "2", "--json").json()
+    waves = vpipe_here("simulate", "hanayo", "-p", "4", "-m", "4", "--option", "num_waves=2", "--json").json()
     assert len(waves["weight_versions"]) == 16
-    assert "makespan" in vpipe_here("simulate", "zb-auto", "-p", "4", "-m", "8", "--memory-limit", "3").out
+    assert "makespan" in vpipe_here("simulate", "zb-auto", "-p", "4", "-m", "8", "--option", "memory_limit=3").out
 
 
 def test_draw_csv_goes_round(vpipe_here: Any, tmp_path: Path) -> None:
@@ -189,14 +191,21 @@ BAD = [
     (["simulate", "1f1b", "-p", "4", "-m", "8", "-v", "3"], 2, "1f1b has 1 stage per rank, not 3"),
     (["simulate", "hanayo", "-p", "4", "-m", "8", "-v", "3"], 2, "hanayo"),
     (["simulate", "pipedream-2bw", "-p", "8", "-m", "2"], 2, "at least 7 microbatches"),
-    (["simulate", "1f1b", "-p", "4", "-m", "8", "--waves", "2"], 2, "1f1b has no option 'num_waves'"),
-    (["simulate", "pipedream", "-p", "3", "-m", "8", "--replicas", "2,2"], 2, "add up to 4 ranks, but there are 3"),
-    (["simulate", "pipedream", "-p", "3", "-m", "8", "--replicas", "2,x"], 2, "'2,x' is not a list of whole numbers"),
+    (["simulate", "1f1b", "-p", "4", "-m", "8", "--option", "num_waves=2"], 2, "1f1b has no option 'num_waves'"),
+    (
+        ["simulate", "pipedream", "-p", "3", "-m", "8", "--option", "replicas=2,2"],
+        2,
+        "add up to 4 ranks, but there are 3",
+    ),
+    (["simulate", "pipedream", "-p", "3", "-m", "8", "--option", "replicas=2,x"], 2, "not '2,x'"),
     (
         ["simulate", "1f1b", "-p", "4", "-m", "8", "--forward", "-1"],
         2,
         "--forward is -1.0, but a time is a finite number",
     ),
+    (["submit", "job.yaml", "--with", "gpus=2"], 2, "--with gpus=2 says nothing to slurm, which understands account"),
+    (["submit", "job.yaml", "--with", "cpus_per_task=x"], 2, "cpus_per_task is 'x', but it is a whole number"),
+    (["submit", "job.yaml", "--with", "requeue=no"], 2, "requeue is 'no', but it is true or false"),
     (["simulate", "1f1b", "-p", "4", "-m", "8", "--latency", "nan"], 2, "--latency is nan"),
     (
         ["simulate", "1f1b", "-p", "4", "-m", "8", "--scale", "1,2"],
@@ -204,7 +213,11 @@ BAD = [
         "--scale has 2 factors, but the program has 4 stages",
     ),
     (["simulate", "1f1b", "-p", "1000000", "-m", "1000000"], 2, "at most 4000000 are simulated"),
-    (["simulate", "1f1b", "--json", "--versions", "newest", "-p", "2", "-m", "2"], 2, "--versions is for CSV files"),
+    (
+        ["simulate", "1f1b", "--json", "--option", "versions=newest", "-p", "2", "-m", "2"],
+        2,
+        "has no option 'versions'",
+    ),
     (["draw", "1f1b", "-p", "2", "-m", "2", "--lowered"], 2, "--lowered is for --format csv"),
     (["draw", "1f1b", "-p", "2", "-m", "2", "-o", "/no/such/folder/x.txt"], 2, "cannot be written"),
     (["draw", "1f1b", "-p", "2", "-m", "2", "--format", "jpg"], 2, "'jpg' is not one of"),
@@ -249,7 +262,10 @@ def test_bad_files(command: str, content: bytes, code: int, sentence: str, vpipe
 def test_a_file_has_its_own_numbers(vpipe_here: Any, tmp_path: Path) -> None:
     (tmp_path / "two.csv").write_text("0F0,0B0\n1F0,1B0\n")
     assert "has 2 ranks, but -p says 4" in vpipe_here("simulate", str(tmp_path / "two.csv"), "-p", "4").err
-    assert "is a file, which says all itself" in vpipe_here("verify", str(tmp_path / "two.csv"), "--waves", "2").err
+    assert (
+        "is a file, which says all itself"
+        in vpipe_here("verify", str(tmp_path / "two.csv"), "--option", "num_waves=2").err
+    )
 
 
 def test_debug_shows_the_traceback(vpipe: Any) -> None:

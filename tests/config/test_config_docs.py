@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from vpipe.compat.vpipe_keys import KEYS
 from vpipe.config import DatasetConfig, ModelConfig, PipelineConfig
 from vpipe.config.problems import field_at
-from vpipe.config.vpipe_keys import KEYS
 from vpipe.interfaces import registered_dataset, registered_model
 from vpipe.models.model import run
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY

@@ -79,7 +79,7 @@ def mutants(tmp_path: Path, count: int, seed: int) -> Counter[str]:
     for _ in range(count):
         text = mutate(rng.choice(texts), rng)
         file.write_text(text, encoding="utf-8", newline="")
-        overrides = [f"training.{rng.choice(['epochs', 'betas', 'x', 'epochs.y'])}={rng.choice(WORDS)}"]
+        overrides = [f"training.{rng.choice(['epochs', 'warmup', 'x', 'epochs.y'])}={rng.choice(WORDS)}"]
         try:
             config = load(file, overrides if rng.random() < 0.2 else (), environment={}).config
         except UserError as error:

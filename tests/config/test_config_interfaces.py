@@ -22,6 +22,7 @@ from vpipe.interfaces import (
     registered_model,
     stage_sizes,
 )
+from vpipe.layer import Layer
 from vpipe.models.model import Model, run
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, STAGE_REGISTRY
 
@@ -77,7 +78,7 @@ def test_a_registered_model_and_data_set_learn() -> None:
     assert (len(data), len(data.valid or [])) == (90, 10)
     modules = model.build()
     batch = data.batch(range(16))
-    assert batch.num_tokens == model.count(batch.targets) == 64
+    assert model.count(batch.targets) == 64
     optimizer = torch.optim.Adam([p for module in modules for p in module.parameters()], lr=0.05)
     losses = []
     for _ in range(20):
@@ -147,8 +148,26 @@ def test_a_function_that_makes_a_model_may_be_registered() -> None:
 
     model = registered_model(ModelConfig(name="function", hidden_size=8, extra={"depth": 2}), vocab_size=26)
     assert len(model.layers) == 4
+    with pytest.raises(UserError, match=r"model\.depth is 'two' \(str\); it must be int"):
+        registered_model(ModelConfig(name="function", extra={"depth": "two"}), vocab_size=26)
     with pytest.raises(UserError, match=r"model\.dpth is not an option of 'function'"):
         registered_model(ModelConfig(name="function", extra={"dpth": 2}), vocab_size=26)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_function_without_a_seed_is_seeded_by_us() -> None:
+    """Else every rank would begin with weights of its own."""
+
+    @MODEL_REGISTRY.register("seedless")
+    def seedless(*, tied: bool = True) -> Model:
+        return Model([Layer(lambda: nn.Linear(4, 4))] * 2, nn.functional.mse_loss, len)
+
+    first, same, other = (registered_model(ModelConfig(name="seedless"), 26, seed).build() for seed in (1, 1, 2))
+    assert torch.equal(first[0].weight, same[0].weight)
+    assert not torch.equal(first[0].weight, other[0].weight)
+    assert not torch.equal(first[0].weight, first[1].weight)
+    with pytest.raises(UserError, match=r"model\.tied is 'no' \(str\); it must be bool"):
+        registered_model(ModelConfig(name="seedless", extra={"tied": "no"}))
 
 
 def test_a_collate_function_and_a_tokenizer_are_used() -> None:

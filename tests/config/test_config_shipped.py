@@ -12,6 +12,7 @@ from vpipe.config import load
 from vpipe.data import dataset as data
 from vpipe.models import model as models
 from vpipe.models.model import model_options
+from vpipe.registry import MODEL_REGISTRY
 from vpipe.schedule import catalog as schedules
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def test_model_data_and_schedule_accept_what_the_config_says(file: Path) -> None
     num_stages = num_ranks * (config.parallel.stages_per_rank or entry.stages_per_rank)
     entry.build(num_ranks, config.training.num_microbatches)
 
-    known = inspect.signature(models.builder(config.model.name)).parameters
+    known = inspect.signature(MODEL_REGISTRY.get(config.model.name)).parameters
     model = models.build(config.model.name, model_options(config.model, known), vocab_size=2048)
     assert len(model.layers) >= num_stages
     if config.parallel.partition != "auto":

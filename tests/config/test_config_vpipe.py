@@ -128,7 +128,7 @@ def test_replicas_depths_and_machines_follow_the_rank_map(tmp_path: Path) -> Non
     }
     config = load(written(tmp_path, {"machines": ["a:0", "b:0", "c:0", "d:0", "e:0"]}, ranks=ranks)).config
     assert config.parallel.replicas == (2, 1, 1, 1)
-    assert config.parallel.depths == (3, 2, 1, 0)
+    assert config.parallel.schedule_options == {"depths": [3, 2, 1, 0]}
     assert config.launch.machines == ("a:0", "e:0", "b:0", "c:0", "d:0"), "our ranks are numbered stage by stage"
     assert config.num_ranks == 5
     assert config.training.num_microbatches == 32, "whole rounds of two"
@@ -166,7 +166,8 @@ def test_step_policy_divides_every_thirty_epochs(tmp_path: Path) -> None:
 
 
 def test_no_input_pipelining_keeps_one_unit_in_flight(tmp_path: Path) -> None:
-    assert load(written(tmp_path, {"no_input_pipelining": True})).config.parallel.depths == (0, 0, 0, 0)
+    found = load(written(tmp_path, {"no_input_pipelining": True})).config
+    assert found.parallel.schedule_options == {"depths": [0, 0, 0, 0]}
 
 
 def test_container_and_synthetic_data(tmp_path: Path) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_writing import OWN, ShardWriter, functions, write_json_lines
+from data_writing import OWN, ShardWriter, functions, write_dictionary, write_json_lines, write_sentences
 
 from vpipe.data import load
-from vpipe.data.fairseq import Dictionary, write_sentences
 from vpipe.data.files import find_files, lines, require
 from vpipe.errors import UserError
 
@@ -193,7 +192,7 @@ def test_parallel_text_that_is_not_parallel(tmp_path: Path) -> None:
 
 def test_binarised_pairs_that_do_not_fit(tmp_path: Path) -> None:
     for language in ("de", "en"):
-        Dictionary(("<s>", "<pad>", "</s>", "<unk>", "x")).write(tmp_path / f"dict.{language}.txt", np.ones(9))
+        write_dictionary("x", tmp_path / f"dict.{language}.txt")
         write_sentences(tmp_path / f"train.de-en.{language}", [[4, 2], [4, 4, 2]])
     write_sentences(tmp_path / "train.de-en.en", [[4, 2], [9, 2]])
     said = sentence("translation", tmp_path)

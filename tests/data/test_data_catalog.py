@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
-from threading import current_thread
 from typing import Any
 
 import pytest
 import torch
 
-from vpipe.data import Batch, DataSet, Loader, dataset_names, load
+from vpipe.data import load
 from vpipe.data.dataset import options
 from vpipe.errors import UserError
+from vpipe.registry import DATASET_REGISTRY
 
 
 def test_importing_the_room_loads_nothing_heavy() -> None:
@@ -28,8 +27,8 @@ def test_importing_the_room_loads_nothing_heavy() -> None:
 
 
 def test_names_and_options() -> None:
-    assert dataset_names() == ["bert", "chid", "code_search_net", "synthetic", "text", "translation"]
-    for name in dataset_names():
+    assert [*DATASET_REGISTRY.built_in] == ["bert", "chid", "code_search_net", "synthetic", "text", "translation"]
+    for name in DATASET_REGISTRY.built_in:
         assert "seed" not in options(name)
     assert options("code")["tokenizer"] == "auto"
 
@@ -37,11 +36,11 @@ def test_names_and_options() -> None:
 @pytest.mark.parametrize(
     ("name", "extra", "words"),
     [
-        ("code_serch_net", {}, "no data set 'code_serch_net'.*did you mean 'code_search_net'"),
-        ("synthetic", {"vocabsize": 3}, "no option 'vocabsize'.*did you mean 'vocab_size'"),
+        ("code_serch_net", {}, "no dataset 'code_serch_net'.*did you mean 'code_search_net'"),
+        ("synthetic", {"vocabsize": 3}, "vocabsize is not an option of 'synthetic'.*did you mean 'vocab_size'"),
         ("synthetic", {"vocab_size": "1k"}, r"dataset.extra.vocab_size is '1k' \(str\); it must be int"),
         ("synthetic", {"vocab_size": True}, r"vocab_size is True \(bool\)"),
-        ("synthetic", {"seed": 3}, "no option 'seed'"),
+        ("synthetic", {"seed": 3}, "seed is not an option"),
         ("synthetic", {"kind": "bart"}, "no synthetic data for 'bart'.*did you mean 'bert'"),
         ("synthetic", {"num_examples": 0}, "num_examples is 0"),
         ("text", {"path": 3}, "path is 3"),
@@ -60,7 +59,7 @@ def test_every_option_changes_something(code_folder: Any) -> None:
         data = load("code", path=code_folder, sequence_length=8, extra=extra)
         assert data.valid is not None
         batch = data.batch([0])
-        return data.vocab_size, len(data), len(data.valid), batch.num_tokens, batch.inputs.tolist()  # type: ignore[union-attr]
+        return data.vocab_size, len(data), len(data.valid), batch.targets.tolist(), batch.inputs.tolist()  # type: ignore[union-attr]
 
     plain = look({})
     for extra in ({"tokenizer": "char"}, {"vocab_size": 270}, {"pack": False}, {"limit": 5}):
@@ -79,59 +78,3 @@ def test_the_share_held_out() -> None:
     assert torch.equal(train.batch([3]).inputs, data.split(0.2, seed=7)[0].batch([3]).inputs)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"share is 1\.5"):
         data.split(1.5)
-
-
-class Watched(DataSet):
-    """Remembers which thread read what; example 13 cannot be read."""
-
-    vocab_size = 100
-
-    def __init__(self, bad: int = 13) -> None:
-        self.threads: dict[int, str] = {}
-        self.bad = bad
-
-    def __len__(self) -> int:
-        return 40
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        if self.bad in indices:
-            raise UserError(f"example {self.bad} is damaged")
-        for i in indices:
-            self.threads[i] = current_thread().name
-        tokens = torch.tensor(list(indices))
-        return Batch(tokens, tokens, len(indices))
-
-
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_the_loader_gives_the_batches_of_the_order(num_workers: int) -> None:
-    data = Watched(bad=-1)
-    order = data.order(batch_size=4, seed=1)
-    expected = [order.indices(batch, epoch) for epoch in (0, 1) for batch in range(10)]
-    loader = Loader(data, order, num_workers)
-    seen, states = [], []
-    for _ in range(2):
-        for batch in loader:
-            seen.append(batch.inputs.tolist())  # type: ignore[union-attr]
-            states.append(order.state())
-    assert seen == expected
-    assert states[0] == {"epoch": 0, "batch": 1}, "what was read ahead is not behind us"
-    assert states[9] == {"epoch": 1, "batch": 0}
-    assert all(name.startswith("vpipe-data") == (num_workers > 0) for name in data.threads.values())
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_fault_in_a_thread_arrives(num_workers: int) -> None:
-    data = Watched()
-    with pytest.raises(UserError, match="example 13 is damaged"):
-        list(Loader(data, data.order(batch_size=4, seed=1), num_workers))
-
-
-def test_a_loader_left_early_stops_its_threads() -> None:
-    data = Watched(bad=-1)
-    order = data.order(batch_size=1, seed=1)
-    for _ in Loader(data, order, 2):
-        break
-    assert order.state() == {"epoch": 0, "batch": 1}
-    assert len(data.threads) <= 6
-    with pytest.raises(UserError, match="num_workers is -1"):
-        Loader(data, order, -1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
+from data_writing import write_dictionary, write_sentences
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vpipe.data.fairseq import Dictionary, read_sentences, write_sentences
+from vpipe.data.fairseq import read_dictionary, read_sentences
 from vpipe.errors import UserError
 
 Sentences = list[list[int]]
@@ -77,16 +77,13 @@ def test_damage_is_told_with_both_values(tmp_path: Path) -> None:
         read_sentences(tmp_path / "x")
 
 
-def test_dictionary_round_trip(tmp_path: Path) -> None:
-    written = Dictionary(("<s>", "<pad>", "</s>", "<unk>", "Haus", "Ġder", "x y"))
-    written.write(tmp_path / "dict.de.txt", np.arange(7))
-    read = Dictionary.read(tmp_path / "dict.de.txt")
-    assert read == written
-    assert read.encode(["Haus", "Hut"]) == [4, 3]
+def test_a_dictionary_is_read(tmp_path: Path) -> None:
+    write_dictionary(["Haus", "Ġder", "x y"], tmp_path / "dict.de.txt")
+    assert read_dictionary(tmp_path / "dict.de.txt") == ("<s>", "<pad>", "</s>", "<unk>", "Haus", "Ġder", "x y")
 
 
 @pytest.mark.parametrize(("text", "words"), [("Haus\n", r":1: 'Haus'"), ("a 1\na 2\n", r":2: .*'a'.*twice")])
 def test_a_bad_dictionary_names_the_line(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "dict.de.txt").write_text(text)
     with pytest.raises(UserError, match=words):
-        Dictionary.read(tmp_path / "dict.de.txt")
+        read_dictionary(tmp_path / "dict.de.txt")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 NOT_HERE = {
     r"scripts/(quickstart|test)( .*)?": "makes an environment and takes minutes: CI itself is scripts/test, the parts of quickstart run here",
-    r"TORCH=\S+ scripts/setup": "downloads gigabytes; scripts/versions is run by hand, see docs/architecture.md",
+    r"TORCH=\S+ scripts/setup": "downloads gigabytes; scripts/versions is run by hand, see CONTRIBUTING.md",
     r"scripts/versions .*": "downloads gigabytes; CI runs it where its environments are there",
     r"pip install -e .*": "tests/cli/test_cli_package.py builds and installs the wheel",
     r".*parallel\.device=cuda.*": "no GPU here",
@@ -20,17 +20,16 @@ NOT_HERE = {
     r"vpipe chaos configs/.*": "minutes; tests/launch/test_elastic.py breaks smaller runs by the same command",
     r"kubectl .*": "no Kubernetes here",
     r"ssh .*": "machines that are not here; tests/launch/test_ssh.py has a real sshd",
-    r"python -m vpipe\.launch\.remote": "the other end of an ssh; tests/launch/test_ssh.py",
     r"(VPIPE_TEST_SEED=all )?(python -m )?pytest .*": "these tests are in this suite",
     r"python tests/.*": "minutes each; the suite runs smaller counts of the same",
     r"python benchmarks/.*": "minutes each; tests of their parts and benchmarks/README.md have their figures",
     r"(?s)vpipe compare configs/default\.yaml .*--repeats 2.*": "minutes; the other comparisons of the pages run here",
+    r"python docs/learn/offline\.py playground\.html": "tests/observe/test_observe_offline.py opens it in a browser",
     r"python docs/learn/pages\.py course": "tests/observe/test_observe_course.py writes it and opens it in a browser",
     r"wandb sync": "uploads to a service",
     r"tensorboard --logdir=./profiler_async_threaded": "an old command that the page answers with another",
     r"eval \"\$\(_VPIPE_COMPLETE=zsh_source vpipe\)\"": "no zsh here; tests/cli/test_cli_editing.py reads what it prints",
     r"_VPIPE_COMPLETE=fish_source vpipe \| source": "no fish here",
-    r"vpipe draw z": "half a word, before TAB",
     r"vpipe train job.yaml --set training.epochs=1 --set parallel.partition=\[2,4,4,2\]": "a form: the cut is of a model of 12 layers",
 }
 """Pattern of a whole command → why it does not run here."""
@@ -69,7 +68,7 @@ SMALL = {
 """Config → what is set beside, so that it takes seconds. Nothing else of a command is changed."""
 
 SHORT = {
-    "compare": ("--iterations", "2", "--repeats", "1"),
+    "compare": ("--set", "training.max_iterations=2", "--repeats", "1"),
     "profile": ("--repeat", "1"),
     "build": ("--limit", "600"),
 }

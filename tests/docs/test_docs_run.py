@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from _pytest.mark import ParameterSet
 from docs_exceptions import BEFORE, EXIT_CODES, NOT_HERE
 from docs_reading import PAGES, ROOT, Block, blocks
 from docs_running import Reader
 
+from programs import PACKAGES, needs
 from vpipe.config import load
 
 EVERY = [block for page in PAGES for block in blocks(page)]
@@ -25,7 +27,7 @@ FIRST = (
     "vpipe data build code --out data/code",
     "vpipe data build bert --out data/bert",
     "vpipe train configs/default.yaml --output-dir runs/resumed",
-    "vpipe profile configs/default.yaml -o profile.json --graph-text graph.txt",
+    "vpipe profile configs/default.yaml -o profile.json -o graph.txt",
     "vpipe init job.yaml",
     *(f"vpipe draw 1f1b -p 4 -m 8 -o {name}.csv" for name in ("my", "my_schedule", "schedule")),
 )
@@ -43,6 +45,18 @@ transformers.LlamaForCausalLM(transformers.LlamaConfig(
 def not_here(command: str) -> str:
     """Why a command is not run; empty where it is."""
     return next((why for pattern, why in NOT_HERE.items() if re.fullmatch(pattern, command)), "")
+
+
+def programs(block: Block) -> set[str]:
+    """The programs that its commands start."""
+    return {
+        word for line in block.lines if not not_here(line) for word in re.findall(r"[\w.-]+", line)
+    } & PACKAGES.keys()
+
+
+def _case(block: Block) -> ParameterSet:
+    names = programs(block)
+    return pytest.param(block, marks=needs(*names) if names else (), id=str(block))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +79,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("block", SHELL, ids=str)
+@pytest.mark.parametrize("block", [_case(block) for block in SHELL])
 def test_commands(reader: Reader, block: Block) -> None:
     """Each once, wherever it is printed; what a page says behind a simulation is what it prints."""
     skipped = [line for line in block.lines if not_here(line)]

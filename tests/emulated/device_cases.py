@@ -102,6 +102,48 @@ def with_skip(num_layers: int = 8) -> list[Layer]:
     return [first, *(Layer(Block(), reads=("x",), writes=("x",)) for _ in range(num_layers - 2)), join]
 
 
+class Wide(nn.Module):
+    """Takes some values and gives some, each of which depends on all."""
+
+    def __init__(self, given: int) -> None:
+        super().__init__()
+        self.inner, self.given = nn.Linear(WIDTH, WIDTH), given
+
+    def forward(self, *values: Tensor) -> Any:
+        mixed = torch.tanh(self.inner(torch.stack(values).sum(0)))
+        found = tuple(mixed * (0.5 + number) + values[number % len(values)] for number in range(self.given))
+        return found if self.given > 1 else found[0]
+
+
+class Waiting(nn.Module):
+    """A layer that waits for its whole device, as a timer in it would, or an allocator that gives memory back."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *values: Tensor) -> Any:
+        if values[0].device.type == "emu":
+            torch.accelerator.synchronize()
+        return self.inner(*values)
+
+
+CARRIED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "two": (("x", "y"), ()),
+    "three": (("x", "y", "z"), ()),
+    "skip": (("x",), ("s", "t")),
+}
+"""What every message of the chain carries, and what skips from the first stage to the last."""
+
+
+def wide(num_layers: int, carried: str) -> list[Layer]:
+    torch.manual_seed(7)
+    chain, skip = CARRIED[carried]
+    reads = [("x",), *[chain] * (num_layers - 2), (*chain, *skip)]
+    writes = [(*chain, *skip), *[chain] * (num_layers - 2), ("x",)]
+    return [Layer(Wide(len(given)), reads=taken, writes=given) for taken, given in zip(reads, writes, strict=True)]
+
+
 TIED = (TiedWeight(((0, "up.weight"), (7, "up.weight"))),)
 
 

@@ -23,8 +23,8 @@ from emulated_ranks import on_ranks, vendor_commands, vendor_environment
 
 from vpipe.errors import UserError
 from vpipe.launch import chaos
-from vpipe.rundir import crew
-from vpipe.rundir.crew import Roster
+from vpipe.rundir import roster as rosters
+from vpipe.rundir.roster import Roster
 from vpipe.runtime import device as devices
 from vpipe.runtime.ranks import device_groups
 from vpipe.runtime.ranks.failure import PeerLost
@@ -172,7 +172,7 @@ def test_fewer_and_more_ranks_on_devices_change_no_bit(tmp_path: Path) -> None:
                 assert running.poll() is None, (tmp_path / "said").read_text()
                 time.sleep(0.02)
             if num_ranks == 2:
-                crew.want(folder, 3)  # what 'vpipe scale' does
+                rosters.want(folder, 3)  # what 'vpipe scale' does
             elif roster.epoch == 1:
                 os.kill(roster.pids[1], signal.SIGKILL)
         assert running.wait(300) == 0, (tmp_path / "said").read_text()

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "replicas": ("1f1b", {"replicas": 2, "num_ranks": 4}),
     "replicas of rounds": ("pipedream", {"replicas": [2, 1], "num_ranks": 3}),
     "replicas in any order": ("1f1b", {"replicas": 2, "num_ranks": 4, "exact_reduction": False}),
-    "replicas with gradients ahead": ("interleaved", {"replicas": 2, "num_ranks": 4, "early_reduction": True}),
+    "replicas of several stages": ("interleaved", {"replicas": 2, "num_ranks": 4}),
     "tied": ("zb-h1", {"tied": TIED, "num_ranks": 4, "clip_norm": 0.2}),
     "shared device": ("1f1b", {"num_ranks": 3, "device": "emu:1"}),
     "one rank": ("1f1b", {"num_ranks": 1}),

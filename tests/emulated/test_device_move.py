@@ -11,6 +11,7 @@ from emulated_ranks import on_ranks
 from torch import nn
 
 from vpipe import Pipeline
+from vpipe.runtime.departures import Staging, landed
 
 
 def train(device: str, moves: bool, optimizer: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -37,6 +38,20 @@ def test_moves_between_devices_change_no_bit(fused: bool, mode: str) -> None:
     expected, wanted = train("emu", False, adam)
     assert losses == expected
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+def test_no_move_and_no_copy_makes_a_stream() -> None:
+    """torch has 32 of a device, for NCCL too: after thirty, what is fed would wait behind what is received."""
+    pipe = Pipeline(plain(4), nn.functional.mse_loss, num_ranks=2, device="emu", optimizer=OPTIMIZERS["sgd"], swap=1.0)
+    streams = []
+    for step, batch in enumerate(batches(3, 8)):
+        pipe.train_step(*batch)
+        _, arrivals = Staging().copy({0: dict(next(iter(pipe.modules().values())).state_dict())})
+        landed(arrivals)
+        pipe.move(pipe.layout.with_counts([1 + step % 2, 3 - step % 2]))
+        streams.append(torch.Stream(torch.device("emu", 0)).stream_id)
+    pipe.close()
+    assert (streams[2] - streams[1]) % 32 == 1
 
 
 CASES: dict[str, tuple[str, dict[str, Any], list[tuple[list[int], list[int]]]]] = {

@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import ast
 import importlib
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from device_cases import Outcome, assert_equal, plain, trained
 from emulated_ranks import on_ranks
+from safetensors.torch import load_file
 
 import vpipe
 from vpipe.runtime.device_times import DeviceTimes
@@ -40,7 +44,7 @@ ELSEWHERE = {
     "runtime/device": "record_stream is what 'share' is; each call of that is a mutant",
     "runtime/memory/swap_device": "synchronize: after a failure, when no number is used",
     "runtime/ranks/device_groups": "synchronize: after an abort, when no number is used",
-    "runtime/priorities/cuda": "Orion's streams, on CUDA only",
+    "compat/priorities/cuda": "Orion's streams, on CUDA only",
     "plan/transfer": "synchronize: a measurement ends",
     "train/proof/device": "synchronize: a measurement ends",
     "train/proof/device_suite": "synchronize: a proof reads what has come",
@@ -180,31 +184,30 @@ def written_directly(emulated: Any) -> list[float]:
     """A checkpoint's thread reads pinned memory that a copy still fills."""
     module = importlib.import_module("vpipe.train.checkpoints.writer")
     found: list[float] = []
-
-    class Reader(module.Saver):  # type: ignore[misc, name-defined]
-        def _run(self, save: Any, layers: Any) -> None:
-            found.append(float(layers[0]["weight"].mean()))
-
-    saver, staging = Reader(None), module.Staging()
-    for value in (1.0, 2.0):
+    directory = Path(tempfile.mkdtemp())
+    # The second of two processes: it writes its part and commits nothing.
+    saver, staging = module.Saver(module.CheckpointPlace(directory, 1, 2, 1)), module.Staging()
+    for iteration, value in enumerate((1.0, 2.0)):
         weight = torch.zeros(8192, device="emu:0")
         emulated.native.sleep(3000)
         weight.fill_(value)
         copied, arrivals = staging.copy({0: {"weight": weight}})
-        beside = threading.Thread(target=saver._beside, args=(None, copied, arrivals))  # it makes itself less urgent
+        save = module.Save(SimpleNamespace(iteration=iteration), module.Line("a" * 12), {})
+        beside = threading.Thread(target=saver._beside, args=(save, copied, arrivals))  # it makes itself less urgent
         beside.start()
         beside.join()
+        found += [float(load_file(file)["weight"].mean()) for file in saver._partial(save).glob("*.safetensors")]
+    shutil.rmtree(directory)
     return found
 
 
 def kept_directly(emulated: Any) -> list[float]:
     """An elastic rank's copy is of the weights after the update, which a device still computes."""
-    from types import SimpleNamespace
-
     from vpipe.runtime.departures import Staging
 
     module = importlib.import_module("vpipe.train.elastic")
-    rank = SimpleNamespace(_staging=Staging(), _frozen=set())
+    seen = SimpleNamespace(unchanged=lambda layers, frozen: set())
+    rank = SimpleNamespace(_staging=Staging(), _seen=seen)
     found: list[float] = []
     shelf = SimpleNamespace(write=lambda standing, part, layers, frozen: found.append(float(layers[0]["w"].mean())))
     for value in (1.0, 2.0):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
-from device_cases import TIED, plain, trained
+from device_cases import CARRIED, SCHEDULES, TIED, Waiting, plain, trained, wide
 from emulated_ranks import on_ranks
+from torch import nn
+
+from vpipe import Pipeline
+from vpipe.errors import UserError
+from vpipe.schedule import catalog
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +26,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("1f1b", {"replicas": 2}),
     ("zb-h1", {"tied": TIED}),
     ("gpipe", {"device_messages": False}),
-    ("interleaved", {"replicas": 2, "early_reduction": True}),
+    ("interleaved", {"replicas": 2}),
 ]
 OF_MODE = {"as-is": [0, 1, 5, 6, 7], "lazy": [0, 2, 3, 8], "delays": [1, 4, 8]}
 """Mode → its cases: processes are dear."""
@@ -68,15 +74,68 @@ def test_processes_equal_the_cpu(mode: str) -> None:
             assert (num_sent > 0) is (CASES[number][1].get("device_messages", True)), schedule
 
 
+def several(rank: int, device: str, schedule: str, num_ranks: int, carried: str) -> list[float]:
+    layers = wide(num_ranks * catalog.get(schedule).stages_per_rank, carried)
+    ranks = {"num_ranks": num_ranks} if device == "cpu" else {"timeout": 60}
+    return trained(layers, device, schedule, optimizer="sgd", num_microbatches=2 * num_ranks, **ranks).losses
+
+
+@pytest.mark.rotates(4)
+@pytest.mark.parametrize("carried", CARRIED)
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_of_several_tensors(schedule: str, num_ranks: int, carried: str) -> None:
+    """Whatever a message carries, no communicator is made for it while a program runs: its host would wait there."""
+    found = on_ranks(several, num_ranks, "emu", schedule, num_ranks, carried, timeout=60)
+    assert found == [several(0, "cpu", schedule, num_ranks, carried)] * num_ranks
+
+
+def waiting(rank: int, device: str, schedule: str, num_ranks: int, launches: bool) -> list[float]:
+    if launches and device == "emu":
+        import emulated_device as emulated
+
+        emulated.settings(**{"async": 0})
+    blocks = plain(num_ranks * catalog.get(schedule).stages_per_rank)
+    layers = blocks if launches else [Waiting(block) for block in blocks]
+    ranks = {"num_ranks": num_ranks} if device == "cpu" else {"timeout": 40}
+    return trained(layers, device, schedule, num_microbatches=2 * num_ranks, **ranks).losses
+
+
+@pytest.mark.rotates(4)
+@pytest.mark.parametrize("launches", [False, True], ids=["layers", "launches"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_device_may_wait_as_a_whole(schedule: str, num_ranks: int, launches: bool) -> None:
+    """A layer that synchronizes, or every launch (CUDA_LAUNCH_BLOCKING): no receive is posted before work of its own
+    rank that its sender needs."""
+    found = on_ranks(waiting, num_ranks, "emu", schedule, num_ranks, launches, timeout=40)
+    assert found == [waiting(0, "cpu", schedule, num_ranks, launches)] * num_ranks
+
+
+def launched(rank: int, device_messages: bool) -> str:
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    try:
+        Pipeline(wide(3, "skip"), nn.functional.mse_loss, device="emu", device_messages=device_messages)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_launches_that_wait_and_a_skip_are_refused() -> None:
+    """What skips a stage is sent long before it is received."""
+    assert on_ranks(launched, 3, False) == [""] * 3
+    for said in on_ranks(launched, 3, True):
+        assert "CUDA_LAUNCH_BLOCKING=1 makes a rank wait" in said
+        assert "stage 2 receives what stage 0 sends past others" in said
+
+
 ROWS = (16, 16, 32, 16, 30, 32)
 """Rows of the batches of some steps, in four units; those of 30 are units of different sizes and shares."""
 
 
 def changing_shapes(rank: int, device: str, num_ranks: int | None = None) -> Any:
     from device_cases import OPTIMIZERS, batches, with_skip
-    from torch import nn
 
-    from vpipe import Pipeline
     from vpipe.runtime.transport.linked import LinkedTransport
 
     told: list[list[int]] = []
@@ -120,9 +179,7 @@ def waits_inside(rank: int) -> list[dict[str, int]]:
     """What the hosts waited for in the loops of the third step."""
     import emulated_device as emulated
     from device_cases import OPTIMIZERS, batches, with_skip
-    from torch import nn
 
-    from vpipe import Pipeline
     from vpipe.runtime.engine import Engine
 
     inside: list[dict[str, int]] = []

@@ -70,9 +70,9 @@ def waits_for_each_other(rank: int) -> list[float]:
         transport.begin_program("a program", lambda: "data of one form")
         transport.begin_step(step)
         value = torch.full((8,), rank + 1.0, device=device)
-        transport.post(theirs._replace(step=step), 1 - rank)
         if step == 0:
             transport.send(mine._replace(step=step), 1 - rank, value)
+        transport.post(theirs._replace(step=step), 1 - rank)
         got = transport.take(theirs._replace(step=step))
         if step == 1:
             transport.send(mine._replace(step=step), 1 - rank, got * 2)

@@ -161,13 +161,13 @@ def test_an_update_that_may_not_be_made_is_not(schedule: str, optimizer: str, ba
     and in a later one, with the counts of Adam's steps and the dynamic loss scale."""
     found, expected = (skipping(device, schedule, optimizer, bad) for device in ("emu", "cpu"))
     assert found[1:] == expected[1:]
-    assert expected[1][1][0] == 1
+    assert expected[1][1][0] == (1 if schedule == "1f1b" else 2), "an asynchronous stage skips by itself: two do"
     assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
 
 
-@pytest.mark.parametrize("forgotten", ["Buffers", "Before"])
+@pytest.mark.parametrize("forgotten", ["buffers.FoundState", "updates.rollback.Rollback"])
 def test_what_a_repeated_step_forgets_to_put_back_is_seen(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"vpipe.runtime.updates.repeats.{forgotten}.restore", lambda self: None)
+    monkeypatch.setattr(f"vpipe.runtime.{forgotten}.restore", lambda self: None)
     found, expected = (skipping(device, "pipedream", "adamw", 1)[0] for device in ("emu", "cpu"))
     assert any(not torch.equal(found[name], value) for name, value in expected.items())
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import getpass
 import os
-import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
+from programs import find, needs
 
 CONFIG = """
 ClusterName=vpipe
@@ -50,16 +49,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 """
 
 
-def missing() -> str:
-    """Why no SLURM can be started here; empty where it can."""
-    absent = [program for program in NEEDED if not _found(program)]
-    if absent:
-        return f"SLURM is not installed (no {', '.join(absent)}); apt-get install slurm-wlm munge"
-    return "" if os.geteuid() == 0 else "slurmd on one machine needs root"
-
-
-def _found(program: str) -> str | None:
-    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+NEEDS_SLURM = needs("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "root")
 
 
 def _port() -> int:
@@ -135,7 +125,7 @@ class Cluster:
         self._nodes[index].wait()
 
     def _run(self, command: list[str]) -> subprocess.Popen[bytes]:
-        program = _found(command[0])
+        program = find(command[0])
         assert program is not None
         log = (self.root / f"{command[0]}.stdout").open("ab")
         arguments = [program, *command[1:]]

@@ -28,6 +28,7 @@ def main() -> int:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     args.output_dir.mkdir(parents=True, exist_ok=True)
     told = " ".join(f"{name}={os.environ.get(name)}" for name in TOLD)
+    told += f" secret={len(os.environ.get('VPIPE_SECRET', ''))}"
     print(f"rank {rank}/{size} resume {args.resume} {args.set} {told}", flush=True)
     if "TELL" in os.environ:
         print(Path(os.environ["TELL"]).read_text(), flush=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from programs import find, needs
 
 SSHD = """
 Port {port}
@@ -36,22 +36,9 @@ Host *
 """
 
 
-def missing() -> str:
-    """Why no sshd can be started here; empty where it can."""
-    absent = [name for name in ("ssh", "sshd", "ssh-keygen") if not _program(name)]
-    if absent:
-        return f"no {', '.join(absent)}; apt-get install openssh-server openssh-client"
-    return "" if os.geteuid() == 0 else "this sshd needs root"
-
-
-def missing_namespaces() -> str:
-    """Why no network namespace can be made here; empty where it can."""
-    if not shutil.which("ip"):
-        return "no ip; apt-get install iproute2"
-    name = f"vpipe-try-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
-    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-    return "" if made else "network namespaces need root"
+NEEDS_SSHD = needs("ssh", "sshd", "ssh-keygen", "root")
+NEEDS_HOSTS = needs("ip", "namespaces")
+"""Hosts of the test's own, in network namespaces."""
 
 
 def ip(*words: str) -> None:
@@ -85,10 +72,6 @@ def behind_a_bridge(server: Server, tag: str, network: str) -> Iterator[None]:
         subprocess.run(["ip", "link", "delete", bridge], capture_output=True, check=False)
 
 
-def _program(name: str) -> str | None:
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
 class Server:
     """sshd processes for hosts that are names of addresses."""
 
@@ -110,7 +93,7 @@ class Server:
         file = self.root / f"sshd_config.{len(self._processes)}"
         listed = "\n".join(f"ListenAddress {address}" for address in addresses)
         file.write_text(SSHD.format(port=self._port, addresses=listed, root=self.root))
-        sshd = _program("sshd")
+        sshd = find("sshd")
         assert sshd is not None
         log = (self.root / "sshd.log").open("ab")
         command = [*prefix, sshd, "-D", "-e", "-f", str(file)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,43 +11,44 @@ from pathlib import Path
 
 import pytest
 from container_image import ROOT, brought, build
-from ssh_server import Server
-from ssh_server import missing as missing_sshd
+from ssh_server import NEEDS_SSHD, Server
 
+from programs import find, needs
 from vpipe.config import ContainerConfig
 from vpipe.errors import UserError
 from vpipe.launch.container import MARK, NONE, Container, command_inside, wrap
-from vpipe.launch.ssh import SshLaunch, run
+from vpipe.launch.machines import run
+from vpipe.launch.ssh import SshLaunch
 
-PYTHON = ["python3", "-m", "vpipe"]
+PYTHON = ["python3", "-Pm", "vpipe"]
 
 
 @pytest.mark.parametrize(
     ("container", "expected"),
     [
-        (NONE, "python3 -m vpipe"),
+        (NONE, "python3 -Pm vpipe"),
         (
             Container("apptainer", "/images/torch.sif", ("/data", "/scratch:/tmp/s"), gpus=True),
             "apptainer exec --nv --bind /data:/data --bind /scratch:/tmp/s --bind /work:/work --pwd /work "
-            "/images/torch.sif python3 -m vpipe",
+            "/images/torch.sif python3 -Pm vpipe",
         ),
         (
             Container("singularity", "torch.sif", ("/work",)),
-            "singularity exec --bind /work:/work --pwd /work torch.sif python3 -m vpipe",
+            "singularity exec --bind /work:/work --pwd /work torch.sif python3 -Pm vpipe",
         ),
         (
             Container("docker", "pytorch/pytorch:2.6.0", ("/data",), gpus=True),
             "docker run --rm --init --interactive --network=host --ipc=host --gpus=all --volume /data:/data "
-            "--volume /work:/work --workdir /work --env HF_TOKEN --env RANK pytorch/pytorch:2.6.0 python3 -m vpipe",
+            "--volume /work:/work --workdir /work --env HF_TOKEN --env RANK pytorch/pytorch:2.6.0 python3 -Pm vpipe",
         ),
         (
             Container("charliecloud", "/images/torch", ("/data",)),
-            "ch-run --bind=/data:/data --bind=/work:/work --cd=/work /images/torch -- python3 -m vpipe",
+            "ch-run --bind=/data:/data --bind=/work:/work --cd=/work /images/torch -- python3 -Pm vpipe",
         ),
         (
             Container("bubblewrap", "/images/torch"),
             "bwrap --ro-bind /images/torch / --dev /dev --proc /proc --bind /dev/shm /dev/shm --bind /work /work "
-            "--chdir /work --die-with-parent -- python3 -m vpipe",
+            "--chdir /work --die-with-parent -- python3 -Pm vpipe",
         ),
     ],
     ids=lambda value: value.kind if isinstance(value, Container) else None,
@@ -89,7 +90,7 @@ def test_a_local_run_enters_its_container_once() -> None:
     container = Container("docker", "image")
     words = command_inside(container, ["train", "c.yaml"], "/work", {"HF_TOKEN": "x", "HOME": "/"})
     assert words is not None
-    assert words[-9:] == ["--env", "HF_TOKEN", "--env", MARK, "image", "python3", "-m", "vpipe", "train", "c.yaml"][-9:]
+    assert words[-9:] == ["--env", "HF_TOKEN", "--env", MARK, "image", *PYTHON, "train", "c.yaml"][-9:]
     assert command_inside(container, ["train"], "/work", {MARK: "1"}) is None
     assert command_inside(NONE, ["train"], "/work", {}) is None
 
@@ -107,10 +108,13 @@ def works(*command: str) -> bool:
 
 
 KINDS = {
-    "charliecloud": pytest.mark.skipif(not shutil.which("ch-run"), reason="no ch-run; apt-get install charliecloud"),
-    "bubblewrap": pytest.mark.skipif(
-        not works("bwrap", "--ro-bind", "/", "/", "true"), reason="bwrap cannot run here; apt-get install bubblewrap"
-    ),
+    "charliecloud": [needs("ch-run")],
+    "bubblewrap": [
+        needs("bwrap"),
+        pytest.mark.skipif(
+            bool(find("bwrap")) and not works("bwrap", "--ro-bind", "/", "/", "true"), reason="bwrap cannot run here"
+        ),
+    ],
 }
 
 INSIDE = "import os; print(open('/image-name').read(), os.getcwd(), os.environ.get('HF_TOKEN'), os.environ.get('RANK'))"
@@ -145,24 +149,26 @@ rank = int(os.environ["RANK"])
 store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, rank == 0, timedelta(seconds=60))
 store.set(f"from {rank}", open("/image-name").read())
 print(store.get(f"from {1 - rank}").decode(), os.environ["RANK"], flush=True)
-store.set(f"end {rank}", "")
-store.get(f"end {1 - rank}")
+if rank == 0:
+    store.get("end")  # who keeps the store leaves last
+else:
+    store.set("end", "")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(missing_sshd()), reason=missing_sshd() or "sshd is here")
+@NEEDS_SSHD
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=mark) for kind, mark in KINDS.items()])
 def test_ranks_on_two_hosts_meet_inside_containers(
     kind: str, image: Path, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("VPIPE_SSH_CONFIG", str(server.config))
     (image / str(tmp_path).lstrip("/")).mkdir(parents=True, exist_ok=True)
-    lines: list[str] = []
     script = tmp_path / "meet.py"
     script.write_text(MEET)
     container = Container(kind, str(image), (*brought(), str(tmp_path)))
-    launch = SshLaunch(("node-a:0", "node-b:0"), (str(script),), str(ROOT), tmp_path, container=container)
-    code = run(launch, lines.append)
-    assert code == 0, lines
-    assert {"node-a: [0] vpipe-test-image 0", "node-b: [1] vpipe-test-image 1"} <= set(lines), lines
+    launch = SshLaunch(("node-a:0", "node-b:0"), str(ROOT), tmp_path, container=container)
+    printed = io.BytesIO()
+    assert run(launch, [str(script)], 2, stdout=printed) == 0
+    lines = printed.getvalue().decode().splitlines()
+    assert {"vpipe-test-image 0", "[rank 1] vpipe-test-image 1"} <= set(lines), lines

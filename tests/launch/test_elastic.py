@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed
@@ -25,9 +27,9 @@ from vpipe.cli import train
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.launch import chaos
-from vpipe.rundir import crew
-from vpipe.rundir.crew import Roster
+from vpipe.rundir import roster as rosters
 from vpipe.rundir.manifest import MANIFEST, checkpoints
+from vpipe.rundir.roster import Roster
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.ranks.control import Aborted, Control, EpochOrder
 from vpipe.train.sizes import placed, refuse_sizes, resized
@@ -53,6 +55,7 @@ CONFIG: dict[str, Any] = {
     "launch": {"threads": 1},
 }
 """A hundred iterations."""
+TAUGHT = Path(__file__).with_name("taught.py")
 
 
 @pytest.fixture
@@ -85,8 +88,10 @@ def vpipe(*words: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_and_stopped_ranks_change_no_bit(config: Path, tmp_path: Path) -> None:
-    """Layers move meanwhile, as asked and by themselves."""
+    """Layers move meanwhile, as asked and by themselves; frozen weights change, and all that is told is compared."""
     blows = ("--kills", 4, "--stops", 1, "--moves", 3, "--seed", 5, "--set", "parallel.adapt=on")
+    model = ("--plugin", TAUGHT, "--set", "model.name=taught", "--set", "model.extra={}")
+    blows = (*blows, *model, "--set", "training.evaluation_interval=20")
     done = vpipe("chaos", config, *blows, "--json", "--output-dir", tmp_path / "runs")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
@@ -97,27 +102,32 @@ def test_killed_and_stopped_ranks_change_no_bit(config: Path, tmp_path: Path) ->
     told = [line for line in lines if line["kind"] == "recovery"]
     assert told[0]["seconds"].keys() == {"agreed", "groups", "state", "replay"}
     assert told[0]["lost"][0].startswith("rank ")
+    assert told[0]["losses"] >= 1
+    assert json.loads((tmp_path / "runs" / "broken-1" / "summary.json").read_text())["ranks_lost"] >= told[-1]["losses"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_fewer_and_more_ranks_and_a_killed_launcher_change_no_bit(config: Path, tmp_path: Path) -> None:
-    """3 ranks, 2, 4; then the launcher is killed: no rank stays, and the newest copy is a checkpoint to go on from."""
+@pytest.mark.parametrize(("lost", "counts"), [("launcher", (3, 2, 4)), ("zygote", (3,))])
+def test_fewer_and_more_ranks_and_a_killed_launcher_or_zygote_change_no_bit(
+    lost: str, counts: tuple[int, ...], config: Path, tmp_path: Path
+) -> None:
+    """3 ranks, 2, 4; then who leads them is killed: no rank stays, and the newest copy is a checkpoint to go on from."""
     words = (str(config), "--set", "checkpoint.interval=100000", *LONG)
     train = [forked_python.program(), "-m", "vpipe", "train", *words]
     folder = tmp_path / "run"
-    running = Running(
-        tmp_path, *train, "--elastic", "2:4", "--output-dir", str(folder), "--set", "checkpoint.on_exit=true"
-    )
-    for num_ranks in (3, 2, 4):
+    running = Running(tmp_path, *train, "--elastic", "2:4", "--output-dir", str(folder))
+    for num_ranks in counts:
         if num_ranks != 3:
             assert vpipe("scale", folder, num_ranks).returncode == 0
         while (roster := Roster.read(folder)) is None or len(roster.ranks) != num_ranks or not roster.has_stepped:
             assert running.process.poll() is None, running.out + running.err
             time.sleep(0.02)
-    running.process.kill()
-    running.process.wait()
+    psutil.Process(roster.pids[0]).parents()[lost == "launcher"].kill()
+    assert running.process.wait() == (137 if lost == "launcher" else 1)
     running.assert_clean(60)
+    if lost == "zygote":
+        assert "the process that started the ranks has ended\nvpipe: the checkpoint of iteration" in running.err
     assert_goes_on(words, folder, tmp_path / "plain")
 
 
@@ -250,7 +260,7 @@ def test_a_refusal_has_exit_code_2(config: Path) -> None:
     ("words", "said"),
     [
         (("--to", "ray"), "launch.elastic is 2:3, but ranks that Ray starts cannot come and go"),
-        (("--nodes", "1-2", "--ntasks-per-node", "1"), "2 nodes x 1 places are 2, but launch.elastic is 2:3"),
+        (("--nodes", "1-2", "--with", "ntasks_per_node=1"), "2 nodes x 1 places are 2, but launch.elastic is 2:3"),
         (("--nodes", "3-2"), "--nodes 3-2 is neither a number of nodes nor MIN-MAX"),
         (("--nodes", "2", "--set", "parallel.partition=[2,2,2]", "--set", "launch.elastic=null"), "cannot be spread"),
     ],
@@ -355,19 +365,41 @@ def test_where_nothing_is_to_be_broken_chaos_says_so(config: Path) -> None:
 
 
 def test_what_is_wanted_from_outside_is_taken_once(tmp_path: Path) -> None:
-    crew.want_layout(tmp_path, [2, 1], [1, 0])
-    wanted = crew.take_wanted(tmp_path)
+    rosters.want_layout(tmp_path, [2, 1], [1, 0])
+    wanted = rosters.take_wanted(tmp_path)
     assert wanted is not None
     assert json.loads(wanted.wish) == {"partition": [2, 1], "ranks": [1, 0]}
-    assert crew.take_wanted(tmp_path) is None
-    crew.want(tmp_path, 3)
-    assert crew.take_wanted(tmp_path) == crew.OutsideWish(3)
-    crew.want_back(tmp_path, ["n2"])
-    assert crew.take_wanted(tmp_path) == crew.OutsideWish(without=("n2",))
-    crew.want(tmp_path, 3)
-    crew.want_back(tmp_path, ["n2"])
-    crew.want(tmp_path, 2)
-    assert crew.take_wanted(tmp_path) == crew.OutsideWish(2, without=("n2",)), "two kinds; of each the last"
+    assert rosters.take_wanted(tmp_path) is None
+    rosters.want(tmp_path, 3)
+    assert rosters.take_wanted(tmp_path) == rosters.OutsideWish(3)
+    rosters.want_back(tmp_path, ["n2"])
+    assert rosters.take_wanted(tmp_path) == rosters.OutsideWish(without=("n2",))
+    rosters.want(tmp_path, 3)
+    rosters.want_back(tmp_path, ["n2"])
+    rosters.want(tmp_path, 2)
+    assert rosters.take_wanted(tmp_path) == rosters.OutsideWish(2, without=("n2",)), "two kinds; of each the last"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("not json", "is no JSON object"),
+        ("[]", "is no JSON object"),
+        ('{"layout": "no json"}', "asks for layout no json, not partition and ranks, two lists of whole numbers"),
+        ('{"layout": {"partition": [2, "x"], "ranks": [0, 1]}}', "two lists of whole numbers"),
+        ('{"layout": {"partition": [2, 1]}}', "two lists of whole numbers"),
+        ('{"ranks": -5}', "asks for ranks -5, not a number of ranks"),
+        ('{"ranks": true, "without": "n2"}', "asks for ranks True, not a number of ranks; without n2, not a list of"),
+    ],
+)
+def test_what_is_wanted_and_not_understood_is_said_and_ends_no_run(text: str, problem: str, tmp_path: Path) -> None:
+    """Words that were no JSON ended all ranks."""
+    (tmp_path / "wanted.json").write_text(text)
+    wanted = rosters.take_wanted(tmp_path)
+    assert wanted is not None
+    assert wanted.problem.startswith("wanted.json ")
+    assert problem in wanted.problem
+    assert (wanted.num_ranks, wanted.wish, wanted.without) == (0, "", ())
 
 
 @pytest.mark.parametrize(
@@ -394,17 +426,6 @@ def test_under_another_launcher_the_run_takes_the_ranks_that_there_are(
     monkeypatch.setenv("WORLD_SIZE", "5")
     with pytest.raises(UserError, match=r"has started 5 ranks, but launch.elastic is 2:4"):
         train._as_started(config, tmp_path, None)
-
-
-def test_ranks_that_are_started_for_the_first_time_go_on_from_no_other_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who asks for the latest run gets it; a first start under another launcher has not asked."""
-    (tmp_path / "runs" / "other").mkdir(parents=True)
-    monkeypatch.setattr(train.manifest, "find", lambda place: place if place.name == "other" else None)
-    config = PipelineConfig.from_dict(CONFIG | {"observe": {"directory": str(tmp_path / "runs")}})
-    assert train._resume_from(config, tmp_path / "new", "latest") == (tmp_path / "runs" / "other").resolve()
-    assert train._resume_from(config, tmp_path / "new", "latest", other_runs=False) is None
 
 
 @pytest.mark.slow
@@ -434,3 +455,59 @@ def test_an_asynchronous_run_that_may_shrink_says_that_its_bits_change(
     parallel = {"parallel": CONFIG["parallel"] | {"scheduler": scheduler}}
     assert train._elastic(PipelineConfig.model_validate(CONFIG | parallel | launch)) is not None
     assert ("does not end with the same bits" in capsys.readouterr().err) is warned
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_live_page_has_one_address_however_many_ranks_are_lost(config: Path, tmp_path: Path) -> None:
+    """Port and token changed with every recovery: an open page was dead after the first loss."""
+    pytest.importorskip("uvicorn", reason="the live page needs vpipe[dashboard]")
+    folder = tmp_path / "run"
+    words = ("--elastic", "3:3", "--set", "observe.dashboard=true", *LONG, "--output-dir", str(folder))
+    running = Running(tmp_path, forked_python.program(), "-m", "vpipe", "train", str(config), *words)
+    addresses = []
+    for epoch in (1, 2, 3):
+        while (roster := Roster.read(folder)) is None or not roster.has_stepped or roster.epoch < epoch:
+            assert running.process.poll() is None, running.out + running.err
+            time.sleep(0.02)
+        addresses.append((folder / "page.url").read_text())
+        os.kill(roster.pids[0], signal.SIGKILL)
+    assert len(set(addresses)) == 1
+    with urllib.request.urlopen(addresses[0].strip().replace("/?", "/data?"), timeout=60) as page:
+        assert json.loads(page.read())["facts"]["num_ranks"] == 3
+    running.process.terminate()
+    running.process.wait(120)
+    running.assert_clean(60)
+    assert not (folder / "page.url").exists()
+
+
+def test_chaos_refuses_what_cannot_be_elastic_before_it_trains(config: Path, tmp_path: Path) -> None:
+    """It said "train longer" after a whole run."""
+    done = vpipe("chaos", config, "--set", "parallel.scheduler=async_threaded", "--output-dir", tmp_path / "runs")
+    assert done.returncode == 2
+    assert "async_threaded runs worker threads, which cannot be interrupted" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, ""),
+        ({"seconds": 9.0, "tokens_per_second": 1.0, "time": 3.0}, ""),
+        ({"tokens_per_second": 0.0}, "tells False as tokens_per_second of iteration 2 (train), not True"),
+        ({"tokens": 0}, "tells 0 as tokens of iteration 2 (train), not 64"),
+        ({"learning_rate": 0.1}, "tells 0.1 as learning_rate of iteration 2 (train), not 0.2"),
+        ({"kind": "evaluation", "loss": 0.0}, "tells 0.0 as loss of iteration 2 (evaluation), not 3.5"),
+    ],
+)
+def test_everything_that_is_told_is_compared(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """Evaluations of 0.0000 and rates of 0 after a move went unseen: only losses were compared."""
+    line = {"kind": "train", "iteration": 2, "loss": 4.0, "learning_rate": 0.2, "tokens": 64, "seconds": 1.0}
+    lines = [line | {"tokens_per_second": 64.0, "time": 1.0}, {"kind": "evaluation", "iteration": 2, "loss": 3.5}]
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        own = [each | change if each["kind"] == change.get("kind", "train") else each for each in lines]
+        text = "\n".join(map(json.dumps, own if folder == "other" else lines))
+        (tmp_path / folder / "metrics.jsonl").write_text(text + "\n")
+    found = list(chaos._of_what_is_told(tmp_path / "one", tmp_path / "other"))
+    assert [each.split(" ", 1)[1] for each in found] == ([says] if says else [])

@@ -16,15 +16,14 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from ssh_server import Server, behind_a_bridge, ip, missing, missing_namespaces
+from ssh_server import NEEDS_HOSTS, NEEDS_SSHD, Server, behind_a_bridge, ip
 from test_elastic import CONFIG, LONG, assert_goes_on
 
 import forked_python
-from vpipe.rundir.crew import Roster
 from vpipe.rundir.manifest import checkpoints
+from vpipe.rundir.roster import Roster
 
 pytestmark = pytest.mark.timeout(280)
-needs_sshd = pytest.mark.skipif(bool(missing()), reason=missing() or "sshd is here")
 HANG = 200.0
 WORDS = ("--set", "checkpoint.interval=100000", "--quiet")
 
@@ -114,7 +113,7 @@ def node_of(pid: int) -> psutil.Process:
     return psutil.Process(pid).parents()[1]
 
 
-@needs_sshd
+@NEEDS_SSHD
 @pytest.mark.slow
 def test_a_lost_rank_and_a_lost_machine_change_no_bit(server: Server, config: Path, tmp_path: Path) -> None:
     """Of three machines one loses a rank, which comes back there; then another is lost whole: two ranks go on."""
@@ -138,20 +137,23 @@ def test_a_lost_rank_and_a_lost_machine_change_no_bit(server: Server, config: Pa
     run.assert_equal(config, tmp_path / "plain")
 
 
-@needs_sshd
+@NEEDS_SSHD
 @pytest.mark.slow
-def test_a_killed_launcher_leaves_the_last_update_on_the_disk_and_no_process(
-    server: Server, config: Path, tmp_path: Path
+@pytest.mark.parametrize("lost", ["launcher", "zygote"])
+def test_a_killed_launcher_or_zygote_leaves_the_last_update_on_the_disk_and_no_process(
+    lost: str, server: Server, config: Path, tmp_path: Path
 ) -> None:
     """Nobody is left who could lead: the ranks of all machines save together, and end with their nodes."""
-    on_exit = ("--set", "checkpoint.on_exit=true")
-    run = Far(server, config, tmp_path / "run", "2:3", "node-a:0", "node-b:0", "node-c:0", more=on_exit)
+    run = Far(server, config, tmp_path / "run", "2:3", "node-a:0", "node-b:0", "node-c:0")
     roster = run.until(lambda roster: roster.has_stepped)
     ranks = [psutil.Process(pid) for pid in roster.pids.values()]
     there = [*ranks, *(node_of(rank.pid) for rank in ranks)]
     assert not checkpoints(run.folder / "checkpoints")
-    run.process.kill()
-    run.process.wait()
+    if lost == "launcher":
+        run.process.kill()
+    else:
+        ranks[1].parent().kill()  # type: ignore[union-attr]
+    run.process.wait(HANG)
     _, left = psutil.wait_procs(there, HANG)
     assert not left
     run.assert_equal(config, tmp_path / "plain")
@@ -168,9 +170,9 @@ def three_machines(tmp_path: Path) -> Iterator[tuple[Server, Callable[[int], Non
         yield server, lambda index: ip("link", "set", f"{tag}h{index}", "down")
 
 
-@needs_sshd
+@NEEDS_SSHD
 @pytest.mark.slow
-@pytest.mark.skipif(bool(missing_namespaces()), reason=missing_namespaces() or "namespaces are here")
+@NEEDS_HOSTS
 def test_a_machine_that_is_cut_off_has_ended_before_others_go_on(config: Path, tmp_path: Path) -> None:
     """The machine of rank 0, which writes checkpoints, loses its network: it is named, it ends by itself, and only then
     do the others go on."""

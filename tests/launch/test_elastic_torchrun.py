@@ -3,7 +3,6 @@ as many ranks as there are, and no bit changes."""
 
 from __future__ import annotations
 
-import shutil
 import socket
 import sys
 import time
@@ -18,6 +17,7 @@ from test_elastic import CONFIG, vpipe
 from test_mpi import command
 
 import forked_python
+from programs import needs
 from vpipe.launch import chaos
 from vpipe.rundir import lineage
 from vpipe.rundir.manifest import checkpoints
@@ -115,7 +115,7 @@ def test_an_agent_that_is_lost_leaves_fewer_ranks_and_changes_no_bit(config: Pat
 
 
 @pytest.mark.rotates(1, of="launchers")
-@pytest.mark.skipif(not shutil.which("mpirun.openmpi"), reason="no mpirun.openmpi; apt-get install openmpi-bin")
+@needs("mpirun.openmpi")
 def test_mpirun_that_is_started_again_with_fewer_ranks_changes_no_bit(config: Path, tmp_path: Path) -> None:
     """mpirun ends all ranks with the one that is killed; whoever starts it again goes on."""
     train = (

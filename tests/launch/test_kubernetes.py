@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +19,15 @@ from vpipe.launch.engines import submit
 CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_small_cpu.yaml")
 
 
-def made(**options: Any) -> list[dict[str, Any]]:
+def made(overrides: tuple[str, ...] = ("training.epochs=1",), **options: Any) -> list[dict[str, Any]]:
     said: list[str] = []
-    code = submit(
-        "kubernetes", CONFIG, ("training.epochs=1",), "1f1b", True, {"image": "vpipe:1"} | options, said.append
-    )
+    code = submit("kubernetes", CONFIG, overrides, "1f1b", True, {"image": "vpipe:1"} | options, said.append)
     assert code == 0
     return list(yaml.safe_load_all("\n".join(said)))
 
 
 def test_every_rank_is_a_pod_that_knows_its_place() -> None:
-    config, jobs = made(gpus_per_task=1, volume="my-data", cpus_per_task=2, memory="8Gi")
+    config, secret, jobs = made(gpus_per_task=1, volume="my-data", cpus_per_task=2, memory="8Gi")
     assert PipelineConfig.from_dict(yaml.safe_load(config["data"]["config.yaml"])).training.epochs == 1
     (group,) = jobs["spec"]["replicatedJobs"]
     job = group["template"]["spec"]
@@ -37,12 +39,64 @@ def test_every_rank_is_a_pod_that_knows_its_place() -> None:
     assert variables["MASTER_ADDR"] == f"{name}-ranks-0-0.{name}"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1", "cpu": "2", "memory": "8Gi"}
     assert container["workingDir"] == "/vpipe/work"
+    word = variables["VPIPE_SECRET"]["secretKeyRef"]
+    assert word["name"] == secret["metadata"]["name"]
+    assert len(secret["stringData"][word["key"]]) == 64
+    assert made()[1]["stringData"] != secret["stringData"]
+    assert variables["HF_TOKEN"]["secretKeyRef"]["optional"] is True
+
+
+def test_what_a_pod_does_not_have_is_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    submit("kubernetes", CONFIG, (), None, True, {"image": "vpipe:1"}, said.append)
+    assert said[0].startswith("# vpipe: warning: every restart begins anew")
+    submit("kubernetes", CONFIG, (), None, True, {"image": "vpipe:1", "volume": "work"}, (kept := list[str]()).append)
+    assert not any("begins anew" in line for line in kept)
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("")
+    with pytest.raises(UserError, match=r"mine\.py is a file of this machine, which no pod has"):
+        submit("kubernetes", CONFIG, (f'plugins=["{plugin}"]',), None, True, {"image": "vpipe:1"}, print)
+
+
+@pytest.mark.slow
+def test_the_command_of_the_pods_trains_with_their_variables(tmp_path: Path) -> None:
+    """Run by hand for two pods, whose folder is one here, beside another run's checkpoints on their volume."""
+    words = ("model.num_layers=4", "parallel.model_parallel_size=2", "training.max_iterations=2")
+    config, secret, jobs = made(volume="work", overrides=words)
+    (container,) = jobs["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    folder = tmp_path / "vpipe"
+    (folder / "config").mkdir(parents=True)
+    (folder / "work").mkdir()
+    (folder / "config" / "config.yaml").write_text(config["data"]["config.yaml"])
+    command = [
+        sys.executable,
+        *(word.replace("/vpipe/config", f"{folder}/config") for word in container["command"][1:]),
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    fixed = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    pods = [
+        subprocess.Popen(
+            command,
+            env=os.environ | fixed | secret["stringData"] | here | {"RANK": str(rank)},
+            cwd=folder / "work",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [pod.communicate(timeout=200)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], said
+    assert "done: 2 iterations" in said[0]
+    assert "starting anew" in said[0]
 
 
 def test_the_manifest_is_what_the_published_types_know() -> None:
     """Each part is read by the generated classes of its API, and written back: an unknown or misspelt key is lost."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
-    config, jobs = made(gpus_per_task=1, volume="my-data")
+    config, _, jobs = made(gpus_per_task=1, volume="my-data")
     read = models.JobsetV1alpha2JobSetSpec.from_dict(jobs["spec"]).to_dict()
     assert read == jobs["spec"]
     assert (jobs["apiVersion"], jobs["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
@@ -56,10 +110,11 @@ def test_the_manifest_is_what_the_published_types_know() -> None:
 @pytest.mark.parametrize(
     ("options", "dry_run", "sentence"),
     [
-        ({"image": None}, True, "give --image"),
+        ({"image": None}, True, "give --with image=NAME"),
         ({"image": "-x"}, True, "does not begin with a dash"),
         ({"name": "My_Job"}, True, "no name for Kubernetes"),
         ({}, False, r"\| kubectl apply -f -"),
+        ({"volume": "My_Claim"}, True, "--with volume='?My_Claim'? is no name of a PersistentVolumeClaim"),
         ({"qos": "high"}, True, "--qos says nothing to Kubernetes"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -118,6 +119,38 @@ def test_a_killed_zygote_takes_the_ranks_along(start: Start) -> None:
     run.assert_clean()
 
 
+MEETS_AGAIN = """
+import os, sys
+from datetime import timedelta
+import psutil
+import torch.distributed as dist
+
+def store():
+    return dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False, timedelta(seconds=60), wait_for_workers=False)
+
+store().set("before", "1")
+me = psutil.Process()
+keeper, = (each for each in me.parent().children() if each.pid != me.pid)
+keeper.send_signal(int(sys.argv[1]))
+if sys.argv[1] == "9":
+    psutil.wait_procs([keeper])
+store().set("after", "2")
+print("met again", store().get("after").decode())
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_ranks_can_meet_again_when_the_store_s_process_was_lost(
+    signum: signal.Signals, start: Start, tmp_path: Path
+) -> None:
+    """An elastic run hung at its next loss."""
+    (tmp_path / "meets.py").write_text(MEETS_AGAIN)
+    run = start(1, str(tmp_path / "meets.py"), str(int(signum)))
+    assert run.wait() == 0, run.err
+    assert run.out == "met again 2\n"
+    run.assert_clean()
+
+
 SPEAKERS = """
 import os, sys
 rank = int(os.environ["RANK"])
@@ -191,6 +224,21 @@ def test_quiet_output_still_logs(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "rank0.log").read_bytes() == b"hidden\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_costs_logs_and_redirected_words_but_not_the_run(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").symlink_to("/dev/full")
+    err = io.BytesIO()
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        output = Output(full, err, 1, tmp_path, quiet=False)
+        output.feed(0, 0, b"one\n")
+        output.feed(0, 0, b"three\n")
+        output.finish()
+        output.close()
+    first, last = err.getvalue().decode().splitlines()
+    assert first == f"vpipe: warning: {tmp_path}/rank0.log: No space left on device; the run goes on without it"
+    assert last == "vpipe: warning: 10 bytes of the ranks' log files could not be written"
+
+
 def test_functions_get_their_arguments_and_return_exit_codes() -> None:
     err = io.BytesIO()
     code = local.run("os:_exit", 2, arguments={"status": 7}, preload=["json"], stderr=err)
@@ -205,6 +253,23 @@ def test_functions_get_their_arguments_and_return_exit_codes() -> None:
 def test_mistakes_are_sentences(target: list[str], num_ranks: int, words: str) -> None:
     with pytest.raises(UserError, match=words):
         local.run(target, num_ranks)
+
+
+def test_more_ranks_than_files_may_be_open_are_refused(tmp_path: Path) -> None:
+    """A soft limit is raised; one that is hard was 45 lines of traceback."""
+    script = "from vpipe.launch import local; raise SystemExit(local.run('os:_exit', 16, arguments={'status': 0}))"
+    found = {}
+    for limit in ("-n 64", "-Sn 64"):
+        command = f'ulimit {limit}; exec "$0" -c "$1"'
+        done = subprocess.run(["bash", "-c", command, sys.executable, script], capture_output=True, text=True)
+        found[limit] = (done.returncode, done.stderr)
+    assert "16 ranks need up to 160 open files in a process, but no more than 64" in found["-n 64"][1]
+    assert found["-Sn 64"] == (0, "")
+    config = Path(__file__).parents[2] / "configs" / "gpt_1f1b_cpu.yaml"
+    train = f"ulimit -n 64; exec $0 -m vpipe train {config} --set parallel.model_parallel_size=16 --output-dir run"
+    words = ["bash", "-c", f"{train} --set model.num_layers=16", sys.executable]
+    assert subprocess.run(words, cwd=tmp_path, stderr=subprocess.DEVNULL, check=False).returncode == 2
+    assert "16 ranks need up to 160" in (tmp_path / "run" / "summary.json").read_text(), "its state is told"
 
 
 def test_a_module_that_cannot_be_imported_is_named() -> None:
@@ -321,3 +386,33 @@ def test_a_request_before_the_ranks_begin_is_no_traceback(tmp_path: Path, number
     assert ended == code, said.getvalue()
     assert "before the ranks began" in told[0].sentence
     assert told[0].code == code
+
+
+@pytest.mark.parametrize(("words", "runs"), [(["../mine.py"], ""), (["-m", "mine"], "mine")], ids=["script", "module"])
+def test_modules_of_the_current_directory_run_only_where_the_user_says_m(
+    words: list[str], runs: str, tmp_path: Path
+) -> None:
+    """What lies there may have the name of any module: the zygote of a run took torch.py for torch."""
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("vpipe", "torch", "typing", "json", "yaml", "socket"):
+        (here / f"{name}.py").write_text(f"open('ran', 'a').write('{name} ')\n")
+    (tmp_path / "mine.py").write_text("print('mine runs')\n")
+    if runs:
+        (tmp_path / "mine.py").rename(here / "mine.py")
+        for each in here.glob("[!m]*.py"):
+            each.unlink()
+    program = [sys.executable, "-Pc", "from vpipe.cli.main import main; main()", "run", "--nproc", "1"]
+    done = subprocess.run([*program, *words], cwd=here, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "mine runs\n"
+    assert not (here / "ran").exists()
+
+
+def test_every_process_of_ours_is_started_so() -> None:
+    named = [
+        path
+        for path in (ROOT / "src").rglob("*.py")
+        if re.search(r'executable, "-m"|PYTHON, "-m"|"-m", (module|"vpipe)', path.read_text())
+    ]
+    assert not named, "vpipe.process.AS_MODULE says how a module is run"

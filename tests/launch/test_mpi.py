@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import forked_python
+from programs import needs
 from vpipe.errors import UserError
 from vpipe.launch.environment import adopt, from_mpi
 
@@ -98,10 +98,10 @@ def command(program: str) -> list[str]:
 
 @pytest.mark.rotates(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
+@pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=needs(name)) for name in ("mpirun.openmpi", "mpirun.mpich")]
+)
 def test_training_under_mpirun_equals_training_under_our_launcher(program: str, tmp_path: Path) -> None:
-    if not shutil.which(program):
-        pytest.skip(f"no {program}; apt-get install {'openmpi-bin' if 'open' in program else 'mpich'}")
     (tmp_path / "c.yaml").write_text(CONFIG)
     train = ["-m", "vpipe", "train", "c.yaml", "--output-dir"]
     found = {}
@@ -116,7 +116,7 @@ def test_training_under_mpirun_equals_training_under_our_launcher(program: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("mpirun.openmpi"), reason="no mpirun.openmpi; apt-get install openmpi-bin")
+@needs("mpirun.openmpi")
 def test_a_mistake_is_said_once_under_mpirun(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG.replace("num_heads: 2", "num_heads: 3"))
     words = [*command("mpirun.openmpi"), "-n", "2", forked_python.program(), "-m", "vpipe", "train", "c.yaml"]

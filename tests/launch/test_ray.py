@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,8 +17,8 @@ import pytest
 
 import forked_python
 from vpipe.errors import UserError
-from vpipe.launch.engines import submit
-from vpipe.launch.ray_cluster import RayJob, orders
+from vpipe.launch.engines import asked_for
+from vpipe.launch.ray_cluster import RayJob, run
 
 CONFIG = """
 model: {name: gpt, hidden_size: 16, num_layers: 2, num_heads: 2, sequence_length: 8}
@@ -31,25 +31,16 @@ observe: {log_interval: 1}
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="no Ray; pip install ray")
 
 
-def test_ranks_of_one_machine_are_counted_and_all_meet_at_the_first() -> None:
-    job = RayJob(("python", "x.py"), 4, "/work")
-    found = orders(job, ["10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.0.2"], 1234, {"HF_TOKEN": "t", "HOME": "/"})
-    own = [values for order in found for values in order.ranks.values()]
-    assert [(each["RANK"], each["LOCAL_RANK"], each["LOCAL_WORLD_SIZE"]) for each in own] == [
-        ("0", "0", "2"),
-        ("1", "0", "2"),
-        ("2", "1", "2"),
-        ("3", "1", "2"),
-    ]
-    assert {order.environment["MASTER_ADDR"] for order in found} == {"10.0.0.1"}
-    assert found[0].environment["HF_TOKEN"] == "t"
-    assert "HOME" not in found[0].environment
+def test_options_of_slurm_are_refused() -> None:
+    with pytest.raises(UserError, match="--with partition=fast says nothing to ray, which understands address"):
+        asked_for("ray", ["partition=fast"])
 
 
-def test_options_of_slurm_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text(CONFIG)
-    with pytest.raises(UserError, match="--partition says nothing to Ray, which understands --address"):
-        submit("ray", str(tmp_path / "c.yaml"), (), None, False, {"partition": "fast"}, print)
+@needs_ray
+def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
+    """Ray tried for 206 s."""
+    with pytest.raises(UserError, match=r"there is no Ray cluster at 127\.0\.0\.1:9"):
+        run(RayJob(("x",), 1, ".", "python", address="127.0.0.1:9"), print)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +57,7 @@ def cluster() -> Iterator[str]:
 
 
 def command(cluster: str, *words: str, config: str = "c.yaml") -> list[str]:
-    return [sys.executable, "-m", "vpipe", "submit", config, "--to", "ray", "--address", cluster, *words]
+    return [sys.executable, "-m", "vpipe", "submit", config, "--to", "ray", "--with", f"address={cluster}", *words]
 
 
 def losses(folder: Path) -> list[float]:
@@ -89,7 +80,7 @@ def test_a_run_on_ray_equals_one_on_this_machine_and_failures_and_cancelling_end
     subprocess.run([forked_python.program(), "-m", "vpipe", "train", "c.yaml"], cwd=here, check=True, timeout=200)
     done = subprocess.run(command(cluster), cwd=there, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "[0] iteration 3/3" in done.stdout
+    assert "iteration 3/3" in done.stdout
     assert len(losses(there)) == 3
     assert losses(here) == losses(there)
 
@@ -99,18 +90,30 @@ def test_a_run_on_ray_equals_one_on_this_machine_and_failures_and_cancelling_end
     assert "nope0" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
-    mark = f"training.seed={os.getpid()}"
-    endless = command(cluster, "--set", "training.max_iterations=100000000", "--set", mark)
+    done = subprocess.run(
+        command(cluster, "--with", "python=/no/python"),
+        cwd=there,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "cannot be started on" in done.stderr
+    assert "/no/python: No such file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+    endless = command(cluster, "--set", "training.max_iterations=100000000")
     process = subprocess.Popen(endless, cwd=there, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if "iteration 2/" in line:
             break
-    assert len(ranks(mark)) == 2
+    assert len(ranks(there)) >= 2, "two ranks, and what keeps the store of each node"
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=200)
     end = time.monotonic() + 30
-    while ranks(mark):
+    while ranks(there):
         assert time.monotonic() < end, "ranks are left"
         time.sleep(0.1)
 
@@ -133,11 +136,12 @@ def test_a_users_model_file_trains_on_ray_as_on_one_machine(
     assert losses(here) == losses(there) != []
 
 
-def ranks(mark: str) -> list[int]:
-    """Processes of ranks with ``mark`` among their words."""
+def ranks(folder: Path) -> list[int]:
+    """Processes of ranks that work in ``folder``: forks of a zygote."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if mark in words and "train" in words:
-            found.append(process.pid)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, AttributeError):
+            words = [*process.cmdline(), *process.parent().cmdline()]  # type: ignore[union-attr]
+            if words.count("vpipe.launch.zygote") == 2 and process.cwd() == str(folder):
+                found.append(process.pid)
     return found

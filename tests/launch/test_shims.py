@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import forked_python
-from vpipe.cli.shims import translate
+from vpipe.compat.commands import translate
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,24 +17,24 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from slurm_cluster import Cluster, missing
+from slurm_cluster import NEEDS_SLURM, Cluster
 from test_elastic import CONFIG, vpipe
 
 import forked_python
 from vpipe.launch import chaos
-from vpipe.rundir.crew import Roster
 from vpipe.rundir.manifest import MANIFEST, checkpoints
+from vpipe.rundir.roster import Roster
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(bool(missing()), reason=missing() or "SLURM is here"),
+    NEEDS_SLURM,
 ]
 HANG = 200.0
 LONG: dict[str, Any] = {
     "training": CONFIG["training"] | {"max_iterations": 5000},
     "dataset": CONFIG["dataset"] | {"extra": CONFIG["dataset"]["extra"] | {"num_examples": 80000}},
-    "checkpoint": {"interval": 100_000, "on_exit": True},
+    "checkpoint": {"interval": 100_000},
 }
 """So many that no busy machine comes to their end before it is stopped."""
 
@@ -56,8 +56,16 @@ class Job:
     def __init__(self, cluster: Cluster, folder: Path, elastic: str, *words: str) -> None:
         self.cluster, self.config = cluster, folder / "config.yaml"
         self.config.write_text(yaml.safe_dump(CONFIG | LONG))
-        command = [forked_python.program(), "-m", "vpipe", "submit", str(self.config), "--elastic", elastic]
-        command += ["--python", sys.executable]
+        command = [
+            forked_python.program(),
+            "-m",
+            "vpipe",
+            "submit",
+            str(self.config),
+            "--set",
+            f"launch.elastic={elastic}",
+        ]
+        command += ["--with", f"python={sys.executable}"]
         environment = dict(cluster.environment) | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [*command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG, check=False
@@ -112,7 +120,7 @@ class Job:
     def assert_equal(self, folder: Path) -> None:
         saved = checkpoints(self.folder / "checkpoints")[-1]
         iteration = json.loads((saved / MANIFEST).read_text())["position"]["iteration"]
-        words = ("--quiet", "--set", "checkpoint.on_exit=false", "--set", f"training.max_iterations={iteration + 2}")
+        words = ("--quiet", "--set", f"training.max_iterations={iteration + 2}")
         done = vpipe("train", self.config, *words, "--resume", self.folder, "--output-dir", self.folder)
         assert done.returncode == 0, done.stderr
         plain = folder / "plain"
@@ -136,7 +144,7 @@ def lose_node(cluster: Cluster, index: int, pid: int) -> None:
 
 def lose_first_node(job: Job, pid: int) -> None:
     """The same, with the script of the job and the launcher, which that node has as well."""
-    train = [sys.executable, "-m", "vpipe", "train", str(job.config)]
+    train = [sys.executable, "-Pm", "vpipe", "train", str(job.config)]
     launcher = next(each for each in psutil.process_iter() if _command(each)[: len(train)] == train)
     script = launcher.parents()[1]
     lost = [script, *script.children(recursive=True)]
@@ -175,7 +183,7 @@ def test_a_lost_rank_a_lost_node_and_fewer_nodes_after_that_change_no_bit(cluste
     job.assert_equal(tmp_path)
 
 
-PLACES = ("--nodes", "1-3", "--ntasks-per-node", "2")
+PLACES = ("--nodes", "1-3", "--with", "ntasks_per_node=2")
 
 
 def test_a_node_that_is_given_back_shrinks_the_job_and_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:

@@ -84,5 +84,5 @@ def test_an_array_is_laid_beside_the_sweep(array: str, fits: bool) -> None:
     if fits:
         plan_job(CONFIG, axes, (), None, {"array": array})
     else:
-        with pytest.raises(UserError, match=f"--array {array} asks for run 4, but the sweep has 4, 0 to 3"):
+        with pytest.raises(UserError, match=f"--with array={array} asks for run 4, but the sweep has 4, 0 to 3"):
             plan_job(CONFIG, axes, (), None, {"array": array})

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from vpipe.compat.priorities.orion import preload
 from vpipe.errors import UserError
 from vpipe.launch.container import Container
-from vpipe.launch.environment import adopt, carried, from_slurm, orion_preload, tasks_per_node
+from vpipe.launch.environment import adopt, carried, from_slurm, tasks_per_node
 from vpipe.launch.job import plan_job
 from vpipe.launch.queue import Follower, QueuedJob, tasks
 from vpipe.launch.slurm import SlurmJob, script, sweep
@@ -84,8 +85,8 @@ def test_sweeps_are_products() -> None:
         ([], [], {"nodes": 2, "ntasks_per_node": 4}, "are 8 ranks, but the config has 4"),
         (["training.epochs=1,zero"], [], {}, "training.epochs"),
         (["parallel.model_parallel_size=4,2"], [], {}, "has 2 ranks, the config 4"),
-        ([], [], {"time": "soon"}, "--time is 'soon' but must be a time"),
-        ([], [], {"array": "all"}, "--array is 'all' but must be indices"),
+        ([], [], {"time": "soon"}, "launch.slurm.time is 'soon' but must be a time"),
+        ([], [], {"array": "all"}, "--with array is 'all' but must be indices"),
         ([], ["training.epochs"], {}, "section.key=value"),
     ],
 )
@@ -196,11 +197,11 @@ def test_task_counts() -> None:
 
 def test_orion_is_preloaded_into_ranks_only(tmp_path: Path) -> None:
     library = tmp_path / "liborion.so"
-    assert orion_preload({}) == {}
+    assert preload({}) == {}
     with pytest.raises(UserError, match="there is no file"):
-        orion_preload({"ORION_LIBRARY": str(library)})
+        preload({"ORION_LIBRARY": str(library)})
     library.write_text("")
-    assert orion_preload({"ORION_LIBRARY": str(library), "LD_PRELOAD": "x.so"}) == {"LD_PRELOAD": f"{library}:x.so"}
+    assert preload({"ORION_LIBRARY": str(library), "LD_PRELOAD": "x.so"}) == {"LD_PRELOAD": f"{library}:x.so"}
 
 
 def test_what_is_carried_to_other_machines() -> None:
@@ -223,7 +224,16 @@ def test_a_followed_job_shows_states_and_lines(tmp_path: Path) -> None:
     def record(state: str, code: str = "0:0") -> list[str]:
         return [RECORD.format(id=7, array="", state=state, reason="None", code=code, out=out)]
 
-    follower = Follower(7, answers(record("PENDING"), record("RUNNING"), record("FAILED", "3:0")), sleep=lambda _: None)  # type: ignore[arg-type]
+    away = "scontrol show job 7 failed: slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    rounds: list[list[str] | str] = [record("PENDING"), record("RUNNING"), away, away, record("FAILED", "3:0")]
+
+    def ask(words: object) -> str:
+        said = rounds.pop(0)
+        if isinstance(said, str):
+            raise UserError(said)
+        return said[0]
+
+    follower = Follower(7, ask, sleep=lambda _: None)
     seen = []
     for line in follower.lines():
         seen.append(line)
@@ -234,10 +244,24 @@ def test_a_followed_job_shows_states_and_lines(tmp_path: Path) -> None:
         "one",
         "vpipe: job 7 is RUNNING",
         "two",
+        "vpipe: SLURM does not answer; job 7 is followed again when it does",
         "three",
         "vpipe: job 7 is FAILED",
     ]
     assert follower.exit_code == 3
+
+
+def test_a_job_that_slurm_has_forgotten_has_ended(tmp_path: Path) -> None:
+    rounds = [RECORD.format(id=7, array="", state="RUNNING", reason="None", code="0:0", out=tmp_path / "none")]
+
+    def ask(words: object) -> str:
+        if rounds:
+            return rounds.pop()
+        raise UserError("scontrol show job 7 failed: slurm_load_jobs error: Invalid job id specified")
+
+    follower = Follower(7, ask, sleep=lambda _: None)
+    assert list(follower.lines()) == ["vpipe: job 7 is RUNNING", "vpipe: job 7 is FORGOTTEN"]
+    assert follower.exit_code == 1
 
 
 def test_an_arrays_waiting_record_is_not_a_failure(tmp_path: Path) -> None:

@@ -3,34 +3,69 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch.distributed as dist
 from running import Running, vpipe_run
+from ssh_server import NEEDS_HOSTS, ip
 
-from vpipe.errors import printable
+from programs import another_user
+from vpipe.door import MOST_SILENT, Door, Letters, RefusedError, dial, knock, secret_of
+from vpipe.errors import UserError, printable
 from vpipe.runtime.ranks.failure import Board, Cause
-from vpipe.runtime.ranks.secret import Sealed, prefix
+from vpipe.runtime.ranks.store import StoreClient
+from vpipe.store import Store
 
 pytestmark = pytest.mark.timeout(200)
 
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
+import torch, torch.distributed as dist
 from vpipe.runtime import assembly
-assembly.join(60.0)
+from vpipe.runtime.ranks import membership
+assembly.join(3.0)
 print("joined at", os.environ["MASTER_PORT"], flush=True)
 while not Path(sys.argv[1]).exists():
     time.sleep(0.05)
+until = time.monotonic() + 8.0  # more than twice the silence that ends a run
+while time.monotonic() < until:
+    time.sleep(0.1)
+membership.current().exchange("tick", {})
+dist.all_reduce(torch.ones(1))
 print("done", flush=True)
 """
+
+STRANGER = """
+import os, socket, struct, sys, time
+places, keep = sys.argv[1:], []
+for place in places:
+    host, _, port = place.rpartition(":")
+    words = [b"", b"\\0", os.urandom(4096), b"\\0" + struct.pack("<IBQ", 0x3C85F7CE, 1, 1 << 20)]
+    for word in words + [b""] * 300:
+        try:
+            kind = socket.AF_UNIX if place[0] == "@" else socket.AF_INET
+            keep.append(socket.socket(kind))
+            keep[-1].settimeout(2)
+            keep[-1].connect("\\0" + place[1:] if place[0] == "@" else (host, int(port)))
+            keep[-1].sendall(word)
+        except OSError:
+            pass
+print("uid", os.getuid(), len(keep), flush=True)
+sys.stdin.read()
+"""
+"""A process of another user that says what stalls torch's store, and garbage, and nothing, many times."""
 
 
 @pytest.fixture
@@ -44,16 +79,116 @@ def waiting(tmp_path: Path) -> Iterator[tuple[Running, Path]]:
     run.kill_all()
 
 
+def listening(run: Running) -> list[str]:
+    """Wherever a process of the run can be reached."""
+    found = set()
+    for process in run.processes():
+        for kind in ("inet", "unix"):
+            for at in process.net_connections(kind):
+                if at.status == psutil.CONN_LISTEN:
+                    found.add(f"{at.laddr.ip}:{at.laddr.port}")
+                elif kind == "unix" and str(at.laddr).startswith("@vpipe"):
+                    found.add(str(at.laddr))
+    return sorted(found)
+
+
+@pytest.fixture
+def stranger() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a process of another user; returns when it has said all it has to say."""
+    command, started = another_user(), []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([*command, *words], **pipes)  # type: ignore[call-overload]
+        started.append(process)
+        assert "uid 65534" in process.stdout.readline()
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.slow
-def test_a_stranger_at_the_store_ends_nothing_and_prints_nothing(waiting: tuple[Running, Path]) -> None:
+def test_a_stranger_at_any_port_of_a_run_ends_nothing(
+    waiting: tuple[Running, Path], stranger: Callable[..., subprocess.Popen[str]]
+) -> None:
+    run, gate = waiting
+    places = listening(run)
+    assert len(places) >= 4, f"two stores and two of gloo's: {places}"
+    process = stranger(STRANGER, *places)
+    gate.touch()
+    assert run.wait() == 0, run.out + run.err
+    assert process.poll() is None, "it was there to the end"
+
+
+WATCHER = """
+import os, socket, sys, time
+seen, keep, num_hits, began = set(), [], 0, False
+while True:
+    places = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        rows = [line.split() for line in open(table).read().splitlines()[1:]]
+        places += [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A"]
+    rows = [line.split() for line in open("/proc/net/unix").read().splitlines()[1:]]
+    places += ["\\0" + row[7][1:] for row in rows if len(row) > 7 and row[7].startswith("@vpipe")]
+    for place in set(places) - seen:
+        seen.add(place)
+        for word in (b"", b"\\0", os.urandom(4096), bytes(8)) * 5:
+            try:
+                keep.append(socket.socket(socket.AF_UNIX if isinstance(place, str) else socket.AF_INET))
+                keep[-1].settimeout(0.05)
+                keep[-1].connect(place if isinstance(place, str) else ("127.0.0.1", place))
+                keep[-1].sendall(word)
+                num_hits += 1
+            except OSError:
+                pass
+        print("hits", num_hits, flush=True)
+    if not began:
+        began = True
+        print("uid", os.getuid(), flush=True)
+    time.sleep(0.002)
+"""
+"""Another user's process that looks for every port as it is opened, and takes the first places at it."""
+
+
+@NEEDS_HOSTS
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "distributed"])
+def test_a_stranger_that_watches_the_start_changes_nothing(transport: str, tmp_path: Path) -> None:
+    """In a network of their own, so that it meets nobody else's ports."""
+    space = f"vw{os.getpid() % 100_000}"
+    alone = ["ip", "netns", "exec", space]
+    as_another = another_user()
+    config = Path(__file__).parents[2] / "configs" / "gpt_1f1b_cpu.yaml"
+    words = ["--set", f"parallel.transport={transport}", "--set", "parallel.timeout=20", "--output-dir", "run"]
+    ip("netns", "add", space)
+    try:
+        ip("-n", space, "link", "set", "lo", "up")
+        watcher = subprocess.Popen([*alone, *as_another, WATCHER], stdout=subprocess.PIPE, text=True)
+        assert watcher.stdout is not None
+        assert watcher.stdout.readline().startswith("uid 65534")
+        train = [*alone, sys.executable, "-m", "vpipe", "train", str(config), "--set", "training.max_iterations=2"]
+        done = subprocess.run([*train, *words], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+        watcher.kill()
+        hits = [int(line.split()[1]) for line in watcher.stdout.read().splitlines()]
+        watcher.wait()
+    finally:
+        subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert max(hits) > 20, "it came to none"
+
+
+@pytest.mark.slow
+def test_a_stranger_at_the_store_reads_nothing_and_prints_nothing(waiting: tuple[Running, Path]) -> None:
     run, gate = waiting
     port = int(run.out.split("joined at ")[1].split()[0])
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=10), wait_for_workers=False)
+    assert store.num_keys() <= 1, "torch's store is for the user's own process groups; ours is elsewhere"
     forged = json.dumps({"rank": 1, "kind": "gone", "sentence": "\x1b[2Jhello", "by": 1})
-    for generation in (".0", ".0/open"):
-        store.set(f"vpipe/{generation}/end", forged)
-        assert not store.check([f"vpipe/{generation}/join/0"]), "who the ranks are is not to be read"
-    run.process.poll()
+    for key in (".0/end", "vpipe/.0/end"):
+        store.set(key, forged)
     gate.touch()
     assert run.wait() == 0, run.err
     assert "hello" not in run.out + run.err
@@ -72,50 +207,103 @@ def test_a_stopped_zygote_is_woken(waiting: tuple[Running, Path]) -> None:
     assert "had been stopped; it goes on" in run.err
 
 
-class Memory(dict[str, Any]):
-    """A store in memory, as torch's."""
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value.encode()
-
-    def get(self, key: str) -> bytes:  # type: ignore[override]
-        return bytes(self[key])
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-    def compare_set(self, key: str, _: str, value: str) -> bytes:
-        return bytes(self.setdefault(key, value.encode()))
-
-    def add(self, key: str, number: int) -> int:
-        self[key] = self.get(key) if isinstance(self.setdefault(key, 0), bytes) else self[key] + number
-        return int(self[key])
+@pytest.fixture
+def store() -> Iterator[Store]:
+    kept = Store(socket.create_server(("127.0.0.1", 0)), "secret")
+    serving = threading.Thread(target=kept.serve)
+    serving.start()
+    yield kept
+    kept.stop()
+    serving.join()
 
 
-def test_a_value_that_is_not_sealed_for_its_key_is_not_there() -> None:
-    memory = Memory()
-    ours, theirs = Sealed(memory, "secret"), Sealed(memory, "another")
-    ours.set("a", "word")
-    assert ours.get("a") == "word"
-    assert theirs.get("a") is None
-    memory["b"] = memory["a"]
-    assert ours.get("b") is None, "a seal is for one key"
-    theirs.set("c", "forged")
-    assert ours.get_if_there("c") is None
-    assert ours.set_once("c", "first") == "first"
-    assert ours.set_once("c", "second") == "first"
+def test_the_store_answers_as_torchs_does(store: Store) -> None:
+    one, other = (StoreClient(("127.0.0.1", store.port), "secret", 5.0, "0/") for _ in range(2))
+    torchs = dist.HashStore()
+    for each in (one, torchs):
+        each.set("a", bytes(range(256)))
+        said = [each.get("a"), each.check(["a"]), each.check(["a", "b"]), each.add("n", 2), each.add("n", 3)]
+        said += [each.compare_set("c", "", "first"), each.compare_set("c", "", "second")]
+        said += [each.compare_set("c", "first", "third"), each.delete_key("c"), each.delete_key("c")]
+        assert said == [bytes(range(256)), True, False, 2, 5, b"first", b"first", b"third", True, False]
+    threading.Timer(0.1, other.set, ("late", "x")).start()
+    assert one.get("late") == b"x"
+    with pytest.raises(dist.DistStoreError, match="never did not come within"):
+        one.wait(["never"], timedelta(seconds=0.1))
+    assert one.multi_get(["a", "late"]) == [bytes(range(256)), b"x"]
+    assert not StoreClient(("127.0.0.1", store.port), "secret", 5.0, "1/").check(["a"]), "of another generation"
 
 
-def test_a_forged_end_is_none() -> None:
-    memory = Memory()
-    board = Board(memory, 0, "secret")
-    memory.set("end", "{}")
-    assert board.read() is None
+def test_a_store_that_ends_is_told(store: Store) -> None:
+    client = StoreClient(("127.0.0.1", store.port), "secret", 5.0, "")
+    board = Board(client, 0)
     cause = Cause(1, "gone", "rank 1 is gone", 0)
     assert board.post(cause) == cause
-    assert Board(memory, 1, "secret").read() == cause
-    memory.set("beat/1", "\x1b[31m")
-    assert board.beat_of(1) == ""
+    assert board.post(Cause(0, "gone", "later", 0)) == cause == board.read()
+    store.stop()
+    with pytest.raises(RuntimeError):
+        board.read()
+
+
+def test_who_does_not_know_the_secret_is_not_served_and_finds_out(store: Store) -> None:
+    address = ("127.0.0.1", store.port)
+    with pytest.raises(RefusedError, match="VPIPE_SECRET"):
+        dial(address, "another", "store", 2.0)
+    with pytest.raises(RefusedError):
+        dial(address, "secret", "copies", 2.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pretend() -> None:
+        connection, _ = listener.accept()
+        connection.sendall(bytes(32))
+        connection.recv(4096)
+        connection.sendall(bytes(32))
+
+    threading.Thread(target=pretend, daemon=True).start()
+    with pytest.raises(RefusedError), socket.create_connection(listener.getsockname()) as connection:
+        knock(connection, "secret", "store")
+
+
+def test_silent_strangers_cost_their_own_connections_only() -> None:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=MOST_SILENT + 64)
+    door = Door(listener, "secret", "store")
+    address = listener.getsockname()
+    silent = [socket.create_connection(address) for _ in range(MOST_SILENT + 50)]
+    for each in silent[::2]:
+        each.sendall(b"\0")
+    found = []
+    guest = threading.Thread(target=lambda: found.append(dial(address, "secret", "store", 5.0)))
+    guest.start()
+    come = door.next(time.monotonic() + 5.0)
+    guest.join()
+    assert come.key == found[0].key
+    assert len(door._silent) <= MOST_SILENT
+    with pytest.raises(TimeoutError):
+        door.next(time.monotonic() + 0.05)
+    host, letters = Letters(come, host=True), Letters(found[0], host=False)
+    letters.send(["a", 1])
+    assert host.receive() == [["a", 1]]
+    letters.connection.sendall(b"\2\0\0\0" + bytes(32) + b"[]")
+    with pytest.raises(EOFError):
+        host.receive()
+    listener.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(ConnectionAbortedError):
+        door.next(time.monotonic() + 5.0)
+    door.close()
+
+
+def test_the_secret_of_a_user_is_made_once_and_read_by_that_user_alone(tmp_path: Path) -> None:
+    environment = {"XDG_STATE_HOME": str(tmp_path)}
+    secret = secret_of(environment)
+    assert len(secret) == 64
+    assert secret == secret_of(environment)
+    assert secret_of(environment | {"VPIPE_SECRET": "typed"}) == "typed"
+    file = tmp_path / "vpipe" / "secret"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in file.parent.iterdir()] == ["secret"]
+    file.chmod(0o644)
+    with pytest.raises(UserError, match="not yours alone"):
+        secret_of(environment)
 
 
 def test_causes_from_the_wire_are_cleaned_and_typed() -> None:
@@ -130,8 +318,3 @@ def test_text_for_a_terminal() -> None:
     assert printable("a\tb\n c") == "a b c"
     assert printable("\x1b[2J\x9b\u202e").isprintable()
     assert printable("Grüße 世界") == "Grüße 世界"
-
-
-def test_keys_cannot_be_guessed() -> None:
-    assert prefix("one", "0") != prefix("two", "0")
-    assert "one" not in prefix("one", "0")

@@ -11,9 +11,12 @@ from models_reference import assert_close, loss_and_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vpipe.config import ModelConfig
 from vpipe.errors import UserError
+from vpipe.interfaces import registered_model
 from vpipe.models.gpt import gpt, gpt2
-from vpipe.models.model import BUILDERS, build, run, seeded
+from vpipe.models.model import build, run, seeded
+from vpipe.registry import MODEL_REGISTRY
 
 SMALL = {"vocab_size": 37, "hidden_size": 24, "num_layers": 3, "num_heads": 4, "sequence_length": 16}
 
@@ -142,6 +145,16 @@ def test_published_sizes() -> None:
     assert build("cpm-large").num_parameters == pytest.approx(2.6e9, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "count"), [("cpm-large", 2.6e9), ("cpm-medium", 334e6), ("gpt2", 124e6), ("bert", 336e6)]
+)
+def test_a_config_without_sizes_has_the_models_own(name: str, count: float) -> None:
+    """A config's defaults hid them: cpm-large had 65.9 million parameters."""
+    vocab_size = {"gpt2": 50257, "bert": 30522}.get(name, 30000)
+    made = registered_model(ModelConfig(name=name, sequence_length=1024 if name != "bert" else 512), vocab_size)
+    assert made.num_parameters == pytest.approx(count, rel=0.02)
+
+
 def test_a_model_can_be_pickled() -> None:
     model = pickle.loads(pickle.dumps(gpt2(**SMALL)))  # noqa: S301
     assert model.num_parameters == gpt2(**SMALL).num_parameters
@@ -161,6 +174,9 @@ def test_a_unit_without_valid_targets_has_loss_zero() -> None:
     [
         ({"hidden_size": 30}, "model.hidden_size 30 is not divisible by model.num_heads 4; 3 heads would fit"),
         ({"num_layers": 0}, "model.num_layers is 0 but must be at least 1"),
+        ({"extra": {"dropout": "much"}}, "model.dropout is 'much'"),
+        ({"extra": {"head_size": -4}}, "model.head_size is -4"),
+        ({"extra": {"head_size": True}}, r"model.head_size is True"),
         ({"extra": {"drop_out": 0.1}}, "model.drop_out is not an option of 'gpt'; did you mean 'dropout'?"),
         ({"vocab_size": -1}, "model.vocab_size is missing"),
     ],
@@ -183,4 +199,11 @@ def test_long_sequences_are_refused() -> None:
 
 def test_the_data_sets_vocabulary_is_taken_where_the_config_has_none() -> None:
     assert build("gpt", {**SMALL, "name": "gpt", "vocab_size": -1, "extra": {}}, vocab_size=11).vocab_size == 11
-    assert "gpt" in BUILDERS
+    assert "gpt" in MODEL_REGISTRY.built_in
+
+
+def test_a_model_made_of_another_model_is_built() -> None:
+    """A registered function that returns gpt(...) is seeded once more: the layer waited for itself, and the run hung."""
+    inner = seeded(lambda: nn.Linear(2, 2), 3, 1)
+    weights = seeded(inner, 5, 0)().weight
+    assert torch.equal(weights, inner().weight)

@@ -18,7 +18,6 @@ def test_learns_a_batch_by_heart(name: str) -> None:
     data = load(None, 16, kind=kind, vocab_size=50, num_examples=8)
     batch = data.batch(range(4))
     model = build(name, SMALL, vocab_size=data.vocab_size, seed=1)
-    assert model.count(batch.targets) == batch.num_tokens
     modules = model.build()
     for module in modules:
         module.eval()  # without dropout the loss falls at every step

@@ -139,3 +139,26 @@ def test_overhead_of_a_simulation_is_overhead_not_work() -> None:
     found = attribute(simulated("1f1b", 2, 4, overhead=0.25))
     assert found.busy == attribute(simulated("1f1b", 2, 4)).busy
     assert all(part["overhead"] > 0 for part in found.parts)
+
+
+def test_what_waits_for_a_core_is_told_so_on_every_rank_that_waits_for_it() -> None:
+    """Rank 0's first forward took 1 ms, and for 5 ms more the machine ran something else; then rank 1 was late."""
+    step = simulated("gpipe", 2, 2)
+
+    def moved(rank: int, index: int, event: Event) -> Event:
+        shift = (5_000_000 if rank or index else 0) + (2_000_000 if rank else 0)
+        stalled, late = 5_000_000 * (rank == index == 0), 2_000_000 * (rank == 1 and index == 0)
+        begin = event.begin and event.begin + shift - late
+        ready = event.ready + (shift if rank or index else 0)
+        end = event.end + shift + stalled
+        return event._replace(begin=begin, ready=ready, end=end, late=late, stalled=stalled)
+
+    rows = tuple(tuple(moved(rank, i, e) for i, e in enumerate(row)) for rank, row in enumerate(step.ranks))
+    crowded = Measured(step.planned, rows)
+    check_sums(crowded)
+    found = attribute(crowded)
+    assert found.parts[0]["cores"] >= 5_000_000
+    assert found.parts[1]["cores"] >= 7_000_000
+    assert sum(found.busy) == sum(attribute(step).busy), "it is no work"
+    assert found.total("communication") == 0
+    assert calibrate([crowded]).stages[0].forward == pytest.approx(calibrate([step]).stages[0].forward)

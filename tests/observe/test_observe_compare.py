@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from observe_runs import Vpipe, write_run
 
+from programs import needs
 from vpipe.errors import UserError
 from vpipe.observe import comparison, sweep
 from vpipe.observe.sweep import Case, Sweep
@@ -55,7 +56,7 @@ def test_repeats_are_interleaved(config: Path) -> None:
 
 
 def test_every_run_is_the_same_command_but_for_what_is_compared(config: Path) -> None:
-    wanted = Sweep(config, ("gpipe", "1f1b"), (4,), iterations=7, overrides=("training.seed=3",))
+    wanted = Sweep(config, ("gpipe", "1f1b"), (4,), overrides=("training.max_iterations=7", "training.seed=3"))
     first, second = (wanted.command(case, Path("D")) for case in wanted.cases())
     assert [word for word in first if word not in second] == ["gpipe"]
     assert first[first.index("--scheduler") - 2 : first.index("--scheduler")] == ["train", str(config)]
@@ -80,7 +81,12 @@ def test_a_sweep_goes_on_where_it_stopped(config: Path, tmp_path: Path) -> None:
 def test_another_experiment_needs_another_directory(config: Path, tmp_path: Path) -> None:
     sweep.run(Sweep(config, ("gpipe",), (4,)), tmp_path / "out", str, FakeTrain())
     with pytest.raises(UserError, match="choose another directory"):
-        sweep.run(Sweep(config, ("gpipe",), (4,), iterations=3), tmp_path / "out", str, FakeTrain())
+        sweep.run(
+            Sweep(config, ("gpipe",), (4,), overrides=("training.max_iterations=3",)),
+            tmp_path / "out",
+            str,
+            FakeTrain(),
+        )
     config.write_text("model: {name: bert}\n")
     with pytest.raises(UserError, match="choose another directory"):
         sweep.run(Sweep(config, ("gpipe",), (4,)), tmp_path / "out", str, FakeTrain())
@@ -203,17 +209,25 @@ def test_names_of_cases_are_names_of_files() -> None:
 def test_a_real_sweep(vpipe: Vpipe, tmp_path: Path) -> None:
     """Two schedules train for real, and agree to the bit."""
     config = Path(__file__).parents[2] / "configs" / "gpt_small_cpu.yaml"
-    args = ["compare", str(config), "--schedulers", "gpipe,zb-h1", "--microbatches", "4", "--iterations", "4"]
+    args = [
+        "compare",
+        str(config),
+        "--schedulers",
+        "gpipe,zb-h1",
+        "--microbatches",
+        "4",
+        "--set",
+        "training.max_iterations=4",
+    ]
     done = vpipe(*args, "--set", "parallel.model_parallel_size=2", "-o", str(tmp_path / "out"), timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
     assert [row["losses_equal"] for row in rows] == ["reference", "equal"]
 
 
+@needs("chromium")
 def test_the_page_of_a_comparison(config: Path, tmp_path: Path) -> None:
     browser_api: Any = pytest.importorskip("playwright.sync_api", reason="the browser tests need playwright")
-    if shutil.which("chromium") is None:
-        pytest.skip("the browser tests need chromium (apt-get install chromium)")
     results = sweep.run(
         Sweep(config, ("gpipe", "1f1b", "zb-h1", "pipedream"), (4, 8), repeats=2),
         tmp_path / "out",

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from vpipe.observe.console import Console, count, duration, memory, time
+from vpipe.observe.console import Console, count, duration
 from vpipe.rundir.facts import RunFacts, RunModel
 
 FACTS = RunFacts(
@@ -28,7 +28,7 @@ def line(iteration: int, **more: object) -> dict[str, object]:
 def run(console: Console, stream: io.StringIO) -> str:
     console.start(FACTS)
     for number in range(1, 21):
-        console.iteration(line(number, bubble=0.25, busy=[0.7, 0.8], memory=[2**30, 2**29]))
+        console.iteration(line(number, busy=[0.7, 0.8], memory=[2**30, 2**29]))
     console.evaluation({"kind": "evaluation", "iteration": 20, "loss": 7.5})
     console.message("a word")
     console.finish(
@@ -46,7 +46,6 @@ def test_a_log_gets_plain_whole_lines() -> None:
     assert [each.split("  ")[0] for each in lines[1:4]] == ["iteration 1/200", "iteration 10/200", "iteration 20/200"]
     assert "loss 8.3421" in lines[1]
     assert "12,346 tokens/s" in lines[1]
-    assert "bubble 25.0%" in lines[1]
     assert lines[4:6] == ["iteration 20  evaluation loss 7.5000", "a word"]
     assert lines[-1].startswith("done: 20 iterations, in 10s, loss 8.3421, 12,000 tokens/s")
 
@@ -97,8 +96,6 @@ def test_figures_that_are_missing_are_dashes() -> None:
 
 def test_words() -> None:
     assert [duration(x) for x in (1.2, 12, 185, 3725)] == ["1.20s", "12s", "3m 05s", "1h 02m"]
-    assert [time(x) for x in (1.25, 0.0125, 8e-5)] == ["1.25 s", "12.5 ms", "80 µs"]
-    assert [memory(x) for x in (10, 1536, 3 * 2**30, 2**50)] == ["10 B", "1.5 KiB", "3.0 GiB", "1024.0 TiB"]
     assert [count(x) for x in (12, 340_000, 1.2e6)] == ["12", "340K", "1.2M"]
 
 
@@ -117,3 +114,13 @@ def test_a_dumb_terminal_gets_lines(term: str, monkeypatch: pytest.MonkeyPatch) 
             said += part
     assert (b"\x1b" in said) == (term == "xterm")
     assert b"iteration 1/1" in said
+
+
+def test_pictures_have_examples_and_no_tokens() -> None:
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start(FACTS)
+    console.iteration(line(1, tokens=16, samples=16))
+    console.finish({"total_iterations": 1, "total_time_seconds": 1.0, "throughput_tokens_per_second": 12000.0})
+    assert stream.getvalue().count(" examples/s") == 2
+    assert "tokens" not in stream.getvalue()

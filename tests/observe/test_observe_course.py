@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from observe_browser import Opened, browser, playwright
 
-from vpipe.observe import offline
+from programs import needs
 
 __all__ = ["browser"]
 LEARN = Path(__file__).parents[2] / "docs" / "learn"
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), needs("chromium")]
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +25,9 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert spec.loader is not None
     pages = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pages)
+    most = sys.modules["offline"].Most(ranks=4, microbatches=9, stages=1)
     folder = tmp_path_factory.mktemp("course")
-    assert len(pages.write(folder, offline.Most(ranks=4, microbatches=9, stages=1))) == len(list(LEARN.rglob("*.md")))
+    assert len(pages.write(folder, most)) == len(list(LEARN.rglob("*.md")))
     return folder
 
 

@@ -6,15 +6,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from observe_runs import MakeRun
 
+from vpipe.observe.bubbles import CAUSES
 from vpipe.observe.diagnosis import verdict
 from vpipe.observe.measured import Measured, from_simulation
 from vpipe.observe.memory import memory_table
+from vpipe.observe.payload import payload, recorded
 from vpipe.observe.timelines import timelines
 from vpipe.observe.trend import trend
 from vpipe.rundir.facts import RunFacts, RunStage
@@ -141,7 +144,7 @@ def test_a_short_look_reads_the_end_of_the_files(make_run: MakeRun) -> None:
     for rank in range(2):
         text = "".join(json.dumps({"step": n, "busy": 5, "waited": 1}) + "\n" for n in range(1000))
         (path / "events" / f"rank{rank}.steps.jsonl").write_text(text)
-    steps = trend(open_run(path), 2000)["steps"]
+    steps = trend(open_run(path), 2000)["iterations"]
     assert steps[-1] == 999
     assert steps[0] > 900
 
@@ -152,3 +155,49 @@ def test_the_bubble_of_page_and_simulator_is_one() -> None:
     told = timelines([from_simulation(simulation)])
     assert told["prediction"]["measured_bubble"] == pytest.approx(simulation.bubble)
     assert simulation.bubble > 0.6, "the busiest rank hid this: 2.4 %"
+
+
+@pytest.mark.parametrize(("cores", "part"), [(1, 5), (1, 50), (2, 5), (None, 5)])
+def test_more_ranks_than_cores_are_told_first_and_no_schedule_is_advised(
+    cores: int | None, part: int, tmp_path: Path
+) -> None:
+    """Four ranks on two cores: "messages cost 43 %", and another schedule was advised."""
+    steps = [
+        replace(
+            step, ranks=tuple(tuple(e._replace(stalled=(e.end - e.ready) // part) for e in row) for row in step.ranks)
+        )
+        for step in measured("1f1b", 2, 8, [1, 3], range(4))
+    ]
+    run = run_of(steps[0].program, [1, 3], tmp_path, "1f1b")
+    found = verdict(replace(run, facts=replace(run.facts, cores=cores)), steps)
+    assert found is not None
+    share = timelines(steps)["prediction"]["shares"][-1][1 + CAUSES.index("cores")]
+    if (cores, part) == (1, 5):
+        assert (found["cause"], found["remedy"]) == ("cores", None)
+        assert found["says"].startswith(f"More ranks than cores: 2 ranks on 1 cores wait {share:.0%} of their time")
+    else:
+        assert found["cause"] == "imbalance"
+        assert found["remedy"] is not None
+
+
+def test_verdict_table_and_tile_print_one_figure(make_run: MakeRun) -> None:
+    path = make_run("1f1b", 4, 8, steps=9)
+    told = payload(open_run(path), recorded(open_run(path)))
+    prediction, verdict_of = told["prediction"], told["verdict"]
+    busy, *causes = prediction["shares"][-1]
+    assert prediction["measured_bubble"] == pytest.approx(1 - busy) == verdict_of["bubble"]
+    assert max(causes) == causes[CAUSES.index(verdict_of["cause"])]
+    assert f"{max(causes):.0%}" in verdict_of["says"] or verdict_of["cause"] == "imbalance"
+    seconds = {line["iteration"]: line["seconds"] for line in open_run(path).metrics() if line["kind"] == "train"}
+    assert prediction["iteration_seconds"] == median(list(seconds.values())[1:])
+    assert "iterations" not in prediction
+
+
+def test_a_rank_that_waits_for_the_first_unit_has_not_begun_its_step() -> None:
+    """Its first receive began while rank 0 still read the batch: steps were told as longer than their iterations."""
+    step = measured("1f1b", 2, 8, [1, 1], [0])[0]
+    late = 5 * round(MS * 1e9)
+    rows = tuple(tuple(e._replace(begin=e.begin and e.begin + late, ready=e.ready + late, end=e.end + late) for e in row)
+                 for row in step.ranks)  # fmt: skip
+    assert replace(step, ranks=rows).took == step.took
+    assert timelines([replace(step, ranks=rows)])["prediction"]["measured_seconds"] == pytest.approx(step.took * 1e-9)

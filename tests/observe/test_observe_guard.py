@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import threading
 import time
 import urllib.request
@@ -110,18 +111,25 @@ def test_bodies_and_endless_headers_are_refused(make_run: MakeRun, sent: bytes, 
 
 @pytest.mark.slow
 def test_a_run_s_page_is_a_process_of_its_own_that_ends_with_it(make_run: MakeRun) -> None:
-    page = PageProcess(make_run("1f1b", 2, 4))
+    run = make_run("1f1b", 2, 4)
+    page, file = PageProcess(run), run / "page.url"
     assert page.pid != os.getpid()
+    url = file.read_text().strip()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     until = time.monotonic() + 60
     while True:
         try:
-            assert answers(page.url) == 200
+            assert answers(url) == 200
             break
         except OSError:
             assert time.monotonic() < until
     command = Path(f"/proc/{page.pid}/cmdline").read_bytes()
-    assert page.url.partition("token=")[2].encode() not in command, "every user of the machine can read arguments"
+    told = command + page.where.encode()
+    assert url.partition("token=")[2].encode() not in told, (
+        "every user of the machine can read arguments, and many logs"
+    )
     page.stop()
+    assert not file.exists()
     page._process.wait(200)
 
 

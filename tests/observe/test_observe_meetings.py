@@ -19,11 +19,10 @@ from vpipe.observe.measured import Measured, from_simulation
 from vpipe.observe.meetings import meetings
 from vpipe.rundir.reader import Event
 from vpipe.rundir.recorder import _Step, _summary
-from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.action import Kind
 from vpipe.schedule.catalog import build
-from vpipe.schedule.lower import agree, lower, send_ahead, swap
+from vpipe.schedule.lower import agree, lower, swap
 from vpipe.schedule.replicas import replicate
-from vpipe.schedule.semantics import sent_ahead
 from vpipe.schedule.simulate import simulate
 from vpipe.schedule.timeline import uniform
 
@@ -124,35 +123,9 @@ def test_without_an_exchange_nobody_meets() -> None:
     assert not meetings(step)
 
 
-def test_gradients_that_were_sent_ahead_are_no_meeting() -> None:
-    """The replicas of stage 1 are sent the gradients of stage 3 before they come to its REDUCE: it waits for these."""
-    planned = send_ahead(agree(lower(replicate(build("interleaved", 2, 2, 2), 2))))
-    times = {(rank, index): 1000 * index for rank, row in enumerate(planned.rows) for index in range(len(row))}
-    late = planned.rows[3].index(Action(3, Kind.REDUCE))
-    times |= {(3, index): times[3, index] + 10**6 for index in range(late, len(planned.rows[3]))}
-    step = Measured(
-        planned,
-        tuple(
-            tuple(
-                Event(action, times[rank, index], times[rank, index] + 100, times[rank, index] + 900)
-                for index, action in enumerate(row)
-            )
-            for rank, row in enumerate(planned.rows)
-        ),
-    )
-    met = meetings(step)
-    reduced = met[1, planned.rows[1].index(Action(3, Kind.REDUCE))]
-    sends = {rank: planned.rows[rank].index(Action(3, Kind.SEND_W)) for rank in (1, 3)}
-    assert dict(reduced.members) == sends
-    assert reduced.came == max(times[place] for place in sends.items()), "however late one comes to the REDUCE"
-    assert {rank for rank, _ in met[1, planned.rows[1].index(Action(1, Kind.REDUCE))].members} == {1, 3}
-    check_sum = attribute(step)
-    assert all(sum(part.values()) == idle for part, idle in zip(check_sum.parts, check_sum.idle, strict=True))
-
-
 @pytest.mark.parametrize("swapped", [(), (0,)])
-def test_what_a_simulation_sends_ahead_is_no_swap(swapped: tuple[int, ...]) -> None:
-    planned = send_ahead(agree(lower(replicate(swap(build("interleaved", 2, 4, 2), swapped), 2))))
+def test_what_a_simulation_swaps(swapped: tuple[int, ...]) -> None:
+    planned = agree(lower(replicate(swap(build("interleaved", 2, 4, 2), swapped), 2)))
     costs = uniform(planned.placement)
     costs = replace(costs, stages=tuple(replace(each, reduce=0.5, swap=0.25) for each in costs.stages))
     drawn = from_simulation(simulate(planned, costs))
@@ -164,7 +137,4 @@ def test_what_a_simulation_sends_ahead_is_no_swap(swapped: tuple[int, ...]) -> N
         for event in lane
     )
     places = {drawn.ranks[rank][index].action for rank, index in meetings(drawn)}
-    ahead = {Action(meeting.stage, Kind.REDUCE) for meeting in sent_ahead(planned)}
-    assert ahead
-    assert not places & ahead
     assert places

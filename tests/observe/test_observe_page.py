@@ -10,6 +10,7 @@ import pytest
 from observe_browser import Opened, browser, shows
 from observe_runs import MakeRun, write_run
 
+from programs import needs
 from vpipe.observe import comparison
 from vpipe.observe.dashboard import Dashboard
 from vpipe.observe.report import write_report
@@ -18,7 +19,7 @@ from vpipe.schedule.simulate import simulate
 from vpipe.schedule.svg import svg
 
 __all__ = ["browser"]
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), needs("chromium")]
 RUN = "0123456789ab"
 
 CLIPPED = """() => [...document.querySelectorAll("section, table, .tile, .says, pre, svg.chart, canvas")].filter((each) => {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vpipe.observe.clock import offset
-from vpipe.observe.payload import thinned
+from vpipe.observe.trend import thinned
 
 
 def test_a_thinned_curve_keeps_its_ends() -> None:

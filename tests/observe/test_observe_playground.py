@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from observe_browser import Opened, browser, fits_every_width, pixels, shows, without_the_first
 
+from programs import needs
 from vpipe.errors import UserError
 from vpipe.observe.dashboard import Dashboard
 from vpipe.observe.playground import answer, app
 
 __all__ = ["browser"]
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), needs("chromium")]
 MAKESPAN = "#figures .tile:first-child .value"
 ONE = {"schedule": "1f1b", "ranks": "2", "microbatches": "2"}
 

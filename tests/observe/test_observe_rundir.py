@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +12,10 @@ from observe_runs import MakeRun
 
 from vpipe.errors import UserError
 from vpipe.observe.payload import payload, recorded
-from vpipe.rundir.reader import open_run
+from vpipe.rundir.facts import RunFacts
+from vpipe.rundir.reader import RunDirectory, open_run
 from vpipe.rundir.recorder import Recorder
+from vpipe.runtime.job import Record
 from vpipe.schedule.action import parse
 from vpipe.schedule.catalog import build
 from vpipe.schedule.lower import lower
@@ -150,3 +153,19 @@ def test_a_disk_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     recorder.close()
     assert recorder.problem is not None
     assert "no longer recorded" in recorder.problem
+
+
+def test_waits_for_a_core_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """Beside lines of before, which have none; more than an action's own time is none of it."""
+    row = [Record(parse("0F0"), 0, 10, 30, late=4, stalled=7), Record(parse("0B0"), 30, 40, 50)]
+    with closing(Recorder(tmp_path, 0)) as recorder:
+        recorder.record(0, 1, row)
+    line = json.loads((tmp_path / "events" / "rank0.jsonl").read_text())
+    assert [len(cell) for cell in line["actions"]] == [8, 6]
+    read = RunDirectory(tmp_path, RunFacts(program="0F0,0B0\n"))
+    first, second = read.common_steps()[0][0].events
+    assert (first.late, first.stalled, first.work) == (4, 7, 13)
+    assert (second.late, second.stalled, second.work) == (0, 0, 10)
+    line["actions"][0][6:] = [999, 999]
+    (tmp_path / "events" / "rank0.jsonl").write_text(json.dumps(line) + "\n")
+    assert read.common_steps()[0][0].events[0].work == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     batch = torch.randn(6 * 256, 256)
     pipe.train_step(batch, batch)
     for engine in pipe.engines:
-        with Recorder(directory, engine.rank) as recorder:
+        with closing(Recorder(directory, engine.rank)) as recorder:
             recorder.record(1, 1, pipe.trace().records[engine.rank])
     planned = pipe.trace().planned
     run = RunDirectory(directory, RunFacts(program=to_csv(planned)))

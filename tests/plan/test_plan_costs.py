@@ -10,6 +10,10 @@ import pytest
 
 from vpipe.errors import UserError
 from vpipe.plan.costs import LayerCost, Profile, load_profile, profile_from_json
+from vpipe.plan.links import Links, links_from_json
+from vpipe.plan.machine import Machine
+from vpipe.plan.pipe import Pipe
+from vpipe.plan.sites import stage_sites
 from vpipe.plan.units import format_bytes, format_seconds, parse_bytes
 
 LAYERS = (
@@ -31,6 +35,8 @@ def test_a_profile_survives_the_file(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     PROFILE.save(path)
     assert load_profile(path) == PROFILE
+    path.write_text(path.read_text().replace("65536", "6.5536e4"))
+    assert load_profile(path) == PROFILE, "a size as people write it"
 
 
 def test_the_cuts_are_the_input_and_every_boundary() -> None:
@@ -43,12 +49,20 @@ def test_the_cuts_are_the_input_and_every_boundary() -> None:
         (lambda d: d["layers"][1].update(forward=math.nan), "layers[1].forward is nan"),
         (lambda d: d["layers"][1].update(saved_bytes=-5), "layers[1].saved_bytes is -5"),
         (lambda d: d["layers"][0].pop("boundary_bytes"), "layers[0].boundary_bytes is missing"),
-        (lambda d: d["layers"][0].update(foward=1.0), "did you mean 'forward'"),
+        (lambda d: d["layers"][0].update(foward=d["layers"][0].pop("forward")), "did you mean 'forward'"),
+        (lambda d: d.update(link_latncy=1.0), "link_latncy is no key here; did you mean 'link_latency'"),
+        (lambda d: d["layers"][0].update(forward=2e9), "layers[0].forward is 2000000000"),
+        (lambda d: d.update(model=7), "model is 7: Input should be a valid string; measure again or correct the file"),
         (lambda d: d.update(link_bandwidth=0), "link_bandwidth is 0"),
         (lambda d: d.update(link_latency="fast"), "link_latency is 'fast'"),
+        (lambda d: d.update(microbatch_rows=0.5), "microbatch_rows is 0.5: Input should be a valid integer"),
+        (
+            lambda d: d.update(device={"memory_bytes": "lots"}),
+            "device.memory_bytes is 'lots': Input should be a valid integer",
+        ),
         (lambda d: d.update(layers=[]), "at least one layer"),
         (lambda d: d.update(format="something"), "not a profile"),
-        (lambda d: d["layers"].__setitem__(0, 7), "layers[0] must be an object"),
+        (lambda d: d["layers"].__setitem__(0, 7), "layers[0] is 7: Input should be an object"),
     ],
 )
 def test_bad_profiles_are_refused_by_file_and_key(change: object, words: str, tmp_path: Path) -> None:
@@ -105,3 +119,25 @@ def test_what_is_no_memory_is_refused(text: str) -> None:
 def test_numbers_for_people() -> None:
     assert [format_bytes(n) for n in (0, 1023, 1536, 5 << 30)] == ["0 B", "1023 B", "1.50 KiB", "5.00 GiB"]
     assert [format_seconds(t) for t in (2.5, 0.0125, 3e-6)] == ["2.50 s", "12.5 ms", "3.00 µs"]
+
+
+def test_what_passes_several_boundaries_waits_for_all_and_goes_as_fast_as_the_narrowest() -> None:
+    links = links_from_json({"latency": [1e-3, 2e-3, 4e-3], "bandwidth": [1e9, 2e7, 5e8]}, "links.json")
+    assert links.latency is not None
+    assert links.bandwidth is not None
+    assert [row[0] for row in links.latency] == pytest.approx([0, 1e-3, 3e-3, 7e-3])
+    assert links.bandwidth[0][1:] == (1e9, 2e7, 2e7)
+    assert links.bandwidth[3][:3] == (2e7, 2e7, 5e8)
+
+
+def test_groups_of_replicas_wait_for_their_slowest_pair() -> None:
+    """Stage 0 on ranks 0 and 2, stage 1 on ranks 1 and 3: some ways are longer and narrower than the others."""
+    slow = {(2, 3), (1, 3)}
+    latency = tuple(tuple(9e-3 if (a, b) in slow else 1e-3 for b in range(4)) for a in range(4))
+    bandwidth = tuple(tuple(1e6 if (a, b) in slow else 1e9 for b in range(4)) for a in range(4))
+    machine = Machine.of(4, None, links=Links(latency, bandwidth))
+    first, second = stage_sites(PROFILE, Pipe.of("1f1b", 2, 4, replicas=(2, 2)), machine)
+    assert (first.ahead.latency, first.ahead.per_byte) == (9e-3, 1e-6)
+    assert (second.back.latency, second.back.per_byte) == (1e-3, 1e-9)
+    assert first.reduce == pytest.approx((2 * 1e-3, 1e-9))
+    assert second.reduce == pytest.approx((2 * 9e-3, 1e-6))

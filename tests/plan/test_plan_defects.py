@@ -13,7 +13,7 @@ from vpipe.errors import UserError
 from vpipe.plan.advice import Misfit
 from vpipe.plan.answer import Plan
 from vpipe.plan.costs import LayerCost, Profile
-from vpipe.plan.floor import Floor, lower_bound
+from vpipe.plan.floor import Floor
 from vpipe.plan.judge import Judge
 from vpipe.plan.limits import Limits
 from vpipe.plan.links import Links
@@ -118,10 +118,10 @@ def test_the_time_limit_holds_for_bound_remedies_and_orders(monkeypatch: pytest.
     cap = cap_of(profile, "1f1b", 6, 12, 0.0)
     over = Limits(deadline=0.0)
     judge = Judge(profile, Pipe.of("1f1b", 6, 12), Machine.of(6, cap * 1.02))
-    full = lower_bound(judge, Options())
+    full = Floor(judge, Options()).bound
     with monkeypatch.context() as patched:
         patched.setattr("vpipe.plan.floor.Growth", None)
-        assert 0 < lower_bound(judge, Options(), over) <= full
+        assert 0 < Floor(judge, Options(), limits=over).bound <= full
     misfit = Misfit(profile, judge.pipe, Machine.of(6, cap * 0.9), Options(), over)
     with monkeypatch.context() as patched:
         patched.setattr("vpipe.plan.advice.shortfall", lambda *given: pytest.fail("asked after the time"))

@@ -13,7 +13,7 @@ from plan_oracles import SCHEDULES, Problem, brute_force, random_problem, random
 
 from vpipe.layer import even_partition
 from vpipe.plan.costs import LayerCost, Profile
-from vpipe.plan.floor import lower_bound
+from vpipe.plan.floor import Floor
 from vpipe.plan.judge import Candidate, Judge
 from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.memory import Options
@@ -31,7 +31,7 @@ def check(problem: Problem) -> bool:
     assert found.step_time == pytest.approx(wanted, rel=1e-9)
     assert found.exact
     judge = Judge(problem.profile, problem.pipe, problem.machine)
-    assert lower_bound(judge, problem.options) <= wanted
+    assert Floor(judge, problem.options).bound <= wanted
     return True
 
 
@@ -65,7 +65,7 @@ def test_the_bound_is_below_every_layout(schedule: str) -> None:
         judge = Judge(profile, pipe, machine)
         cuts = [sorted(rng.sample(range(1, profile.num_layers), pipe.num_stages - 1)) for _ in range(60)]
         steps = judge.steps([Candidate((0, *inner, profile.num_layers)) for inner in cuts])
-        assert lower_bound(judge, Options()) <= steps.min(), seed
+        assert Floor(judge, Options()).bound <= steps.min(), seed
 
 
 def test_the_bound_under_a_cap_is_below_what_the_search_finds_with_more_effort() -> None:
@@ -75,7 +75,7 @@ def test_the_bound_under_a_cap_is_below_what_the_search_finds_with_more_effort()
             cap = cap_of(profile, schedule, 4, 8, 0.15)
             found = plan(profile, 4, num_microbatches=8, schedule=schedule, memory=cap)
             judge = Judge(profile, Pipe.of(schedule, 4, 8), Machine.of(4, cap))
-            assert lower_bound(judge, Options()) <= found.step_time
+            assert Floor(judge, Options()).bound <= found.step_time
 
 
 def test_the_judge_agrees_with_the_simulator() -> None:
@@ -196,9 +196,9 @@ def test_large_tables_under_a_lower_limit_give_the_same_bound(monkeypatch: pytes
         cap = None if room is None else cap_of(profile, "1f1b", 5, 10, room)
         judge = Judge(profile, Pipe.of("1f1b", 5, 10), Machine.of(5, cap))
         step = plan(profile, 5, num_microbatches=10, memory=cap).step_time
-        whole = lower_bound(judge, Options(), step=1.5 * step)
+        whole = Floor(judge, Options(), step=1.5 * step).bound
         with monkeypatch.context() as patched:
             patched.setattr("vpipe.plan.floor._FEW_CELLS", 0)
-            assert lower_bound(judge, Options(), step=1.5 * step) == pytest.approx(whole, rel=1e-9)
+            assert Floor(judge, Options(), step=1.5 * step).bound == pytest.approx(whole, rel=1e-9)
             patched.setattr("vpipe.plan.floor._MOST_CELLS", 30_000)
-            assert 0 < lower_bound(judge, Options(), step=1.5 * step) <= whole * (1 + 1e-9)
+            assert 0 < Floor(judge, Options(), step=1.5 * step).bound <= whole * (1 + 1e-9)

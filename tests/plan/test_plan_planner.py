@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from vpipe.compat.plan_file import to_vpipe
 from vpipe.errors import UserError
 from vpipe.layer import even_partition
 from vpipe.plan.costs import LayerCost, Profile
@@ -17,7 +18,6 @@ from vpipe.plan.layout import PlannedLayout, layout_from_json, to_ratio
 from vpipe.plan.memory import Choice
 from vpipe.plan.planner import plan
 from vpipe.plan.predict import Machine, Pipe, predict, stage_facts
-from vpipe.plan.vpipe_form import to_vpipe
 from vpipe.schedule.semantics import units_in_flight
 
 K, R, S = Choice.KEEP, Choice.RECOMPUTE, Choice.SWAP
@@ -64,7 +64,7 @@ def test_asynchronous_plans_rediscover_the_pattern_of_vpipe() -> None:
 
 def test_equal_stages_take_what_the_formula_says_and_the_bound_proves_it() -> None:
     equal = plan(Profile((LayerCost("block", 1.0, 1.0, 1.0, 10, 1),) * 8), 4, num_microbatches=8)
-    assert equal.step_time == equal.objective == 6.0 * (8 + 3)
+    assert equal.step_time == 6.0 * (8 + 3)
     assert equal.exact
 
 
@@ -94,7 +94,7 @@ def test_swap_replaces_recompute_where_the_lane_is_fast() -> None:
     swapped = plan(transformer(swap_bandwidth=8e9), 4, num_microbatches=8, memory="1.6GiB")
     assert any(R in choices for choices in again.layout.choices)
     assert any(S in choices for choices in swapped.layout.choices)
-    assert swapped.objective < again.objective
+    assert swapped.step_time < again.step_time
     assert (
         plan(transformer(swap_bandwidth=8e9), 4, num_microbatches=8, memory="1.6GiB", swap=False).layout == again.layout
     )
@@ -114,7 +114,7 @@ def test_every_kind_of_schedule_is_planned_within_its_memory(schedule: str) -> N
     found = plan(transformer(), 4, num_microbatches=8, memory="2GiB", schedule=schedule)
     assert all(size <= 2 << 30 for size in found.prediction.rank_memory)
     assert found.layout.num_stages == 4 * found.stages_per_rank
-    assert 0 < found.lower_bound <= found.objective * (1 + 1e-9)
+    assert 0 < found.lower_bound <= found.step_time * (1 + 1e-9)
 
 
 def test_auto_ranks_the_catalogue_by_simulated_time() -> None:
@@ -174,6 +174,7 @@ def test_the_largest_microbatch_that_would_fit() -> None:
         ({"speed": [1.0, 0.0, 1.0, 1.0]}, "speed must be more than zero"),
         ({"num_microbatches": 0}, "at least one rank and one microbatch"),
         ({"num_microbatches": 3, "batch_rows": 64}, "cannot be cut into 3"),
+        ({"num_ranks": 29, "replicas": "auto"}, "1f1b cannot divide 29 ranks"),
     ],
 )
 def test_bad_input_is_one_sentence(wrong: dict[str, object], words: str) -> None:
@@ -255,9 +256,7 @@ def test_bad_plan_files_are_refused(data: object, words: str) -> None:
 
 
 def test_planning_does_not_import_torch() -> None:
-    code = (
-        "import sys, vpipe.plan.planner, vpipe.plan.graph_text, vpipe.plan.vpipe_form; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, vpipe.plan.planner, vpipe.compat.graph_text, vpipe.compat.plan_file; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

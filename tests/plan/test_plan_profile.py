@@ -48,6 +48,35 @@ def test_bytes_of_linear_layers_are_those_on_paper() -> None:
     assert [cost.optimizer_bytes for cost in costs] == [(2 * count + 2) * FLOAT for count in weights]
 
 
+class Decay(nn.Linear):
+    """Changes a buffer, and uses it."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return super().forward(x) * self.mean
+
+
+def test_a_layer_that_reads_what_it_changes_is_measured() -> None:
+    """The stage keeps such a buffer by hooks of its own, which cannot be where the count of bytes has hooks."""
+    costs, _ = measured([Decay(), nn.Linear(8, 4)], torch.randn(ROWS, 8), torch.randn(ROWS, 4))
+    assert costs[0].saved_bytes > 0
+
+
+def test_a_layer_with_statistics_is_measured() -> None:
+    """The stage asks what autograd has saved of buffers; the count of bytes had nothing to show, and the profile failed."""
+    costs, _ = measured(
+        [nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16)), nn.Linear(16, 4)],
+        torch.randn(ROWS, 8),
+        torch.randn(ROWS, 4),
+    )
+    kept = (ROWS * 8 + ROWS * 16 + 2 * 16) * FLOAT  # inputs of both, and the batch's mean and deviation
+    assert costs[0].saved_bytes == kept
+
+
 class Add(nn.Module):
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         return x + skip

@@ -17,13 +17,13 @@ FACTS = RunFacts(
     num_ranks=2, num_stages=2, num_microbatches=1, microbatches_per_iteration=1, partition=(1, 2),
     program="0F0\n1F0\n", versions="newest", placement=((0,), (1,)), skips=((0, 1),),
     model=RunModel("gpt", 12, 72.0), stages=(RunStage(0, ("a",), 4, 16), RunStage(1, ("b", "c"), 8, 32)),
-    hosts=("n1", "n2"), layout={"layers": 3}, command=("vpipe", "train"), trace=True, iterations=4,
+    hosts=("n1", "n2"), cores=2, layout={"layers": 3}, command=("vpipe", "train"), trace=True, iterations=4,
     iterations_per_epoch=2, directory="runs/x",
 )  # fmt: skip
 KEYS = [
     "run", "vpipe", "torch", "started", "schedule", "synchronous", "num_ranks", "num_stages", "num_microbatches",
     "microbatches_per_iteration", "partition", "program", "versions", "placement", "skips", "model", "stages", "hosts",
-    "layout", "command", "trace", "iterations", "iterations_per_epoch", "directory",
+    "cores", "layout", "command", "trace", "iterations", "iterations_per_epoch", "directory",
 ]  # fmt: skip
 """Of run.json, which others read as well: a contract."""
 
@@ -57,12 +57,12 @@ def test_an_earlier_version_lacks_a_fact_and_a_later_one_has_more(missing: str, 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"program": 3}, "program: '3' is of type int, not str"),
-        ({"num_ranks": True}, "num_ranks: 'True' is of type bool, not int"),
-        ({"partition": [1, "2"]}, "partition: '2' is of type str, not int"),
-        ({"placement": "x"}, "placement: 'x' is of type str, not list"),
-        ({"model": "gpt"}, "model: 'gpt' is of type str, not dict"),
-        ({"stages": [{"layers": [7]}]}, "stages: layers: '7' is of type int, not str"),
+        ({"program": 3}, "program is 3: Input should be a valid string"),
+        ({"num_ranks": True}, "num_ranks is True: Input should be a valid integer"),
+        ({"partition": [1, "2"]}, "partition.1 is '2': Input should be a valid integer"),
+        ({"placement": "x"}, "placement is 'x': Input should be a valid array"),
+        ({"model": "gpt"}, "model is 'gpt': Input should be an object"),
+        ({"stages": [{"layers": [7]}]}, "stages.0.layers.0 is 7: Input should be a valid string"),
     ],
 )
 def test_a_fact_of_another_kind_is_named(wrong: dict[str, Any], says: str, tmp_path: Path) -> None:

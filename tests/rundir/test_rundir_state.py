@@ -13,7 +13,16 @@ import pytest
 
 from vpipe.process import Process, resident_bytes
 from vpipe.rundir import state, writing
-from vpipe.rundir.journal import CODES, Beat, Ending, EndingKind, Heart, conclude
+from vpipe.rundir.journal import (
+    CODES,
+    Beat,
+    Ending,
+    EndingKind,
+    Heart,
+    conclude,
+    conclude_from_outside,
+    read_ending,
+)
 from vpipe.rundir.layout import STATE
 
 
@@ -131,3 +140,18 @@ def test_the_memory_of_this_process_is_what_psutil_says() -> None:
     theirs, ours = psutil.Process().memory_info().rss, resident_bytes()
     assert abs(ours - theirs) < 2**25
     assert len(kept) < ours
+
+
+@pytest.mark.parametrize(
+    ("own", "stays"),
+    [(Ending.finished(5), True), (Ending.asked(signal.SIGINT, 5), True), (Ending.of(EndingKind.LOST, "gone"), False)],
+)
+def test_what_ends_the_processes_after_the_end_is_not_how_the_run_ended(
+    own: Ending, stays: bool, tmp_path: Path
+) -> None:
+    """A second Ctrl-C while a finished run left was told as "interrupted at once"; a first cause is still told."""
+    conclude(tmp_path, "r1", own, {"final_loss": 1.0})
+    later = Ending.of(EndingKind.INTERRUPTED, "interrupted at once")
+    assert conclude_from_outside(tmp_path, "r1", later) == (own if stays else later)
+    assert read_ending(tmp_path, "r1") == (own if stays else later)
+    assert conclude_from_outside(tmp_path, "r2", later) == later, "the ending of another run says nothing"

@@ -26,6 +26,14 @@ def seeded(make: Callable[[], Any]) -> Any:
     return make()
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def linears(number: int) -> list[nn.Module]:
+    return seeded(lambda: [nn.Linear(D, D) for _ in range(number)])
+
+
 def run(modules: Sequence[nn.Module], x: Any) -> Any:
     for module in modules:
         x = module(x)

@@ -291,15 +291,15 @@ def parted(machines: list[str]) -> tuple[list[str], list[float]]:
 
 def without_door(rank: int) -> list[str]:
     """The links where one rank has no address to listen on."""
-    from vpipe.runtime.transport import stream_door
+    from vpipe.runtime.transport import neighbours
 
-    before = stream_door.address_here
+    before = neighbours.address_here
     if torch.distributed.get_rank() == rank:
-        stream_door.address_here = lambda environ: "203.0.113.1"
+        neighbours.address_here = lambda environ: "203.0.113.1"
     try:
         return chosen("distributed", False)
     finally:
-        stream_door.address_here = before
+        neighbours.address_here = before
 
 
 def slow_reader(num_messages: int, length: int) -> list[float]:
@@ -333,13 +333,13 @@ def slow_reader(num_messages: int, length: int) -> list[float]:
 
 def large_ones(rank_of_little_room: int | None) -> list[list[str]]:
     """Per step, how the messages of a channel went that is too large for a stream."""
-    from vpipe.runtime.transport import stream_door, stream_link
+    from vpipe.runtime.transport import neighbours, stream_link
 
-    granted = stream_door.RECEIVE_BUFFER
+    granted = neighbours.RECEIVE_BUFFER
     if torch.distributed.get_rank() == rank_of_little_room:
-        stream_door.RECEIVE_BUFFER = 64 * 1024
+        neighbours.RECEIVE_BUFFER = 64 * 1024
     transport = opened("distributed")
-    stream_door.RECEIVE_BUFFER = granted
+    neighbours.RECEIVE_BUFFER = granted
     limit: int = transport.links[1 - transport.rank]._streamed  # type: ignore[attr-defined]
     if rank_of_little_room is not None:
         assert limit == stream_link.LEAST_STREAMED, "both ends go by the lesser room"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from runtime_plain import D, accumulate, batch, gradients, mse, pipedream, run, 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vpipe import Pipeline, UserError, add_loss
+from vpipe import Layer, Pipeline, UserError, add_loss
 
 
 class Checkpointed(nn.Module):
@@ -234,6 +235,119 @@ def test_a_layer_that_secretly_works_in_place(schedule: str, num_ranks: int, rec
         same(pipe.gradients(), gradients(plain))
 
 
+class Masked(nn.Module):
+    """Gives a mask that needs no gradient, and changes one that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, found: Any) -> Any:
+        if isinstance(found, tuple):
+            x, mask = found
+            mask.mul_(2.0)
+            return self.linear(x) * mask
+        return self.linear(found), torch.ones_like(found)
+
+
+IN_PLACE: dict[str, Callable[[], list[nn.Module]]] = {
+    "its input as it came": lambda: [nn.Linear(D, D), nn.Identity(), nn.SiLU(inplace=True), nn.Linear(D, D)],
+    "a view": lambda: [nn.Unflatten(1, (2, 4)), nn.ELU(inplace=True), nn.Flatten(), nn.Linear(D, D)],
+    "the batch": lambda: [InPlace(), nn.Linear(D, D), nn.Dropout(0.0), InPlace()],
+    "a mask": lambda: [Masked(), Masked(), nn.Flatten(), InPlace()],
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": 1.0}, {"recompute": {1}}, {"recompute": {0, 1}}, {"swap": 1.0}, {"schedule": "zb-h1"}]
+)
+@pytest.mark.parametrize("partition", [[4], [1, 3], [2, 2], [1, 1, 1, 1]])
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_a_change_in_place_of(kind: str, partition: list[int], options: Any) -> None:
+    """By storage: of what a layer before has returned as it came, of a view of it, of a slice of the batch."""
+    x, y = batch()
+    plain = seeded(IN_PLACE[kind])
+    pipe = Pipeline(seeded(IN_PLACE[kind]), mse, num_ranks=len(partition), partition=partition, **options)
+    for _ in range(2):
+        assert pipe.train_step(x.clone(), y, update=False) == accumulate(plain, mse, x.clone(), y, 4)
+        same(pipe.gradients(), gradients(plain))
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(D, D), function
+
+    def forward(self, *values: Any) -> Any:
+        return self.function(self.linear, *values)
+
+
+def _changed(linear: nn.Module, pair: tuple[Tensor, Tensor]) -> Any:
+    first, second = pair
+    first.mul_(0.5)
+    return linear(first + second.view_as(first))
+
+
+def _pair(second: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def both(linear: nn.Module, x: Tensor) -> Any:
+        h = linear(x)
+        return h, second(h)
+
+    return both
+
+
+def _twins(give: Callable[..., Any], *readers: tuple[str, Callable[..., Any]]) -> Callable[[], list[Layer]]:
+    def make() -> list[Layer]:
+        first = Layer(Apply(give), writes=("h", "y"))
+        last = Layer(Apply(lambda linear, y, h: linear(y.view_as(h) + h)), reads=("y", "h"))
+        return [first, *(Layer(Apply(f), reads=(name,), writes=("y",)) for name, f in readers), last]
+
+    return make
+
+
+SHARED: dict[str, tuple[Callable[[], Any], bool]] = {
+    "a tensor twice in a tuple": (lambda: [Apply(_pair(lambda h: h)), *(Apply(_changed), nn.Tanh(), nn.Tanh())], False),
+    "a tensor and its view": (lambda: [Apply(_pair(lambda h: h.view(-1))), *(Apply(_changed), nn.Tanh(), nn.Tanh())], False),
+    "by another name": (_twins(_pair(lambda h: h), ("h", lambda _, h: h), ("y", lambda _, y: y.mul_(0.5))), True),
+    "by a view": (_twins(_pair(lambda h: h[:, :1]), ("h", lambda _, h: h.view(-1)), ("y", lambda _, y: y.mul_(0.5))), True),
+}  # fmt: skip
+"""Layers, and whether all cuts refuse the change."""
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": 1.0}, {"recompute": {0}}, {"recompute": {1}}])
+@pytest.mark.parametrize("partition", [[4], [1, 3], [2, 2], [3, 1], [1, 1, 1, 1]])
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_change_of_memory_that_two_values_share(kind: str, partition: list[int], options: Any) -> None:
+    """It is that of plain torch, or refused in words."""
+    x, y = batch()
+    make, always = SHARED[kind]
+    pipe = Pipeline(seeded(make), mse, num_ranks=len(partition), partition=partition, **options)
+    try:
+        loss = pipe.train_step(x, y, update=False)
+    except UserError as error:
+        assert "shares memory" in str(error) or "which another layer reads later" in str(error)
+        with pytest.raises(UserError, match="in place"):
+            pipe.evaluate(x, y)
+        return
+    assert not always
+    plain = seeded(make)
+    assert loss == accumulate(plain, mse, x, y, 4)
+    same(pipe.gradients(), gradients(plain))
+
+
+def test_parts_of_a_tensor_that_do_not_overlap_may_change() -> None:
+    def make() -> list[nn.Module]:
+        def changed(linear: nn.Module, halves: tuple[Tensor, Tensor]) -> Any:
+            return linear(torch.cat((halves[0].mul_(0.5), halves[1]), 1))
+
+        return [Apply(lambda _, x: (x[:, :4], x[:, 4:])), Apply(changed)]
+
+    x, y = batch()
+    plain, pipe = seeded(make), Pipeline(seeded(make), mse, num_ranks=2)
+    assert pipe.train_step(x.clone(), y, update=False) == accumulate(plain, mse, x, y, 4)
+    same(pipe.gradients(), gradients(plain))
+
+
 class Tanh(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -264,3 +378,53 @@ def test_a_change_that_plain_torch_refuses_is_refused_within_a_stage(recompute: 
         assert "modified by an inplace operation" in str(error)
     else:
         same(pipe.gradients(), gradients(plain))
+
+
+class Joins(nn.Module):
+    """Uses each argument once, and returns the sum ``times`` times in a tuple."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.linear, self.times = nn.Linear(D, D), times
+
+    def forward(self, *found: Any) -> Any:
+        first, *others = found[0] if isinstance(found[0], tuple) else found
+        h = self.linear(first).tanh()
+        for number, other in enumerate(others, 1):
+            h = h + (number * other).sin()
+        return (h,) * self.times if self.times > 1 else h
+
+
+READ_OFTEN: dict[str, list[tuple[tuple[str, ...], tuple[str, ...], int]]] = {
+    "a skip into residual blocks": [
+        (("x",), ("h",), 1), (("h", "h", "h"), ("x",), 1), (("x", "h"), ("x",), 1), (("h", "x", "h"), ("x",), 1),
+    ],
+    "one tensor three times in a tuple": [
+        (("x",), ("x",), 3), (("x",), ("x",), 3), (("x",), ("x",), 2), (("x",), ("x",), 1),
+    ],
+    "one tensor by three names": [
+        (("x",), ("a", "b", "c"), 3), (("a",), ("x",), 1), (("x", "b"), ("x",), 1), (("x", "c", "c"), ("x",), 1),
+    ],
+}  # fmt: skip
+"""Per layer what it reads and writes, and how often the tuple that it returns has its result."""
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": {1}}, {"recompute": 1.0}, {"swap": {0, 2}}, {"schedule": "zb-h1"}]
+)
+@pytest.mark.parametrize("partition", [[4], [1, 3], [2, 2], [1, 1, 1, 1]])
+@pytest.mark.parametrize("kind", READ_OFTEN)
+def test_the_gradients_of_a_value_are_added_use_by_use(kind: str, partition: list[int], options: Any) -> None:
+    """The brackets of the sum are autograd's own, latest use first, wherever the readers are."""
+    x, y = batch()
+    plain, modules = (seeded(lambda: [Joins(times) for *_, times in READ_OFTEN[kind]]) for _ in range(2))
+    for part, goal in zip(x.chunk(4), y.chunk(4), strict=True):
+        values: dict[str, Any] = {"x": part}
+        for module, (reads, writes, _) in zip(plain, READ_OFTEN[kind], strict=True):
+            result = module(*[values[name] for name in reads])
+            values.update(zip(writes, result, strict=True) if len(writes) > 1 else [(writes[0], result)])
+        (mse(values["x"], goal) / 4).backward()
+    layers = [Layer(m, reads, writes) for m, (reads, writes, _) in zip(modules, READ_OFTEN[kind], strict=True)]
+    pipe = Pipeline(layers, mse, num_ranks=len(partition), partition=partition, **options)
+    pipe.train_step(x, y, update=False)
+    same(pipe.gradients(), gradients(plain))

@@ -8,20 +8,12 @@ from typing import Any
 import pytest
 import torch
 from runtime_gloo import Worlds
-from runtime_plain import D, accumulate, batch, gradients, mse, run, same, seeded, weights
+from runtime_plain import D, accumulate, batch, gradients, linears, mse, run, same, seeded, sgd, weights
 from torch import Tensor, nn
 
 from vpipe import Layer, Pipeline, UserError
 from vpipe.layer import TiedWeight
 from vpipe.runtime.microbatches import Microbatches
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def linears(number: int) -> list[nn.Module]:
-    return seeded(lambda: [nn.Linear(D, D) for _ in range(number)])
 
 
 class Scaled(nn.Module):
@@ -235,6 +227,32 @@ def test_clipping_a_norm_that_overflows_is_torchs() -> None:
     same(pipe.state_dict(), weights(plain))
 
 
+class Of(nn.Module):
+    """A product in another number format, whose weight may be complex."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(D, D, dtype=dtype)), nn.Parameter(torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Any:
+        return (x.to(self.weight.dtype) @ self.weight).abs().float() + self.bias
+
+
+@pytest.mark.parametrize("others", [torch.complex64, torch.float64, torch.complex128])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_clipping_adds_norms_of_several_number_formats_as_torch_does(others: torch.dtype, num_ranks: int) -> None:
+    x, y = batch()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        plain = [Of(others), Of(torch.float32), Of(others), Of(torch.bfloat16), Of(others), Of(torch.float32)]
+        pipe = Pipeline(copy.deepcopy(plain), mse, num_ranks=num_ranks, clip_norm=0.1, optimizer=sgd)
+        assert pipe.train_step(x, y) == accumulate(plain, mse, x, y, 4)
+        everything = [p for module in plain for p in module.parameters()]
+        nn.utils.clip_grad_norm_(everything, 0.1)
+        sgd(everything).step()
+        same(pipe.state_dict(), weights(plain))
+
+
 def test_counts_and_weights_that_mean_nothing_are_refused() -> None:
     x, y = batch()
     pipe = Pipeline(linears(2), mse, num_ranks=2, optimizer=sgd)
@@ -382,64 +400,6 @@ def test_a_model_without_parameters(num_ranks: int) -> None:
     Pipeline(layers, loss, num_ranks=num_ranks, optimizer=sgd).train_step(x, y)
     assert not torch.equal(loss.scale, torch.full((D,), 0.5))
     assert isinstance(Pipeline([Layer(nn.Tanh())], loss, num_ranks=1, optimizer=sgd).optimizers[0], torch.optim.SGD)
-
-
-class Decays(nn.Module):
-    """Changes a buffer in place before it is used; plain torch trains it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.register_buffer("scale", torch.ones(D))
-
-    def forward(self, x: Tensor) -> Any:
-        if self.training:
-            self.scale.mul_(0.9).add_(0.2)
-        return self.linear(x).tanh() * self.scale[:]
-
-
-@pytest.mark.parametrize("options", [{}, {"recompute": 1.0}, {"swap": 1.0}, {"recompute": 0.5, "swap": 0.5}])
-@pytest.mark.parametrize(
-    ("schedule", "num_ranks"), [("gpipe", 1), ("1f1b", 2), ("zb-h1", 2), ("zb-v", 2), ("naive", 2)]
-)
-def test_a_buffer_that_changes_in_place_before_it_is_used(
-    schedule: str, num_ranks: int, options: dict[str, Any]
-) -> None:
-    def make() -> list[nn.Module]:
-        return seeded(lambda: [Decays() for _ in range(4)])
-
-    x, y = batch()
-    plain = make()
-    pipe = Pipeline(make(), mse, schedule=schedule, num_ranks=num_ranks, optimizer=sgd, **options)
-    optimizer = sgd(nn.ModuleList(plain).parameters())
-    for _ in range(2):
-        assert pipe.train_step(x, y) == accumulate(plain, mse, x, y, 4)
-        optimizer.step()
-        optimizer.zero_grad()
-        same(pipe.state_dict(), weights(plain))
-
-
-class Counting(nn.Module):
-    """A loss with a state and without parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.ones(()))
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        self.calls.add_(1)
-        return mse(output, target) * self.calls
-
-
-@pytest.mark.parametrize("options", [{}, {"recompute": 1.0}, {"swap": 1.0}, {"schedule": "zb-h1"}])
-def test_a_loss_with_a_buffer_that_changes(options: dict[str, Any]) -> None:
-    x, y = batch()
-    plain, loss, ours = linears(2), Counting(), Counting()
-    pipe = Pipeline(linears(2), ours, num_ranks=2, **options)
-    assert pipe.train_step(x, y, update=False) == accumulate(plain, loss, x, y, 4)
-    same(pipe.gradients(), gradients(plain))
-    assert torch.equal(ours.calls, loss.calls)
-    assert list(pipe.state_dict()) == list(weights(plain)), "the state of the model is that of its layers"
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import namedtuple
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -151,10 +153,8 @@ def test_a_value_of_several_readers_is_not_changed_in_place(partition: list[int]
         Layer(nn.Linear(WIDTH, WIDTH), reads=("h",), writes=("b",)),
         Layer(Add(), reads=("a", "b")),
     ]
-    with pytest.raises(UserError, match=r"layer 1 \(InPlace\) changes its input in place.*inplace = True"):
+    with pytest.raises(UserError, match=r"layer 1 \(InPlace\) changes its input in place, and with it 'h'"):
         _train(layers, partition=partition, num_ranks=len(partition))
-    layers[1].module.inplace = True  # type: ignore[union-attr, assignment]
-    _train(layers, partition=partition, num_ranks=len(partition))
 
 
 def test_an_error_of_the_users_own_keeps_its_place_and_the_pipeline_goes_on() -> None:
@@ -202,3 +202,84 @@ def test_a_lowered_program_says_itself_what_is_recomputed_and_swapped(option: st
     ):
         _train(_layers(), schedule=program, **{option: 1.0})
     _train(_layers(), schedule=program)
+
+
+@pytest.mark.parametrize("norm", [0, 0.0, -1, float("nan")])
+def test_a_norm_that_clips_all_or_nothing_is_refused(norm: float) -> None:
+    with pytest.raises(UserError, match=r"clip_norm is .*; give a number above 0, or None"):
+        _train(_layers(), clip_norm=norm)
+
+
+@pytest.mark.parametrize("values", [(0.0,), (-1.0,), (float("inf"),), (float("nan"),), (1.0, True, 0)])
+def test_a_loss_scale_that_is_none_is_refused(values: tuple[Any, ...]) -> None:
+    with pytest.raises(UserError, match=r"the loss scale is .*; give a finite number above 0"):
+        LossScale(*values)
+
+
+def test_an_optimizer_that_nothing_would_step_is_refused() -> None:
+    pipe = Pipeline(_layers(), nn.functional.mse_loss, num_ranks=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    with pytest.raises(UserError, match="the optimizer of stage 1 cannot be replaced"):
+        pipe.optimizers[1] = pipe.optimizers[0]
+
+
+def test_a_second_thread_is_refused() -> None:
+    """While the first one is in the middle of a step."""
+    inside, done = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert done.wait(60)
+            return x
+
+    pipe = Pipeline([Waits(), nn.Linear(4, 4)], nn.functional.mse_loss, num_ranks=2, num_microbatches=2)
+    x = torch.zeros(4, 4)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(pipe.evaluate, x, x)
+        assert inside.wait(60)
+        with pytest.raises(UserError, match="in the middle of a step of another thread"):
+            pipe.evaluate(x, x)
+        done.set()
+        first.result()
+    pipe.evaluate(x, x)
+
+
+class Alias(nn.Module):
+    """Reads its weight by a name that no version is put under."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.weights = [self.linear.weight]
+
+    def forward(self, x: Any) -> Any:
+        return x @ self.weights[0].t()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (lambda: [Layer(nn.Tanh(), writes=("x", "x"))] * 2, {}, "writes x, x; give each value .* a name of its own"),
+        (
+            lambda: [Alias() for _ in range(4)],
+            {"schedule": "pipedream"},
+            r"reads the weight \d.linear.weight by an alias",
+        ),
+        (
+            lambda: [nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(2)],
+            {"replicas": 2},
+            r"layer 0 \(Linear\) cannot be copied for the other replicas .* give a function that builds it",
+        ),
+        (
+            lambda: [nn.Linear(WIDTH, WIDTH) for _ in range(2)],
+            {"optimizer": torch.optim.LBFGS},
+            "LBFGS needs a closure that computes the loss again",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+def test_what_no_pipeline_can_do_is_refused_in_words(make: Any, options: dict[str, Any], words: str) -> None:
+    x = torch.randn(8, WIDTH)
+    plain = {"num_ranks": 2, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), **options}
+    with pytest.raises(UserError, match=words):
+        Pipeline(make(), nn.functional.mse_loss, num_microbatches=4, **plain).train_step(x, x)

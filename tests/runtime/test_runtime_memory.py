@@ -170,7 +170,7 @@ def test_nothing_is_left_after_a_step() -> None:
     pipe = pipeline(Case("zb-v", "skips", 2, 4, recompute=0.5), model, 2)
     pipe.train_step(*model.data(8, 0))
     assert len(pipe._compiled) == 2
-    assert all(compiled.tasks.are_empty for compiled in pipe._compiled.values())
+    assert all(h.payload is None for each in pipe._compiled.values() for h in each.tasks._hops.values())
     for engine in pipe.engines:
         for stage in engine.stages.values():
             assert not stage.units
@@ -194,7 +194,7 @@ def test_nothing_is_left_after_a_step_that_failed() -> None:
     batch = torch.randn(8, 4)
     with pytest.raises(RuntimeError, match="no more"):
         pipe.train_step(batch, batch, update=False)
-    assert all(compiled.tasks.are_empty for compiled in pipe._compiled.values())
+    assert all(h.payload is None for each in pipe._compiled.values() for h in each.tasks._hops.values())
     assert not any(stage.units for engine in pipe.engines for stage in engine.stages.values())
 
 

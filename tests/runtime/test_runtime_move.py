@@ -50,8 +50,8 @@ def test_an_optimizer_tensor_left_behind_is_seen(part: str, monkeypatch: pytest.
 
     def forgetful(module: nn.Module, optimizer: Any) -> layer_state.State:
         state = complete(module, optimizer)
-        for kept in list(state["optimizer"].values())[:1]:
-            kept[part] = torch.zeros_like(kept[part])
+        for path in [path for path in state["tensors"] if path.endswith(f"/{part}")][:1]:
+            state["tensors"][path] = torch.zeros_like(state["tensors"][path])
         return state
 
     monkeypatch.setattr(layer_state, "state_of", forgetful)
@@ -170,106 +170,6 @@ def test_a_failure_of_one_process_leaves_the_old_layout_on_all(transport: str, b
         assert not differing(state, {name: expected[name] for name in state})
 
 
-FROZEN = (0, 2, 3)
-"""Layers whose weights nothing writes; of [0 1 2 | 3 4 5] → rank 1: 0, rank 0: 1 2 3 4 5, two of them move."""
-
-
-def freeze(pipe: Pipeline) -> None:
-    for layer in set(FROZEN) & pipe.modules().keys():
-        pipe.modules()[layer].requires_grad_(False)
-
-
-def spoil(pipe: Pipeline) -> None:
-    """Somebody writes frozen weights behind autograd's back, after they were sent ahead."""
-    for layer in set(FROZEN) & pipe.modules().keys():
-        for parameter in pipe.modules()[layer].parameters():
-            parameter.data.mul_(1.5)
-
-
-def move_ahead(case: Case, what: str, steps: int = 0) -> tuple[list[float], dict[str, Any], tuple[int, int]]:
-    """One rank that sends frozen weights ahead of a move, and breaks ``steps`` of the protocol before it."""
-    model = build(case.model, case.num_layers, case.dropout)
-    pipe = pipeline(case, model)
-    freeze(pipe)
-    rows = case.rows * pipe.programs.num_units
-    losses = [pipe.train_step(*model.data(rows, 0))]
-    old, new = pipe.layout, layout_of(pipe.layout, ((1, 5), (1, 0)))
-    for at in range(steps):
-        assert pipe.prepare_move(new)
-        with pytest.raises(UserError, match=r"the layers stay where they are.*Broken"):
-            pipe.move(new, notice=Breaks(at if pipe.rank == 1 else None))
-        assert pipe.layout == old
-    assert pipe.prepare_move(new, notice=Breaks(0 if what == "broken" and pipe.rank == 0 else None))
-    losses.append(pipe.train_step(*model.data(rows, 1)))
-    while not pipe.is_prepared():
-        pass
-    if what == "spoilt":
-        spoil(pipe)
-    moved = pipe.move(new)
-    losses.append(pipe.train_step(*model.data(rows, 2)))
-    state = {name: tensor.detach().clone() for name, tensor in pipe.state_dict().items()}
-    pipe.close()
-    return losses, state, (moved.num_bytes, moved.num_bytes_ahead)
-
-
-def still_frozen(case: Case, what: str) -> tuple[list[float], dict[str, Any]]:
-    """The same without a move, in one process."""
-    model = build(case.model, case.num_layers, case.dropout)
-    pipe = pipeline(replace(case, more={}), model, case.num_ranks)
-    freeze(pipe)
-    rows, losses = case.rows * pipe.programs.num_units, []
-    for step in range(3):
-        if step == 2 and what == "spoilt":
-            spoil(pipe)
-        losses.append(pipe.train_step(*model.data(rows, step)))
-    return losses, pipe.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("what", "transport", "steps"),
-    [("frozen", "shm", 0), ("frozen", "distributed", 12), ("spoilt", "shm", 0), ("broken", "shm", 0)],
-)
-def test_frozen_weights_go_ahead_of_a_move_beside_training(
-    what: str, transport: str, steps: int, worlds: Worlds
-) -> None:
-    case = Case("1f1b", "plain", 2, num_layers=6, more={"transport": transport})
-    losses, expected = still_frozen(case, what)
-    found = worlds.run(2, move_ahead, case, what, steps)
-    for mine, state, _ in found:
-        assert mine == losses
-        assert not differing(state, {name: expected[name] for name in state})
-    stood, ahead = (sum(sizes[part] for _, _, sizes in found) for part in (0, 1))
-    assert stood > 0
-    assert (ahead > 0) == (what != "spoilt"), "what has changed since it was sent is sent again"
-
-
-def test_asynchronous_frozen_weights_go_ahead(worlds: Worlds) -> None:
-    """Ranks change places; the versions of a unit in flight are no part of what is sent."""
-    case = Case("pipedream", "plain", 2, 8, num_layers=6, more={"transport": "shm"})
-    found = worlds.run(2, places_ahead, case)
-    losses, expected = still_frozen(case, "frozen")
-    for mine, state in found:
-        assert mine == losses
-        assert not differing(state, {name: expected[name] for name in state})
-
-
-def places_ahead(case: Case) -> tuple[list[float], dict[str, Any]]:
-    model = build(case.model, case.num_layers, case.dropout)
-    pipe = pipeline(case, model)
-    freeze(pipe)
-    rows, losses = case.rows * pipe.programs.num_units, []
-    new = pipe.layout.with_ranks([1, 0])
-    for step in range(3):
-        if step == 1:
-            assert pipe.prepare_move(new)
-        if step == 2:
-            assert pipe.move(new).num_bytes_ahead > 0
-        losses.append(pipe.train_step(*model.data(rows, step)))
-    state = {name: tensor.detach().clone() for name, tensor in pipe.state_dict().items()}
-    pipe.close()
-    return losses, state
-
-
 def two_ranks(**more: Any) -> Pipeline:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in range(4)]
@@ -344,3 +244,22 @@ def test_a_rank_holds_one_layer_more_than_it_must(monkeypatch: pytest.MonkeyPatc
     pipe.move(pipe.layout.with_ranks([1, 0]))
     assert len(alive) == 4
     assert most <= 2
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+def test_optimizer_objects_survive_a_move(ranks: tuple[int, int]) -> None:
+    """Torch's schedulers turn the objects that they were made from."""
+    still, pipe = two_ranks(), two_ranks()
+    before = pipe.optimizers
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for p in (still, pipe) for each in p.optimizers.values()
+    ]
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    for number in range(4):
+        assert still.train_step(*batch) == pipe.train_step(*batch)
+        for scheduler in schedulers:
+            scheduler.step()
+        if number < 2:
+            pipe.move(pipe.layout.with_counts([1 + number, 3 - number]).with_ranks(ranks))
+    assert not differing(pipe.state_dict(), still.state_dict())
+    assert all(pipe.optimizers[stage] is each for stage, each in before.items())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from runtime_support import Case, check
-from torch import Tensor
 
-from vpipe.runtime import region, stage
-from vpipe.runtime.updates.blocks import Block
+from vpipe.runtime import buffers, region, stage
+from vpipe.runtime.flow import Pending
 from vpipe.runtime.updates.weights import VersionedWeights
 
 ASYNCHRONOUS = Case("pipedream", "plain", 3, 6, num_steps=3)
@@ -23,9 +24,7 @@ def test_the_controls_are_right_without_the_mistakes() -> None:
 def test_no_stashing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward with the newest weights: ``p.data`` is exchanged under the graph, as PyTorch silently allows."""
 
-    def before_update(self: VersionedWeights, blocks: Sequence[Block] = ()) -> None:
-        for block in blocks:
-            block.move_together()
+    def before_update(self: VersionedWeights) -> None:
         for leaves in self._leaves.values():
             for name, leaf in leaves.items():
                 leaf.data = self.parameters[name].data
@@ -89,17 +88,16 @@ def test_the_macrobatch_bug(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_order_of_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers' gradients added earliest first."""
+    """The gradients of later readers added after those of a region, not before."""
+    backward = region.Region.backward
 
-    def earliest_first(readers: list[tuple[int, list[Tensor | None]]], num_tensors: int) -> list[Tensor | None]:
-        total: list[Tensor | None] = [None] * num_tensors
-        for _, gradients in sorted(readers, key=lambda reader: reader[0]):
-            for index, gradient in enumerate(gradients):
-                if gradient is not None:
-                    total[index] = gradient if total[index] is None else total[index] + gradient
-        return total
+    def added_after(self: region.Region, graph: region.RegionGraph, pending: Pending, *rest: Any) -> None:
+        later = {value: pending.pop(value) for value, *_ in graph.taken if value in pending}
+        backward(self, graph, pending, *rest)
+        for value, gradients in later.items():
+            pending[value] = [a + b for a, b in zip(pending[value], gradients, strict=True)]
 
-    monkeypatch.setattr(region, "summed", earliest_first)
+    monkeypatch.setattr(region.Region, "backward", added_after)
     with pytest.raises(AssertionError, match=r"differ|the loss is"):
         check(Case("1f1b", "skips", 4, 4, num_layers=14, num_steps=3, optimizer="adam"))
 
@@ -127,6 +125,6 @@ def test_missing_dropout_replay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_buffers_that_advance_in_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "_set_buffers", lambda buffers: None)
+    monkeypatch.setattr(buffers.FoundState, "again", lambda self: nullcontext())
     with pytest.raises(AssertionError, match=r"differ|the loss is"):
         check(Case("1f1b", "batch_norm", 2, 4, recompute=1.0))

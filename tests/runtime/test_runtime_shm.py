@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-import struct
+import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,14 +19,14 @@ from runtime_gloo import RankFailed, World, Worlds
 from runtime_models import build
 from runtime_support import Case, differing, pipeline, train_rank
 
+from programs import another_user
 from vpipe.errors import UserError
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.runtime.ranks.sockets import Sockets
 from vpipe.runtime.transport import link, wire
-from vpipe.runtime.transport.neighbours import Door
+from vpipe.runtime.transport.neighbours import Neighbours, _meet
 from vpipe.runtime.transport.ring import ALIGN, Ring, Segment
 from vpipe.runtime.transport.ring_link import RingLink
-from vpipe.runtime.transport.stream_door import StreamDoor
 from vpipe.runtime.transport.stream_link import streamable
 from vpipe.runtime.transport.wire import Envelope, MessageLayout, pack
 
@@ -234,15 +234,24 @@ def test_a_rank_that_cannot_listen_leaves_all_to_gloo(worlds: Worlds) -> None:
     assert worlds.run(3, alone.without_door, 1) == [[]] * 3
 
 
-def test_a_stranger_is_not_let_in() -> None:
-    door = StreamDoor()
+def test_another_users_process_is_not_let_in() -> None:
+    """It has read the door's name from the system's tables, is the first to knock, and says that it is rank 1."""
+    as_another = another_user()
+    door = Neighbours("shm")
     door.open(2)
-    for word, place in ((door.card.word, (1, 0)), ("0" * 32, None)):
-        here, there = socket.socketpair()
-        there.sendall(struct.pack("<32sII", word.encode(), 1, 0))
-        there.close()
-        assert door._welcomed(here) == place
-        here.close()
+    script = f"import socket; s = socket.socket(socket.AF_UNIX); s.connect({door.card.name!r})"
+    script += "; s.send(bytes(32) + b'\\1' + bytes(7) + bytes(32)); print('knocked', flush=True); print(len(s.recv(99)), s.recv(1))"
+    with subprocess.Popen([*as_another, script], stdout=subprocess.PIPE, text=True) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "knocked\n"
+        rank_1 = threading.Thread(target=lambda: _meet(door._near, 1, cards, [(0, 0)], there))
+        cards, there = [door.card, door.card], {}
+        rank_1.start()
+        here = door.of_this_machine(0, cards, patience=60.0)[1]
+        rank_1.join()
+        there[0, 0].sendall(b"it is me")
+        assert here.recv(8) == b"it is me"
+        assert stranger.stdout.readline() == "32 b''\n", "it is asked for a proof, and its connection is closed"
     door.close()
 
 
@@ -287,7 +296,7 @@ def test_the_same_bits_by_every_way(schedule: str, model: str, worlds: Worlds) -
 
 def test_a_rank_that_waits_for_a_knock_can_be_freed() -> None:
     """Between two epochs: its neighbour is gone before it has knocked. (``accept`` would spin, deaf to signals.)"""
-    sockets, door, found = Sockets(), Door("shm"), []
+    sockets, door, found = Sockets(), Neighbours("shm"), []
     meets = threading.Event()
 
     def wait() -> None:
@@ -295,7 +304,7 @@ def test_a_rank_that_waits_for_a_knock_can_be_freed() -> None:
             door.open(2)
             meets.set()
             try:
-                door.connect(0, [door.card, door.card], patience=600.0)
+                door.of_this_machine(0, [door.card, door.card], patience=600.0)
             except PeerLost as lost:
                 found.append(str(lost))
 

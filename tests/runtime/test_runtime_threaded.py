@@ -13,8 +13,8 @@ from runtime_support import Case, check, check_processes, differing, pipeline
 from torch import Tensor, nn
 
 from vpipe import Pipeline, UserError
-from vpipe.runtime.priorities.order import POLICIES
-from vpipe.runtime.threaded import ThreadedEngine, predecessors
+from vpipe.compat.priorities.order import POLICIES
+from vpipe.compat.threaded import ThreadedEngine, predecessors
 from vpipe.schedule import catalog
 
 THREADED = {"executor": "threaded"}

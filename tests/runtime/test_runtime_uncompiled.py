@@ -1,4 +1,4 @@
-"""Optimizers do without the compiler where nobody has loaded it: same bits, and torch is as it was afterwards.
+"""Runs do without the compiler where nobody has loaded it: same bits, and torch is as it was afterwards.
 
 Every case runs in an interpreter of its own: in this one the compiler may be loaded already.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,9 +77,21 @@ optimizing.step(made)
 assert not asleep(), "code of a user's own sees torch as it is"
 """
 
+RUN = f"""
+sys.path.insert(0, {str(Path(__file__).parents[1] / "train")!r})
+from pathlib import Path
+from tempfile import TemporaryDirectory
+import train_runs
+with TemporaryDirectory() as folder:
+    alone = {{"parallel.model_parallel_size": 1, "training.max_iterations": 3, "observe.trace": True}}
+    train_runs.run(train_runs.tiny(alone), Path(folder))
+    assert '"in_step"' in Path(folder, "events", "rank0.steps.jsonl").read_text()
+assert asleep(), "a whole run needs no compiler, also where a step's bytes are counted"
+"""
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [EVERY, AWAKE, OWN], ids=["every", "awake", "own"])
+@pytest.mark.parametrize("code", [EVERY, AWAKE, OWN, RUN], ids=["every", "awake", "own", "run"])
 def test_in_a_fresh_interpreter(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", COMMON + code], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr

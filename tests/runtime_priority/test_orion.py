@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from vpipe.compat.priorities.backend import priority_backend
+from vpipe.compat.priorities.order import POLICIES
+from vpipe.compat.priorities.orion import Orion, client_of, is_preloaded, num_clients
 from vpipe.errors import UserError
-from vpipe.runtime.priorities.backend import priority_backend
-from vpipe.runtime.priorities.order import POLICIES
-from vpipe.runtime.priorities.orion import Orion, client_of, is_preloaded, num_clients
 from vpipe.schedule.action import parse
 
 SOURCE = r"""
@@ -51,7 +51,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def preloaded(library: Path, code: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"LD_PRELOAD": str(library)}
-    modules = ("vpipe.runtime.priorities.orion", "vpipe.runtime.priorities.order", "vpipe.schedule.action")
+    modules = ("vpipe.compat.priorities.orion", "vpipe.compat.priorities.order", "vpipe.schedule.action")
     prelude = "".join(f"from {module} import *\n" for module in modules)
     command = [sys.executable, "-c", prelude + code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
@@ -104,7 +104,7 @@ def test_the_config_gets_orion_or_an_error(libraries: Path) -> None:
     with pytest.raises(UserError, match="not preloaded"):
         priority_backend("first-hp", use_orion=True, num_microbatches=4)
     code = (
-        "from vpipe.runtime.priorities.backend import priority_backend\n"
+        "from vpipe.compat.priorities.backend import priority_backend\n"
         "backend = priority_backend('critical-path', use_orion=True, num_microbatches=40)\n"
         "assert backend.num_clients == 3; backend.close()"
     )

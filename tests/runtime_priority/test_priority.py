@@ -8,11 +8,9 @@ from time import perf_counter, sleep
 import pytest
 import torch
 
-from vpipe.errors import UserError
-from vpipe.models.emulated import SleepLayer
-from vpipe.runtime.priorities.backend import priority_backend
-from vpipe.runtime.priorities.ideal import makespan
-from vpipe.runtime.priorities.order import (
+from vpipe.compat.priorities.backend import priority_backend
+from vpipe.compat.priorities.ideal import makespan
+from vpipe.compat.priorities.order import (
     Turnstile,
     critical_path,
     fifo,
@@ -20,6 +18,8 @@ from vpipe.runtime.priorities.order import (
     none,
     policy,
 )
+from vpipe.errors import UserError
+from vpipe.models.emulated import SleepLayer
 from vpipe.schedule.action import Action, Kind, parse
 
 READY = "0F3 0W0 0B2 0F0 0I1 0W1"
@@ -55,7 +55,7 @@ def served(name: str, arrivals: str) -> str:
     with turnstile.turn(parse("0F9")):
         for number, thread in enumerate(threads, 1):
             thread.start()
-            while turnstile.num_waiting < number:
+            while len(turnstile._waiting) < number:
                 sleep(1e-4)
     for thread in threads:
         thread.join(200)
@@ -67,7 +67,7 @@ def test_a_turn_that_fails_lets_the_next_one_in() -> None:
     with pytest.raises(ValueError, match="boom"), turnstile.turn(parse("0F0")):
         raise ValueError("boom")
     with turnstile.turn(parse("0F1")):
-        assert turnstile.num_waiting == 0
+        assert not turnstile._waiting
 
 
 def test_ideal_sharing_has_the_documented_figures() -> None:
@@ -86,7 +86,7 @@ def threaded(name: str, num_stages: int, num_microbatches: int, seconds: float, 
     """(time in units of one stage's forward, sum of the outputs) of a forward pass by real threads.
 
     A thread carries a microbatch through emulated stages of ``num_layers`` sleeping layers, a turnstile is the device
-    of a stage, and between two layers the device is offered to the others.
+    of a stage, and takes the device anew for every layer.
     """
     devices = [priority_backend(name) for _ in range(num_stages)]
     layer = SleepLayer(seconds / num_layers, 0, 0)
@@ -99,10 +99,8 @@ def threaded(name: str, num_stages: int, num_microbatches: int, seconds: float, 
         for stage, device in enumerate(devices):
             assert isinstance(device, Turnstile)
             action = Action(stage, Kind.F, microbatch)
-            with device.turn(action), torch.no_grad():
-                x = layer(x)
-                for _ in range(num_layers - 1):
-                    device.offer(action)
+            for _ in range(num_layers):
+                with device.turn(action), torch.no_grad():
                     x = layer(x)
         outputs[microbatch] = x
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vpipe.runtime.priorities.cuda import StreamPriorities, levels
-from vpipe.runtime.priorities.order import POLICIES
+from vpipe.compat.priorities.cuda import StreamPriorities, levels
+from vpipe.compat.priorities.order import POLICIES
 from vpipe.schedule.action import parse
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from vpipe.schedule.catalog import build, entries
-from vpipe.schedule.document import pages
 from vpipe.schedule.draw import text
 from vpipe.schedule.simulate import simulate
 from vpipe.schedule.svg import svg
@@ -58,7 +58,8 @@ def test_svg_has_a_box_for_every_action(entry: object) -> None:
 
 
 def test_pages_are_up_to_date() -> None:
-    """Run ``python -m vpipe.schedule.document docs`` after a change of the catalogue."""
+    """Run ``python docs/schedules_page.py`` after a change of the catalogue."""
+    pages = runpy.run_path(str(DOCS / "schedules_page.py"))["pages"]
     stale = [name for name, content in pages().items() if (DOCS / name).read_text(encoding="utf-8") != content]
     assert not stale
     known = {f"pictures/{entry.name}.svg" for entry in entries()}

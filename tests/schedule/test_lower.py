@@ -26,6 +26,61 @@ def test_1f1b_of_two_ranks_on_paper() -> None:
     ]
 
 
+def test_1f1b_of_two_ranks_whose_receives_block_on_paper() -> None:
+    """0RECV_B0 stands behind 0SEND_F0: rank 1 cannot send before it has that."""
+    lowered = lower(build("1f1b", 2, 2), receives_block=True)
+    assert to_csv(lowered).splitlines() == [
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0STEP",
+        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1STEP",
+    ]
+
+
+def ends_where_transfers_wait(program: Program) -> bool:
+    """Each rank waits at a receive until all of it has been sent, and at a send until the next stage receives it."""
+    edges = {(s, s + 1) for s in range(program.num_stages - 1)} | program.skips
+    sends: dict[Action, Action] = {}
+    takes: dict[Action, set[Action]] = {}
+    for writer, reader in edges:
+        for k in range(program.num_microbatches):
+            if program.placement.rank(writer, k) != program.placement.rank(reader, k):
+                for kinds, here, there in (
+                    ((Kind.SEND_F, Kind.RECV_F), writer, reader),
+                    ((Kind.SEND_B, Kind.RECV_B), reader, writer),
+                ):
+                    send, receive = Action(here, kinds[0], k), Action(there, kinds[1], k)
+                    takes.setdefault(receive, set()).add(send)
+                    if reader == writer + 1:
+                        sends[send] = receive
+    left, come, moved = [list(row) for row in program.rows], set[Action](), True
+    while moved:
+        moved = False
+        for row in left:
+            while row:
+                come.add(row[0])
+                if not takes.get(row[0], set()) <= come or sends.get(row[0], row[0]) not in come:
+                    break
+                row.pop(0)
+                moved = True
+    return not any(left)
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["chain", "skips"])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
+def test_receives_may_block_their_ranks(entry: Entry, num_ranks: int, skips: bool) -> None:
+    """Where anything waits for a whole device, receives that are posted are among it. A receive that is posted before
+    own work which its sender needs hangs then: the usual lowering has some, and the verifier says where."""
+    program = entry.build(num_ranks, 2 * num_ranks)
+    far = {(0, program.num_stages - 1), (0, 2)} if skips and program.num_stages > 2 else set()
+    program = Program(program.rows, program.placement, program.num_microbatches, program.versions, frozenset(far))
+    lowered = lower(program, receives_block=True)
+    assert ends_where_transfers_wait(lowered)
+    assert not verify(lowered, receives_block=True)
+    assert lowered.with_rows([a for a in row if a.kind not in ADDED] for row in lowered.rows) == program
+    assert not ends_where_transfers_wait(lower(program))
+    assert "deadlock" in str(verify(lower(program), receives_block=True)[0])
+
+
 @pytest.mark.parametrize("post_ahead", [0, 1, 2, 7])
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 def test_every_pass_keeps_the_order_and_verifies(entry: Entry, post_ahead: int) -> None:

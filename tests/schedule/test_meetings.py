@@ -6,11 +6,11 @@ import pytest
 
 from vpipe.schedule.action import Action, Kind, parse
 from vpipe.schedule.catalog import build
-from vpipe.schedule.lower import agree, lower, send_ahead
+from vpipe.schedule.lower import agree, lower
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program, from_csv, to_csv
 from vpipe.schedule.replicas import replicate
-from vpipe.schedule.semantics import MEETINGS, NEEDS, SENT_AHEAD_OF, Need, Round, Where, members, rounds, sent_ahead
+from vpipe.schedule.semantics import MEETINGS, Round, members, rounds
 from vpipe.schedule.simulate import simulate
 from vpipe.schedule.timeline import Costs, StageCosts
 from vpipe.schedule.verify import executable, verify
@@ -91,19 +91,6 @@ def test_a_replica_that_stays_away_from_the_sum() -> None:
         "rank 0, action 8 (0REDUCE): waits for all replicas of stage 0, but rank 2 never comes to REDUCE 0 of stage 0",
         "rank 2, action 9 (0STEP): applies a gradient that the other replicas of stage 0 have not shared",
     ]
-
-
-def test_needs_say_what_a_meeting_waits_for() -> None:
-    """Members that come, or what they have sent ahead: a REDUCE of gradients under way waits for these alone."""
-    assert NEEDS[Kind.REDUCE] == (Need((Kind.SEND_W, Kind.REDUCE), Where.MEMBERS),)
-    assert {Kind.SEND_W: Kind.REDUCE} == SENT_AHEAD_OF
-    program = send_ahead(agree(lower(replicate(build("interleaved", 2, 4), 2))))
-    sent = sent_ahead(program)
-    assert sent
-    for meeting, places in sent.items():
-        for rank, index in places.items():
-            assert program.rows[rank][index] == Action(meeting.stage, Kind.SEND_W)
-            assert tuple(sorted(places)) == tuple(sorted(members(program, program.rows[rank][index])))
 
 
 def test_a_rank_without_updates_is_told_so() -> None:

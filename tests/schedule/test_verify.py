@@ -109,7 +109,7 @@ def test_the_grid_marks_the_culprit() -> None:
 
 
 def test_the_quick_proof_never_calls_a_hanging_program_safe() -> None:
-    """``never_waits`` spares the event loop with blocking sends: whatever it says, the loop says too."""
+    """``never_waits`` spares the run with blocking sends: whatever it says, the run says too."""
     rng = random.Random(0)
     said = {True: 0, False: 0}
     for name, p, m in product(

@@ -156,8 +156,8 @@ def test_the_far_shell_sees_quoted_words(payload: str, sandbox: Path) -> None:
     """The working directory and the Python program, as sshd hands them to a shell."""
     payload = armed(payload, sandbox)
     for launch in (
-        lambda word: command(Node(0, "a", (0,), (0,)), SshLaunch(("a",), (), word, Path("r"), "python")),
-        lambda word: command(Node(0, "a", (0,), (0,)), SshLaunch(("a",), (), str(sandbox), Path("r"), word)),
+        lambda word: command(Node(0, "a", (0,), (0,)), SshLaunch(("a",), word, Path("r"), "python")),
+        lambda word: command(Node(0, "a", (0,), (0,)), SshLaunch(("a",), str(sandbox), Path("r"), word)),
     ):
         words = allowed(launch, payload)
         if words is not None:
@@ -229,7 +229,7 @@ def test_secrets_are_in_no_script_and_no_command(monkeypatch: pytest.MonkeyPatch
         script(SlurmJob("c.yaml", 2, 2, container=Container("docker", "image"))),
         str(
             command(
-                Node(0, "a", (0,), (0,)), SshLaunch(("a",), (), "/w", Path("r"), container=Container("docker", "image"))
+                Node(0, "a", (0,), (0,)), SshLaunch(("a",), "/w", Path("r"), container=Container("docker", "image"))
             )
         ),
         str(wrap(Container("docker", "image"), ["python3"], "/w", os.environ)),

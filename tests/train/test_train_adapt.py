@@ -18,9 +18,8 @@ from vpipe.observe.payload import payload, recorded
 from vpipe.plan.observed import Observed
 from vpipe.plan.profile import Measuring, measure_layers
 from vpipe.rundir.reader import open_run
-from vpipe.schedule.placement import Layout
-from vpipe.train.measure.profile import first_unit, footprint
-from vpipe.train.session import load_data, load_model
+from vpipe.train.measure.profile import footprint
+from vpipe.train.session import feed_of, load_data, load_model
 
 SLEEPING: dict[str, Any] = {
     "model.name": "emulated",
@@ -56,10 +55,10 @@ def test_a_bad_partition_is_left(tmp_path: Path, threads: None) -> None:
     assert told[0]["action"] == "move"
     assert "[5, 1] → " in told[0]["reason"]
     assert told[0]["reason"] in run.said
-    assert Layout.from_document(told[0]["layout"]).num_layers == 6
+    assert sum(told[0]["layout"]["partition"]) == 6
     facts = json.loads((tmp_path / "on" / "run.json").read_text())
     assert facts["partition"] == pipeline.partition
-    assert Layout.from_document(facts["layout"]) == pipeline.layout
+    assert facts["layout"] == pipeline.layout.as_document()
     assert [len(stage["layers"]) for stage in facts["stages"]] == pipeline.partition
     assert [line["loss"] for line in run.lines] == [line["loss"] for line in still.lines]
     expected = still.trainer.session.pipeline.state_dict()
@@ -104,7 +103,7 @@ def test_bytes_by_shapes_are_about_those_that_a_profile_measures() -> None:
     config = PipelineConfig.from_dict(tiny({}))
     data = load_data(config)
     model = load_model(config, data.vocab_size)
-    unit = first_unit(config, data).batches[0]
+    unit = feed_of(config, data, model).read([(0, 0)]).batches[0]
     sizes = footprint(model, Skeleton.of(config.model.name, model), unit.inputs)
     measuring = Measuring(model.loss, torch.optim.Adam, repeat=1)
     layers, input_bytes = measure_layers(model.layers, unit.inputs, unit.targets, measuring)

@@ -15,9 +15,11 @@ import torch
 from train_runs import Run, close, equal, run, tiny
 
 from vpipe.errors import UserError
+from vpipe.rundir import manifest
 from vpipe.rundir.journal import Beat
-from vpipe.rundir.manifest import CheckpointManifest
-from vpipe.train.checkpoints import checkpoint, writer
+from vpipe.runtime.moves import layer_state
+from vpipe.train.checkpoints import writer
+from vpipe.train.feed import Reader, TrainingProgress
 
 ADAM = {"training.optimizer": "adamw", "training.weight_decay": 0.1, "model.extra": {"dropout": 0.2}}
 CASES: dict[str, dict[str, Any]] = {
@@ -28,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"training.precision": "fp16"},
     "bf16": {"training.precision": "bf16"},
     "lamb": {"training.optimizer": "lamb"},
-    "momentum": {"training.optimizer": "sgd", "training.momentum": 0.9},
+    "momentum": {"training.optimizer": "sgd", "training.optimizer_options": {"momentum": 0.9}},
     "rate": {"training.learning_rate_policy": "cosine", "training.warmup": 2.0},
     "accumulation": {"training.gradient_accumulation": 3},
     "workers": {"dataset.num_workers": 2},
@@ -40,9 +42,9 @@ def stopped(config: dict[str, Any], directory: Path, at: int) -> None:
     broken = Run(config, directory)
     save = broken.trainer.checkpoints.save
 
-    def save_and_die(iteration: int, position: tuple[int, int]) -> None:
-        save(iteration, position)
-        if iteration >= at:
+    def save_and_die(progress: TrainingProgress) -> None:
+        save(progress)
+        if progress.iteration >= at:
             broken.trainer.checkpoints.settle()
             raise KeyboardInterrupt
 
@@ -73,7 +75,7 @@ def test_a_checkpoint_due_within_an_accumulated_update_follows_at_its_end(tmp_pa
     """Updates end after iterations 3, 6 and 8; the checkpoint that was due after 4 once was forgotten."""
     config = tiny(ADAM | {"training.gradient_accumulation": 3, "checkpoint.interval": 4})
     whole = run(config, tmp_path / "whole")
-    names = [path.name for path in checkpoint.checkpoints(tmp_path / "whole" / "checkpoints")]
+    names = [path.name for path in manifest.checkpoints(tmp_path / "whole" / "checkpoints")]
     assert names == ["iteration-000006", "iteration-000008"]
     resumed = Run(config, tmp_path / "rest", tmp_path / "whole" / "checkpoints" / "iteration-000006")
     assert resumed.trainer.iteration == 6
@@ -85,8 +87,8 @@ def test_a_run_that_was_asked_to_stop_says_that_it_is_about_to_end(tmp_path: Pat
     asked, seen = Run(tiny(), tmp_path), []
     save = asked.trainer.checkpoints.save
 
-    def watched(iteration: int, position: tuple[int, int]) -> None:
-        save(iteration, position)
+    def watched(progress: TrainingProgress) -> None:
+        save(progress)
         beat = Beat.read(tmp_path)
         seen.append(beat and beat.phase)
 
@@ -131,6 +133,40 @@ def test_resume_with_another_pipeline(changes: dict[str, Any], tmp_path: Path) -
     assert equal(resumed.weights, whole.weights)
 
 
+BY_TOKENS = {"dataset.extra.kind": "translation", "model.name": "translation", "training.num_microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"dataset.batch_size": 8}, {"dataset.batch_size": 12}),
+        ({"dataset.batch_size": 8}, BY_TOKENS | {"dataset.max_tokens": 16}),
+        (BY_TOKENS | {"dataset.max_tokens": 24}, {"dataset.max_tokens": 16}),
+        (BY_TOKENS | {"dataset.max_tokens": 24}, {"dataset.max_tokens": None, "parallel.data_parallel_size": 2}),
+    ],
+    ids=str,
+)
+def test_a_resume_with_other_batches_reads_what_is_left(
+    before: dict[str, Any], after: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each example of the epoch once: progress was counted in batches, so that one with other sizes left examples out,
+    read them twice, or was over at once."""
+    if "model.name" in after:
+        before = before | {key: value for key, value in after.items() if "max_tokens" not in key}
+    seen: list[int] = []
+    unit = Reader._unit
+    monkeypatch.setattr(Reader, "_unit", lambda reader, *place: [seen.extend(place[-1]), unit(reader, *place)][1])
+    config = ADAM | {"training.epochs": 1, "checkpoint.interval": 1, "dataset.extra.num_examples": 96} | before
+    stopped(tiny(config), tmp_path / "part", 3)
+    done = len(seen)
+    resumed = Run(tiny(config | after), tmp_path / "rest", tmp_path / "part")
+    assert (resumed.trainer.iteration, resumed.trainer.examples) == (3, done)
+    planned = resumed.trainer.num_iterations
+    resumed.train()
+    assert resumed.trainer.iteration == planned
+    assert len(seen) == len(set(seen)) == resumed.trainer.examples > 96 - 24, "only what fills no batch is left out"
+
+
 @pytest.mark.parametrize("scheduler", ["1f1b", "pipedream"])
 def test_resume_with_other_replicas(scheduler: str, tmp_path: Path) -> None:
     """The same examples come next; sums are made in another order, so the weights are close and not equal."""
@@ -154,7 +190,7 @@ def test_old_ones_are_pruned_and_leftovers_ignored(tmp_path: Path) -> None:
     (leftover / "layer-0000.safetensors").write_bytes(b"half")
     (tmp_path / "checkpoints" / "iteration-000098").mkdir()
     run(tiny({"checkpoint.interval": 1, "checkpoint.keep": 3}), tmp_path)
-    names = [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")]
+    names = [path.name for path in manifest.checkpoints(tmp_path / "checkpoints")]
     assert names == ["iteration-000006", "iteration-000007", "iteration-000008"]
     assert Run(tiny(), tmp_path / "again", tmp_path).trainer.iteration == 8
 
@@ -223,40 +259,51 @@ def test_another_model_is_refused(trained: Path, tmp_path: Path) -> None:
 
 def test_another_optimizer_or_seed_is_said(trained: Path, tmp_path: Path) -> None:
     resumed = Run(tiny({"training.optimizer": "sgd", "training.seed": 7}), tmp_path, trained)
-    assert "the checkpoint was trained by adam, the config says sgd" in resumed.said
-    assert "the checkpoint has seed 0, the config 7" in resumed.said
+    assert "training.optimizer 'adam' → 'sgd': the optimizer's state is left out" in resumed.said
+    assert "training.seed 0 → 7: the order of the data and dropout" in resumed.said
+
+
+def test_a_loss_scale_that_is_new_begins_anew(trained: Path, tmp_path: Path) -> None:
+    resumed = Run(tiny({"training.precision": "fp16"}), tmp_path, trained)
+    assert "it goes on with learning rate 0.01, loss scale 65536" in resumed.said
+    assert resumed.trainer.session.pipeline.loss_scale.value == 65536
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("function", ["layer_file.write", "CheckpointManifest.sealed", "writing.replace"])
-def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
-    function: str, blocking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("function", "error", "said"),
+    [
+        ("layer_file.write", OSError(errno.ENOSPC, "No space left on device", "x"), "No space left on device (x)"),
+        ("layer_file.write", KeyError("odd"), "KeyError: 'odd'"),
+        ("CheckpointManifest.sealed", OSError(errno.EROFS, "Read-only", "x"), "Read-only (x)"),
+        ("CheckpointManifest.sealed", RuntimeError("odd\nlines"), "RuntimeError: odd lines"),
+        ("layer_state.tensors_of", UserError("Mine keeps a set"), "Mine keeps a set"),
+    ],
+)
+def test_a_save_that_fails_costs_a_checkpoint_and_nothing_else(
+    function: str, error: Exception, said: str, blocking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(tiny(), tmp_path / "whole")
     broken = Run(tiny({"checkpoint.interval": 4, "checkpoint.blocking": blocking}), tmp_path / "run")
     holder, name = function.split(".")
-    place = getattr(writer, holder)
+    place = layer_state if holder == "layer_state" else getattr(writer, holder)
     original = getattr(place, name)
 
-    def full(*args: Any, **options: Any) -> Any:
-        at = (
-            args[0].standing.iteration
-            if isinstance(args[0], CheckpointManifest)
-            else 8 * ("iteration-000008" in str(args[0]))
-        )
-        if at == 8:
-            raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
+    def fails(*args: Any, **options: Any) -> Any:
+        # A thread writes the save of iteration 4 while the trainer goes on: ask the save, not the trainer.
+        iteration = args[0].standing.iteration if name == "sealed" else broken.trainer.iteration
+        if "-000008" in str(args[0]) if name == "write" else iteration == 8:
+            raise error
         return original(*args, **options)
 
-    monkeypatch.setattr(place, name, full)
+    monkeypatch.setattr(place, name, fails)
     broken.train()
     assert broken.trainer.iteration == 8
     assert equal(broken.weights, whole.weights)
-    warning = next(line for line in broken.said.splitlines() if line.startswith("warning"))
-    assert "no checkpoint at iteration 8: No space left on device" in warning
-    assert "earlier ones are intact and the run goes on" in warning
+    warnings = [line for line in broken.said.splitlines() if line.startswith("warning")]
+    assert warnings == [f"warning: no checkpoint at iteration 8: {said}; earlier ones are intact and the run goes on"]
     assert broken.trainer.ended.code == 74, "who asks only for the exit code must not take it for a run that was saved"
-    assert "but its checkpoint could not be written: No space left on device" in broken.trainer.ended.sentence
+    assert f"but its checkpoint could not be written: {said}" in broken.trainer.ended.sentence
     kept = tmp_path / "run" / "checkpoints"
     assert [path.name for path in kept.iterdir()] == ["iteration-000004"]
     monkeypatch.undo()

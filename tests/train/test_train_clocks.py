@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from train_runs import tiny
+from train_runs import Run, tiny
 
 import forked_python
+from vpipe.observe.console import Console
 from vpipe.observe.measured import Measured
 from vpipe.observe.payload import recorded
 from vpipe.rundir.reader import open_run
@@ -136,3 +137,14 @@ def test_all_ask_again_when_rank_0_says_so(again: float, asked: list[int], monke
     for thread in threads:
         thread.join(30)
     assert found == {0: asked, 1: asked}
+
+
+def test_a_terminal_says_how_much_each_rank_worked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bars were always empty: nothing told it of ranks but the memory of the first."""
+    monkeypatch.setattr(Console, "is_live", True)
+    log = Run(tiny({"observe.trace": True}), tmp_path / "run").train().trainer.log
+    log._looked = (0.0, {})
+    shown = log._of_ranks()
+    assert len(shown["busy"]) == len(shown["memory"]) == 2
+    assert all(0 < share <= 1 for share in shown["busy"])
+    assert log._of_ranks() is shown, "read again when there may be something new"

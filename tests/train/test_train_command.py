@@ -20,7 +20,8 @@ from train_runs import tiny
 
 import forked_python
 from vpipe.cli.main import main
-from vpipe.train.checkpoints.checkpoint import Checkpoint, checkpoints
+from vpipe.rundir.manifest import checkpoints
+from vpipe.train.checkpoints.checkpoint import Checkpoint
 
 Vpipe = Callable[..., "subprocess.CompletedProcess[str]"]
 ROOT = Path(__file__).parents[2]
@@ -158,7 +159,7 @@ def test_killed_and_resumed_is_the_run_that_never_stopped(scheduler: str, tmp_pa
     assert "resumed from" in done.stdout
     last = [checkpoints(directory / "checkpoints")[-1] for directory in (whole, rest)]
     assert [path.name for path in last] == ["iteration-000020"] * 2
-    files = [Checkpoint.open(path).files for path in last]
+    files = [Checkpoint.open(path).manifest.files for path in last]
     assert files[0] == files[1], "every weight and every moment has the same checksum"
 
 
@@ -291,6 +292,14 @@ def test_parity_over_real_ranks(scheduler: str, tmp_path: Path, vpipe: Vpipe) ->
     done = vpipe("parity", job(tmp_path, PROCESSES), "--scheduler", scheduler, "--steps", "2", timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("equal to the bit: ")
+
+
+@pytest.mark.parametrize("changes", [{}, {"training.gradient_accumulation": 2}, {"parallel.scheduler": "pipedream"}])
+def test_a_first_step_is_checked(changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", job(tmp_path, changes), "--check", "--output-dir", str(tmp_path / "run")])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.count("step 0 is equal to one process to the bit: ") == 1
 
 
 @pytest.mark.slow

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from train_runs import Run, tiny
 
 from vpipe import Pipeline
-from vpipe.rundir.manifest import Standing
+from vpipe.rundir.lineage import Line
+from vpipe.rundir.manifest import Standing, checkpoints
+from vpipe.train.checkpoints.checkpoint import Checkpoint
 from vpipe.train.copies import Copier, CopyShelf, Part, newest
 
 Pair = list[int]
@@ -29,7 +33,20 @@ def memory() -> Iterator[list[Pair]]:
 
 
 def standing(iteration: int) -> Standing:
-    return Standing(iteration, 0, 8 * iteration, 4 * iteration, iteration, 1.0, 0, 0, "adam", "model")
+    return Standing(
+        iteration,
+        0,
+        iteration,
+        ((0, 8 * iteration),),
+        8 * iteration,
+        4 * iteration,
+        iteration,
+        1.0,
+        0,
+        0,
+        "adam",
+        "model",
+    )
 
 
 def layer(value: float) -> dict[str, Tensor]:
@@ -113,16 +130,48 @@ def test_the_copy_that_a_run_went_on_from_is_overwritten_last(memory: list[Pair]
     assert [(copy.iteration, copy.part.epoch) for copy in newest(shelves(memory))] == [(3, 2), (3, 2)]
 
 
-def test_what_is_frozen_is_copied_once_and_again_when_it_is_unfrozen(memory: list[Pair]) -> None:
-    shelf = CopyShelf(memory[0])
-    frozen = {(0, "param/weight")}
-    tensors = {0: layer(1.0)}
-    sizes = [shelf.write(standing(n), Part(1, 0, 1), tensors, frozen if n < 5 else ()) for n in range(1, 7)]
-    assert sizes == [64, 64, 4, 4, 64, 64]
-    tensors[0]["param/weight"].fill_(7.0)
-    shelf.write(standing(7), Part(1, 0, 1), tensors)
-    (found,) = newest([CopyShelf(memory[0])])
-    assert torch.equal(found.read(0)["param/weight"], torch.full((3, 5), 7.0))
+def test_what_is_frozen_is_copied_where_it_has_changed(memory: list[Pair]) -> None:
+    """Weights that were frozen when both pieces were written, and trained in between, kept their old values; so did a
+    teacher, which a forward writes."""
+    shelf, weight = CopyShelf(memory[0]), torch.arange(4.0)
+    tensors = {0: {"param/weight": weight, "optimizer/weight/step": torch.tensor(1.0)}}
+
+    def write(n: int, is_frozen: bool = True) -> int:
+        return shelf.write(standing(n), Part(1, 0, 1), tensors, {(0, "param/weight")} if is_frozen else ())
+
+    assert [write(n) for n in range(1, 5)] == [20, 20, 4, 4]
+    changes: list[tuple[bool, Callable[[], object]]] = [
+        (True, lambda: weight.add_(1)),
+        (True, lambda: weight.data.add_(1)),
+        (True, lambda: weight.copy_(weight[[1, 0, 3, 2]])),  # their sum is the same
+        (False, lambda: weight.add_(1)),  # trained until now
+        (True, lambda: tensors[0].update({"param/weight": weight + 1})),
+    ]
+    for n, (is_frozen, change) in enumerate(changes):
+        change()
+        first = 4 * n + 5
+        assert [write(first, is_frozen), *map(write, range(first + 1, first + 4))] == [
+            20,
+            20,
+            4 if is_frozen else 20,
+            4,
+        ]
+        (found,) = newest([CopyShelf(memory[0])])
+        assert torch.equal(found.read(0)["param/weight"], tensors[0]["param/weight"])
+
+
+def test_a_copy_is_none_where_a_forward_has_changed_weights_meanwhile(memory: list[Pair]) -> None:
+    """The one before stays, and what is changed in this way is copied at once from then on."""
+    shelf, weight = CopyShelf(memory[0]), torch.zeros(3)
+    tensors = {0: {"param/weight": weight}}
+    for n, whole in ((1, 1), (2, 1), (3, 3), (4, 4)):
+        finish = shelf.begin(standing(n), Part(1, 0, 1), tensors)
+        if n > 1:
+            weight += 1  # by the next forward
+        finish()
+        (found,) = newest([CopyShelf(memory[0])])
+        assert found.iteration == whole
+        assert torch.equal(found.read(0)["param/weight"], torch.full((3,), max(0.0, whole - 2)))
 
 
 def test_optimizer_state_that_appears_later_finds_room(memory: list[Pair]) -> None:
@@ -196,3 +245,31 @@ def test_copies_of_several_machines_become_one_generation_on_the_disk(memory: li
 
 def on_disk(folder: Path) -> list[CopyShelf]:
     return [CopyShelf([os.open(path, os.O_RDWR)]) for path in sorted(folder.glob("*.copy"))]
+
+
+@pytest.mark.parametrize(
+    ("whole", "at", "interval", "accumulation", "saves"),
+    [
+        ([4, 8], 10, 4, 1, None), ([4], 10, 4, 1, 10), ([4], 8, 4, 1, 8), ([4, 8], 8, 4, 1, None), ([], 3, 4, 1, None),
+        ([4], 7, 0, 1, None), ([], 7, 0, 1, 7), ([], 6, -1, 1, None), ([], 6, 5, 2, 6), ([6], 8, 5, 2, None),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_was_under_way_when_a_rank_was_lost_is_made_up_for(
+    whole: list[int], at: int, interval: int, accumulation: int, saves: int | None, tmp_path: Path
+) -> None:
+    """It was dropped without a word; the next one came an interval later."""
+    config = tiny({"checkpoint.interval": interval, "training.epochs": 3, "checkpoint.keep": 9})
+    config["training"]["gradient_accumulation"] = accumulation
+    steps = Run(config | {"checkpoint": {"interval": 1, "keep": 99}}, tmp_path / "run").train()
+    run = Run(config, tmp_path / "run")
+    run.trainer.checkpoints.line = Line(steps.trainer.run_id)
+    for path in checkpoints(steps.directory / "checkpoints"):
+        found = Checkpoint.open(path)
+        if found.manifest.standing.iteration == at:
+            tensors = {layer: found.read(layer) for layer in run.trainer.session.pipeline.modules()}
+            standing = found.manifest.standing
+        if found.manifest.standing.iteration not in whole:
+            shutil.rmtree(path)
+    run.trainer.restore(standing, tensors)
+    assert run.trainer._owes_checkpoint == (saves is not None)
+    assert ("was lost on its way" in run.said) == (saves is not None and at not in (8, 6))

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import json
 import os
 import random
 import re
@@ -16,10 +18,18 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+sys.path.append(str(Path(__file__).parent.parent))  # also where this file is a command
+
+import faulty_disk
 import pytest
 import torch
+from safetensors.torch import load_file
+from train_runs import tiny
 
+from programs import needs
+from vpipe.errors import UserError
 from vpipe.rundir.lineage import Line
 from vpipe.rundir.manifest import DamagedCheckpoint, Standing, find
 from vpipe.train.checkpoints import layer_file
@@ -47,7 +57,7 @@ def save(
 ) -> Save:
     """This process's part of a checkpoint of two layers a process; every number in it is the iteration."""
     saver, made = begun(directory, iteration, process, num_processes, line, keep, blocking)
-    saver.wait()
+    saver.end()
     return made
 
 
@@ -55,11 +65,11 @@ def begun(
     directory: Path, iteration: int, process: int, num_processes: int, line: Line, keep: int = 1, blocking: bool = False
 ) -> tuple[Saver, Save]:
     """The same on its way, in the thread that a run has for it unless ``blocking``."""
-    standing = Standing(iteration, 0, 0, 0, iteration, 1.0, 0, 0, "adam", "m")
+    standing = Standing(iteration, 0, 0, (), 0, 0, iteration, 1.0, 0, 0, "adam", "m")
     saver = Saver(CheckpointPlace(directory, process, num_processes, keep), blocking=blocking)
     made = Save(standing, line, {})
     first = 2 * process
-    saver.begin(made, {layer: tensors(float(iteration)) for layer in (first, first + 1)})
+    saver.begin(made, lambda: {layer: tensors(float(iteration)) for layer in (first, first + 1)})
     return saver, made
 
 
@@ -68,12 +78,12 @@ def resumable(directory: Path) -> int:
     for path in find(directory):
         try:
             found = Checkpoint.open(path)
-            layers = [found.read(layer) for layer in range(len(found.files))]
+            layers = [found.read(layer) for layer in range(len(found.manifest.files))]
         except DamagedCheckpoint:
             continue
         values = {float(value) for layer in layers for tensor in layer.values() for value in tensor.flatten()}
-        assert values == {float(found.standing.iteration)}, f"{path} is a mixture: {values}"
-        return found.standing.iteration
+        assert values == {float(found.manifest.standing.iteration)}, f"{path} is a mixture: {values}"
+        return found.manifest.standing.iteration
     raise AssertionError(f"nothing in {directory} is whole")
 
 
@@ -99,7 +109,7 @@ def crash(folder: Path, iteration: int, number: int | None, process: int, num_pr
     os.waitpid(pid, 0)
     if leader is not None:  # a run whose rank is gone ends; what it has not said by then, it will not say
         leader.call_off()
-        leader.wait()
+        leader.end()
     tracer.wait(200)
     os.close(reader)
     os.close(writer)
@@ -145,10 +155,10 @@ def several(directory: Path) -> None:
     """Checkpoints 3 and 4 of two processes with two layers each."""
     for iteration in (3, 4):
         late = Saver(CheckpointPlace(directory, 0, 2, 9))
-        made = Save(Standing(iteration, 0, 0, 0, iteration, 1.0, 0, 0, "adam", "m"), RUN, {})
-        late.begin(made, {layer: tensors(float(iteration)) for layer in (0, 1)})
+        made = Save(Standing(iteration, 0, 0, (), 0, 0, iteration, 1.0, 0, 0, "adam", "m"), RUN, {})
+        late.begin(made, lambda iteration=iteration: {layer: tensors(float(iteration)) for layer in (0, 1)})
         save(directory, iteration, process=1, num_processes=2)
-        late.wait()
+        late.end()
         assert made.path is not None, made.problem
 
 
@@ -205,7 +215,7 @@ def test_damage_of_every_kind_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@needs("strace")
 def test_a_crash_at_a_system_call_of_a_save_is_resumable() -> None:
     """In a process of its own: it forks."""
     words = [sys.executable, __file__, "--corruptions", "0", "--crashes", "4"]
@@ -214,26 +224,65 @@ def test_a_crash_at_a_system_call_of_a_save_is_resumable() -> None:
     assert done.stdout.count("killed at 4 of them, always resumable") == 3, done.stdout
 
 
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EMFILE)
+LOST = re.compile(r"warning: no checkpoint at iteration (\d+): (?:rank (\d): )?(.+?) \(")
+"""Iteration, rank, reason."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_calls_times_errors_times_ranks(tmp_path: Path, vpipe: Any) -> None:
+    """Two processes. In each save one call of one rank fails: the run goes on, and its last checkpoint is whole."""
+    numbers = [(rank, call) for rank, most in ((0, 60), (1, 40)) for call in range(most)]
+    faults = [(0, -1, 0)] * 2 + [(rank, call, error) for rank, call in numbers for error in ERRORS]
+    last = len(faults) + 2
+    changes = {"parallel.transport": "auto", "checkpoint.interval": 1, "training.max_iterations": last}
+    job, plan, place = tmp_path / "job.json", tmp_path / "plan.json", tmp_path / "run"
+    job.write_text(json.dumps(tiny(changes | {"training.epochs": last}) | {"plugins": [faulty_disk.__file__]}))
+    plan.write_text(json.dumps(faults))
+    done = vpipe("train", str(job), "--output-dir", str(place), timeout=250, FAULTS=str(plan))
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    names = sorted(path.name for path in (place / "checkpoints").iterdir())
+    assert names == [f"iteration-{last - 1:06d}", f"iteration-{last:06d}"], names
+    told = LOST.findall(said)
+    assert {(rank, reason) for _, rank, reason in told} == {(r, os.strerror(e)) for r in "01" for e in ERRORS}
+    assert len(told) > 150
+    assert all(faults[int(iteration) - 1][0] == int(rank) for iteration, rank, _ in told), (
+        "the rank that failed is named"
+    )
+
+
 def test_a_checkpoint_holds_what_was_there_at_its_step(tmp_path: Path) -> None:
     """Training goes on while it is written: the copy does not move with it."""
     live = tensors(5.0)
     saver = Saver(CheckpointPlace(tmp_path, 0, 1, 2))
-    made = Save(Standing(5, 0, 0, 0, 5, 1.0, 0, 0, "adam", "m"), RUN, {})
-    saver.begin(made, {0: live, 1: tensors(5.0)})
+    made = Save(Standing(5, 0, 0, (), 0, 0, 5, 1.0, 0, 0, "adam", "m"), RUN, {})
+    saver.begin(made, lambda: {0: live, 1: tensors(5.0)})
     live["param/w"].fill_(99.0)
-    saver.wait()
+    saver.end()
     assert resumable(tmp_path) == 5
 
 
-def test_safetensors_reads_what_we_write(tmp_path: Path) -> None:
-    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
-    given = {f"t{n}": torch.ones(2, 0 if n == 3 else 3, dtype=kind) for n, kind in enumerate(kinds)}
+def test_every_number_comes_back(tmp_path: Path) -> None:
+    """All that safetensors knows, and complex128 as pairs; safetensors itself reads the file."""
+    kinds = [*layer_file._NAMES, torch.complex128]
+    given = {f"t{n}": torch.ones(2, 0 if n == 3 else 3).to(kind) for n, kind in enumerate(kinds)}
     given["scalar"] = torch.tensor(2.5)
     given["turned"] = torch.arange(6.0).reshape(2, 3).t()
-    facts = layer_file.write(tmp_path / "layer-0000.safetensors", given)
-    back = layer_file.read(tmp_path / "layer-0000.safetensors", facts)
-    assert back.keys() == given.keys()
-    assert all(torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype for name, tensor in given.items())
+    given["conjugated"] = torch.tensor([1 + 2j], dtype=torch.complex128).conj()
+    path = tmp_path / "layer-0000.safetensors"
+    back = layer_file.read(path, layer_file.write(path, given))
+    assert back.keys() == given.keys() == load_file(path).keys()
+    for name, tensor in given.items():
+        assert back[name].dtype == tensor.dtype
+        assert back[name].tolist() == tensor.tolist(), name
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_number_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="buffer/b is complex32, which a safetensors file cannot hold; keep it in"):
+        layer_file.write(tmp_path / "layer-0000.safetensors", {"buffer/b": torch.ones(1, dtype=torch.complex32)})
 
 
 WHO = {"one rank": (0, 1), "rank 0 of 2": (0, 2), "rank 1 of 2": (1, 2)}

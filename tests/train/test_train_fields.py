@@ -5,11 +5,15 @@ The fields come from the model itself. A new field without a case here fails the
 
 from __future__ import annotations
 
+import fnmatch
+import io
 import json
+import multiprocessing
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,22 +22,27 @@ import pytest
 import torch
 import yaml
 from pydantic import BaseModel
-from train_runs import Run, run, tiny
+from train_runs import Run, equal, run, tiny
 
 from vpipe.cli import train as cli
+from vpipe.compat.priorities.order import Turnstile
 from vpipe.config import PipelineConfig
+from vpipe.config.checks import idle_keys
+from vpipe.config.load import load
 from vpipe.config.problems import section_of
-from vpipe.data.synthetic import Synthetic
 from vpipe.errors import UserError
-from vpipe.launch import local, ssh
+from vpipe.launch import local, machines
 from vpipe.launch.job import plan_job
-from vpipe.launch.loop import Grace
 from vpipe.launch.slurm import script
+from vpipe.launch.stopping import Grace
+from vpipe.observe import dashboard
 from vpipe.rundir import claim
-from vpipe.runtime.priorities.order import Turnstile
+from vpipe.runtime import assembly
 from vpipe.runtime.transport.inprocess import InProcessTransport
 from vpipe.train import session, worker
 from vpipe.train.checkpoints import layer_file
+from vpipe.train.checkpoints.changes import EFFECTS, effect_of
+from vpipe.train.feed import Feed
 
 
 def leaves(model: type[BaseModel], path: str = "") -> list[str]:
@@ -109,6 +118,17 @@ def said(bench: Bench, config: dict[str, Any]) -> Any:
     return re.sub(r"[\d.]+|/\S+", "#", bench.run(config).said)
 
 
+def page(bench: Bench, config: dict[str, Any]) -> Any:
+    """What is said of the live page."""
+    place = bench.place()
+    place.mkdir()
+    with (
+        redirect_stdout(io.StringIO()) as told,
+        dashboard.served(PipelineConfig.from_dict(config), place, False),
+    ):
+        return told.getvalue()
+
+
 def summary(bench: Bench, config: dict[str, Any]) -> Any:
     return bench.run(config).summary["effective_iterations"]
 
@@ -134,19 +154,38 @@ def saved_by(bench: Bench, config: dict[str, Any]) -> Any:
     return threads
 
 
-def readers(bench: Bench, config: dict[str, Any]) -> Any:
-    """Which threads read batches."""
-    threads: set[str] = set()
-    batch = Synthetic.batch
+def with_other_data(bench: Bench, config: dict[str, Any]) -> Any:
+    """Whether a run goes on with other data."""
+    first = bench.run(config | {"checkpoint": {"interval": 1}})
+    other = config | {"dataset": config["dataset"] | {"split_seed": 5}}
+    try:
+        return bool(run(other, bench.place(), resume=first.directory))
+    except UserError as error:
+        return error.sentence.partition(": ")[0]
 
-    def watched(self: Synthetic, indices: Any) -> Any:
-        threads.add(threading.current_thread().name.partition("_")[0])
-        return batch(self, indices)
 
-    bench.patch.setattr(Synthetic, "batch", watched)
+def sent(bench: Bench, config: dict[str, Any]) -> Any:
+    """How often rank 0 has told the others what it has read."""
+    calls: list[str] = []
+    bench.patch.setattr(assembly, "told_by_leader", lambda transport, value: calls.append("told") or value)
     bench.run(config)
-    bench.patch.setattr(Synthetic, "batch", batch)
-    return threads
+    return len(calls)
+
+
+def readers(bench: Bench, config: dict[str, Any]) -> Any:
+    """How many processes read batches ahead."""
+    counts: set[int] = set()
+    read = Feed.read
+
+    def watched(self: Feed, positions: Any) -> Any:
+        units = read(self, positions)
+        counts.add(len(multiprocessing.active_children()))
+        return units
+
+    bench.patch.setattr(Feed, "read", watched)
+    bench.run(config)
+    bench.patch.setattr(Feed, "read", read)
+    return counts
 
 
 def held_out(bench: Bench, config: dict[str, Any]) -> Any:
@@ -190,7 +229,7 @@ def patience(bench: Bench, config: dict[str, Any]) -> Any:
     original = session.Pipeline
 
     def watched(*args: Any, **options: Any) -> Any:
-        told.append(options["ranks"].timeout)
+        told.append(options["timeout"])
         return original(*args, **options)
 
     bench.patch.setattr(session, "Pipeline", watched)
@@ -222,7 +261,7 @@ def launched(bench: Bench, config: dict[str, Any]) -> Any:
 
     for place, name, what in (
         (local, "run", "local"),
-        (ssh, "run", "ssh"),
+        (machines, "run", "machines"),
         (worker, "run", "worker"),
         (cli.os, "execvpe", "container"),
     ):
@@ -245,6 +284,18 @@ def run_directory(bench: Bench, config: dict[str, Any]) -> Any:
     bench.patch.chdir(bench.tmp_path)
     chosen = PipelineConfig.from_dict(config)
     return claim.take(chosen, chosen.to_yaml(), None).directory.parent
+
+
+def opened_to(bench: Bench, config: dict[str, Any]) -> Any:
+    """Who may read the run directories."""
+    before = os.umask(0o027)
+    try:
+        bench.patch.chdir(bench.tmp_path)
+        chosen = PipelineConfig.from_dict(config)
+        made = [claim.take(chosen, chosen.to_yaml(), where).directory for where in (None, bench.place())]
+    finally:
+        os.umask(before)
+    return [oct(each.stat().st_mode & 0o777) for each in made]
 
 
 def resumed(bench: Bench, config: dict[str, Any]) -> Any:
@@ -298,10 +349,10 @@ TEXT = {
     "training.max_iterations": 2,
 }
 SGD = {"training.optimizer": "sgd"}
+NAN = {"training.optimizer": "sgd", "training.learning_rate": 1e6}
 POLY = {"training.learning_rate_policy": "polynomial"}
 STEP = {"training.learning_rate_policy": "step", "training.learning_rate_steps": [2.0]}
 PIPEDREAM = {"parallel.scheduler": "pipedream"}
-HANAYO = {"parallel.scheduler": "hanayo", "model.num_layers": 6}
 PROCESSES = {"parallel.transport": "auto"}
 ELASTIC = PROCESSES | {"parallel.scheduler": "1f1b", "parallel.device": "cpu"}
 DOCKER = {"launch.container.kind": "docker", "launch.container.image": "vpipe"}
@@ -331,6 +382,9 @@ CASES: dict[str, Case] = {
     "dataset.max_tokens": Case(learned, 16, TRANSLATION),
     "dataset.num_workers": Case(readers, 2, SHORT),
     "dataset.test_size": Case(held_out, 0.4, TEXT),
+    "dataset.split_seed": Case(learned, 1, SHORT),
+    "dataset.may_differ": Case(with_other_data, True, SHORT),
+    "dataset.read_by": Case(sent, "one", SHORT),
     "dataset.extra": Case(learned, {"vocab_size": 40}, SHORT),
     "training.learning_rate": Case(learned, 0.1, SHORT),
     "training.epochs": Case(iterations, 1),
@@ -344,9 +398,7 @@ CASES: dict[str, Case] = {
     "training.seed": Case(learned, 1, SHORT),
     "training.optimizer": Case(learned, "lamb", SHORT),
     "training.optimizer_options": Case(learned, {"amsgrad": True, "eps": 0.1}, SHORT),
-    "training.momentum": Case(learned, 0.9, SGD | SHORT),
-    "training.betas": Case(learned, [0.5, 0.9], SHORT),
-    "training.eps": Case(learned, 0.1, SHORT),
+    "training.parameter_groups": Case(learned, [{"match": "vectors", "learning_rate": 0.0}], SHORT),
     "training.weight_decay": Case(learned, 0.5, SHORT),
     "training.learning_rate_policy": Case(rates, "linear"),
     "training.warmup": Case(rates, 4.0),
@@ -357,7 +409,8 @@ CASES: dict[str, Case] = {
     "training.gradient_clipping": Case(learned, 0.01, SGD | SHORT),
     "training.precision": Case(learned, "bf16", SHORT),
     "training.loss_scale": Case(scales, 64.0, SHORT | {"training.precision": "fp16"}),
-    "training.update_interval": Case(iterations, 2, PIPEDREAM | SHORT),
+    "training.on_nan": Case(iterations, "skip", NAN),
+    "training.nan_limit": Case(iterations, 2, NAN),
     "training.evaluation_interval": Case(evaluations, 3, {"training.evaluation_interval": 0, "training.epochs": 1}),
     "training.evaluation_batches": Case(evaluations, 1, {"training.evaluation_interval": 0, "training.epochs": 1}),
     "parallel.scheduler": Case(program, "zb-h1", SHORT),
@@ -365,7 +418,6 @@ CASES: dict[str, Case] = {
     "parallel.data_parallel_size": Case(program, 2, SHORT),
     "parallel.replicas": Case(program, [1, 2], PIPEDREAM | SHORT),
     "parallel.stages_per_rank": Case(program, 1, SHORT | {"parallel.scheduler": "looped-bfs"}),
-    "parallel.waves": Case(program, 2, SHORT | HANAYO),
     "parallel.partition": Case(program, [3, 1], SHORT),
     "parallel.recompute": Case(program, 1.0, SHORT, "0R0"),
     "parallel.swap": Case(program, 1.0, SHORT | {"parallel.scheduler": "gpipe"}, "0OUT0"),
@@ -373,19 +425,14 @@ CASES: dict[str, Case] = {
         learned, "suggest", SHORT, "refused: parallel.adapt measures stages, but ranks that are thre"
     ),
     "parallel.memory": Case(
-        learned, "1GiB", SHORT, "refused: parallel.memory is 1GiB, but adapt: off reads it nowhere"
+        lambda _, config: idle_keys(PipelineConfig.from_dict(config)), "1GiB", {}, "parallel.memory has no effect"
     ),
-    "parallel.depths": Case(program, [2, 0], PIPEDREAM | SHORT),
-    "parallel.vertical_sync": Case(program, True, PIPEDREAM | SHORT),
     "parallel.schedule_options": Case(program, {"update_interval": 2}, PIPEDREAM | SHORT),
     "parallel.transport": Case(launched, "auto", {}, "local"),
     "parallel.backend": Case(learned, "nccl", SHORT, "refused: parallel.backend is nccl"),
     "parallel.device": Case(learned, "cuda", SHORT, "refused: the device 'cuda' is not on this machine"),
     "parallel.timeout": Case(patience, 7.0, {}, "7.0"),
     "parallel.exact_reduction": Case(reductions, False, SHORT | {"parallel.data_parallel_size": 2}, "all_reduce"),
-    "parallel.early_reduction": Case(
-        program, True, SHORT | {"parallel.scheduler": "interleaved", "parallel.data_parallel_size": 2}, "SEND_W"
-    ),
     "parallel.priority": Case(turns, "fifo", SHORT, "fifo"),
     "parallel.use_orion_scheduler": Case(learned, True, SHORT, "refused: Orion is asked for, but its library"),
     "checkpoint.directory": Case(checkpoints, "TMP/kept", SHORT | {"checkpoint.interval": 2}, "kept"),
@@ -394,6 +441,7 @@ CASES: dict[str, Case] = {
     "checkpoint.keep": Case(checkpoints, 1, SHORT | {"checkpoint.interval": 1}, "iteration-000002"),
     "checkpoint.resume": Case(resumed, "BEFORE", {}, "before"),
     "observe.directory": Case(run_directory, "elsewhere", {}, "elsewhere"),
+    "observe.private": Case(opened_to, False, {}, "['0o750', '0o750']"),
     "observe.log_interval": Case(said, 3, SHORT),
     "observe.verbose_interval": Case(said, 2, SHORT, "waiting"),
     "observe.line_format": Case(said, "vpipe-line", SHORT, "Epoch: [#]"),
@@ -401,8 +449,8 @@ CASES: dict[str, Case] = {
     "observe.trace": Case(files, True, SHORT, "events/rank1.jsonl"),
     "observe.tensorboard": Case(files, True, SHORT, "tensorboard/"),
     "observe.wandb": Case(files, True, SHORT, "wandb/"),
-    "observe.dashboard": Case(said, True, SHORT, "live page: http:"),
-    "launch.machines": Case(launched, ["node1:0", "node2:0"], PROCESSES, "ssh"),
+    "observe.dashboard": Case(page, True, {}, "live page: its address is in "),
+    "launch.machines": Case(launched, ["node1:0", "node2:0"], PROCESSES, "node2:0"),
     "launch.through": Case(
         launched, "srun", ELASTIC | {"launch.elastic": "2:2"}, "refused: launch.through is srun, but this process is in"
     ),
@@ -410,7 +458,7 @@ CASES: dict[str, Case] = {
     "launch.container.image": Case(launched, "another", PROCESSES | DOCKER, "another"),
     "launch.container.binds": Case(launched, ["/data"], PROCESSES | DOCKER, "/data"),
     "launch.slurm.nodes": Case(submitted, 2, {}, "--nodes=2"),
-    "launch.slurm.ntasks_per_node": Case(submitted, 1, {}, "refused: --nodes 1 x --ntasks-per-node 1"),
+    "launch.slurm.ntasks_per_node": Case(submitted, 1, {}, "refused: --nodes 1 x ntasks_per_node 1"),
     "launch.slurm.partition": Case(submitted, "gpu", {}, "--partition=gpu"),
     "launch.slurm.account": Case(submitted, "me", {}, "--account=me"),
     "launch.slurm.qos": Case(submitted, "high", {}, "--qos=high"),
@@ -422,7 +470,7 @@ CASES: dict[str, Case] = {
     "launch.threads": Case(threads, 2, SHORT, "2"),
     "launch.grace": Case(launched, 123.0, PROCESSES, "123.0"),
     "launch.elastic": Case(launched, "2:2", ELASTIC, "least=2, most=2"),
-    "checkpoint.on_exit": Case(launched, True, ELASTIC | {"launch.elastic": "2:2"}, "rescue='vpipe.train.rescue:save'"),
+    "checkpoint.on_exit": Case(launched, False, ELASTIC | {"launch.elastic": "2:2"}, "saves=False"),
     "launch.on_loss": Case(launched, "shrink", ELASTIC | {"launch.elastic": "2:2"}, "replaces=False"),
     "launch.interface": Case(launched, "eth7", PROCESSES, "eth7"),
     "launch.master_port": Case(launched, 23456, PROCESSES, "23456"),
@@ -431,6 +479,94 @@ CASES: dict[str, Case] = {
 
 def test_every_field_has_a_case() -> None:
     assert sorted(CASES) == sorted(leaves(PipelineConfig))
+
+
+SAID_ALONE = {
+    "dataset.path": "TMP/other",
+    "dataset.test_size": 0.4,
+    "training.learning_rate_degree": 2.0,
+    "training.learning_rate_steps": [0.4],
+    "training.learning_rate_factor": 0.5,
+    "training.minimum_learning_rate": 0.005,
+    "training.loss_scale": 64.0,
+    "training.exit_after_profile": True,
+    "training.profile_iteration": 90,
+    "training.warmup": 90.0,
+    "training.evaluation_batches": 1,
+    "training.optimizer_options": {"lr": 0.5},
+    "parallel.exact_reduction": False,
+    "parallel.memory": "1GiB",
+    "checkpoint.keep": 3,
+    "checkpoint.blocking": True,
+    "checkpoint.on_exit": False,
+    "launch.on_loss": "shrink",
+    "launch.through": "srun",
+    "launch.container.image": "another",
+    "launch.container.binds": ["/data"],
+}
+"""Keys that a plain run does not read."""
+
+
+@pytest.mark.parametrize("name", SAID_ALONE)
+def test_a_key_that_is_not_read_is_told(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    value = json.loads(json.dumps(SAID_ALONE[name]).replace("TMP", str(tmp_path)))
+    file.write_text(yaml.safe_dump(tiny(SHORT | {name: value})))
+    try:
+        loaded = load(file)
+        made = run(loaded.config.to_dict(), tmp_path / "run")
+        told = " ".join([*loaded.warnings, *(line for line in made.said.splitlines() if "warning: " in line)])
+    except UserError as error:
+        told = str(error)
+    assert name in told or name.rpartition(".")[2] in told, told
+
+
+def test_every_field_with_company_is_told_alone() -> None:
+    """A field that needs more than a short run to be seen does nothing without it: then a sentence says so."""
+    shared = {"training.max_iterations", "training.evaluation_interval", "training.epochs", "checkpoint.interval"}
+    seen_alone = {
+        *("training.gradient_clipping", "model.config", "model.directory", "model.name", "dataset.name"),
+        "dataset.split_seed",
+        *("dataset.max_tokens", "parallel.replicas", "parallel.stages_per_rank", "parallel.swap"),
+        *("parallel.schedule_options", "model.compile", "training.on_nan", "training.nan_limit"),
+    }
+    lonely = {
+        name
+        for name, case in CASES.items()
+        if case.company.keys() - shared and not name.startswith("launch.") and case.company != PROCESSES
+    }
+    assert lonely - seen_alone <= SAID_ALONE.keys()
+
+
+def test_every_field_says_what_another_value_does_to_a_resumed_run() -> None:
+    assert all(effect_of(name) is not None for name in leaves(PipelineConfig))
+    assert not [row for row in EFFECTS if not fnmatch.filter(leaves(PipelineConfig), row)]
+
+
+@pytest.mark.rotates(20)
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if name.split(".")[0] not in ("launch", "plugins") and not case.slow]
+)
+def test_another_value_in_a_resumed_run_is_said_or_refused_or_changes_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    Bench(tmp_path, monkeypatch)
+    made = [dict(case.company) | {"checkpoint.interval": 2, "training.max_iterations": most} for most in (2, 4)]
+    first, same = (tiny(json.loads(json.dumps(each).replace("TMP", str(tmp_path)))) for each in made)
+    other = tiny(json.loads(json.dumps(made[1] | {name: case.value}).replace("TMP", str(tmp_path))))
+    run(first, tmp_path / "first")
+    plain = run(same, tmp_path / "plain", tmp_path / "first")
+    try:
+        changed = Run(other, tmp_path / "changed", tmp_path / "first")
+    except UserError:
+        return
+    said = next((line for line in changed.said.splitlines() if "not as in the run that it goes on from" in line), "")
+    if name not in said:
+        changed.train()
+        assert changed.trainer.iteration == (3 if name == "training.max_iterations" else 4)
+        shorter = name == "training.max_iterations"
+        assert shorter or equal(plain.weights, changed.weights), f"{name} is not said, but changes the weights"
 
 
 @pytest.mark.rotates(60)

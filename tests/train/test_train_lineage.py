@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from train_runs import Run, run, tiny
 from vpipe.cli import train as cli
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
+from vpipe.launch import kubernetes, slurm
+from vpipe.records import parsed
 from vpipe.rundir import claim, lineage, manifest
 from vpipe.rundir.lineage import Ancestor, Line
 from vpipe.rundir.manifest import CheckpointManifest, FileFacts, Standing, checkpoints, find, on_line
@@ -114,10 +118,10 @@ def test_lines() -> None:
     assert [third.place(run, at) for run, at in ((a, 30), (a, 35), (b, 34), (b, 35), (c, 99))] == [0, None, 1, None, 2]
     back = Line(a).child(b, 30).child(c, 20)
     assert back.place(a, 25) is None, "c began at a checkpoint of before b: a's up to there"
-    assert Line.parse(c, third.to_json()) == third
+    assert parsed(Line, asdict(third)) == third
 
 
-STANDING = Standing(1, 0, 0, 0, 0, 1.0, 0, 0, "adam", "m")
+STANDING = Standing(1, 0, 0, (), 0, 0, 0, 1.0, 0, 0, "adam", "m")
 
 
 def saved(directory: Path, iteration: int, line: Line, keep: int = 2) -> Path:
@@ -125,7 +129,8 @@ def saved(directory: Path, iteration: int, line: Line, keep: int = 2) -> Path:
     standing = Standing(**{**STANDING.__dict__, "iteration": iteration})
     saver = Saver(CheckpointPlace(directory, 0, 1, keep), blocking=True)
     save = Save(standing, line, {})
-    saver.begin(save, {0: {"param/x": torch.ones(3)}})
+    saver.begin(save, lambda: {0: {"param/x": torch.ones(3)}})
+    saver.end()
     assert save.path is not None, save.problem
     return save.path
 
@@ -238,22 +243,72 @@ def test_a_used_directory_is_refused_unless_somebody_says_so(tmp_path: Path) -> 
         vpipe(file, "--output-dir", where, "--resume", where, "--overwrite")
 
 
-def test_latest_is_of_the_directory_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that has saved nothing yet does not go on from another one's checkpoint."""
+def of_slurm(file: Path) -> list[str]:
+    """What the script starts for a job that is queued again before it has written anything."""
+    told = "srun() { while [[ $1 == --* ]]; do shift; done; printf '%s\\n' \"$@\"; }; "
+    job = slurm.SlurmJob(str(file), 1, 1, requeue=False)
+    environ = os.environ | {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    found = subprocess.run(["bash", "-c", told + slurm.script(job)], env=environ, capture_output=True, check=True)
+    return found.stdout.decode().partition("train\n")[2].splitlines()
+
+
+def of_kubernetes(file: Path) -> list[str]:
+    """What each pod starts."""
+    asked = kubernetes.KubernetesJob("vpipe", "image", file.read_text(), 1)
+    *_, jobs = yaml.safe_load_all(kubernetes.manifest(asked))
+    (pod,) = jobs["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    return [str(file), *pod["command"][pod["command"].index("train") + 2 :]]
+
+
+def of_a_user(file: Path) -> list[str]:
+    return [str(file), "--output-dir", "runs/own", "--resume", "latest"]
+
+
+@pytest.mark.parametrize("starts", [of_slurm, of_kubernetes, of_a_user])
+def test_latest_is_of_the_directory_that_is_named(
+    starts: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that has saved nothing yet does not go on from another one's checkpoint, whoever starts it."""
     monkeypatch.chdir(tmp_path)
     file = config(tmp_path)
     assert vpipe(file) == 0
-    where = tmp_path / "own"
-    assert vpipe(file, "--output-dir", where, "--set", "checkpoint.interval=-1") == 0
-    assert vpipe(file, "--output-dir", where, "--resume", "latest") == 0
-    found = lineage.current(where)
-    assert found is not None
-    assert found.line.ancestors == ()
+    words = starts(file)
+    for ancestors, rate in ((0, 0.5), (1, 0.5)):
+        assert vpipe(*words, "--set", f"training.learning_rate={rate}") == 0
+        found = lineage.current(Path(words[words.index("--output-dir") + 1]))
+        assert found is not None
+        assert len(found.line.ancestors) == ancestors
+
+
+@pytest.mark.parametrize("kept", [None, "kept"])
+def test_latest_without_a_directory_is_of_this_config(
+    kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for how long it trains, and where. A user who names no place is told of the others."""
+    monkeypatch.chdir(tmp_path)
+    file = config(tmp_path)
+    place = ("--set", f"checkpoint.directory={kept}") if kept else ()
+    latest, changed = ("--resume", "latest", *place), ("--set", "training.learning_rate=0.5")
+    assert vpipe(file, *place) == 0
+    (first,) = (path for path in Path("runs").iterdir() if not path.is_symlink())
+    assert vpipe(file, *latest, "--set", "training.max_iterations=3") == 0
+    assert f"{kept or first} is the latest run of this config" in capsys.readouterr().err
+    if kept:
+        assert vpipe(file, *latest, *changed, "--output-dir", "own") == 0
+        assert "training.learning_rate is 0.01 there and 0.5 here; starting anew" in capsys.readouterr().err
+        assert [entry.line.ancestors for entry in lineage.read(Path("own"))] == [()]
+        return
+    with pytest.raises(
+        UserError, match=r"no run in runs is of this config \(the latest, runs/.* is of another config: "
+    ):
+        vpipe(file, *latest, *changed)
 
 
 HOLD = """
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from vpipe.rundir.claim import Lock
 Lock(Path(sys.argv[1]), "c" * 12, "vpipe train x.yaml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from train_runs import Run, equal, run, tiny
 from vpipe.config.sections import TrainingConfig
 from vpipe.errors import UserError
 from vpipe.registry import OPTIMIZER_REGISTRY
-from vpipe.train.checkpoints.layer_file import flatten, unflatten
+from vpipe.runtime.moves import layer_state
+from vpipe.runtime.moves.state_paths import flatten, unflatten
+from vpipe.runtime.updates.optimizing import OPTIONS, set_rate
 from vpipe.train.optimizers import optimizer
 
 
@@ -126,3 +129,143 @@ def test_what_stands_in_the_groups_is_warned_of(tmp_path: Path) -> None:
     OPTIMIZER_REGISTRY.register("counting")(Counting)
     done = run(tiny({"training.optimizer": "counting", "checkpoint.interval": 3}), tmp_path)
     assert "Counting has changed dampening of its parameter groups" in done.said
+
+
+def test_what_an_optimizer_keeps_on_the_host_stays_there_wherever_its_layer_goes() -> None:
+    """A move and a checkpoint had rules of their own: one kept it there, the other put it beside the weights."""
+    layer = nn.Linear(2, 2, bias=False, device="meta")
+    own = {"step": torch.tensor(3.0), "table": torch.ones(2), "sum": torch.empty(2, 2, device="meta"), "seen": 4}
+    kept = SimpleNamespace(state={layer.weight: own}, param_groups=[{"params": [layer.weight]}])
+    tensors = layer_state.tensors_of(layer, kept)
+    paths = {key.removeprefix("optimizer/weight/") for key in tensors if key.startswith("optimizer/")}
+    assert paths == {"step", "table:host", "sum", "seen:int"}
+    fresh = SimpleNamespace(state={}, param_groups=kept.param_groups)
+    layer_state.load_states(layer, fresh, tensors)
+    found = fresh.state[layer.weight]
+    assert {name: str(value.device) for name, value in found.items() if name != "seen"} == {
+        "step": "cpu", "table": "cpu", "sum": "meta"
+    }  # fmt: skip
+    assert found["seen"] == 4
+    older = {key.removesuffix(":host"): tensor for key, tensor in tensors.items()}
+    layer_state.load_states(layer, fresh, older)
+    assert str(fresh.state[layer.weight]["table"].device) == "meta", "a checkpoint of before says nothing of it"
+
+
+GROUPS = {
+    "training.optimizer": "adamw",
+    "training.weight_decay": 0.1,
+    "training.learning_rate_policy": "linear",
+    "training.parameter_groups": [
+        {"match": "vectors", "weight_decay": 0},
+        {"match": "0.*|1.*", "learning_rate": 0.1},
+        {"match": "2.feed_forward.*", "frozen": True},
+    ],
+}
+
+
+def settings(found: Run) -> dict[str, tuple[float, float]]:
+    """Name → weight decay, rate."""
+    pipeline = found.trainer.session.pipeline
+    names = {id(parameter): name for name, parameter in pipeline.parameters().items()}
+    groups = [group for made in pipeline.optimizers.values() for group in made.param_groups]
+    return {names[id(p)]: (group["weight_decay"], group["lr"]) for group in groups for p in group["params"]}
+
+
+def test_groups_have_what_they_say_on_every_cut_and_after_a_resume(tmp_path: Path) -> None:
+    before = Run(tiny(GROUPS), tmp_path / "whole")
+    first = {name: weight.clone() for name, weight in before.weights.items()}
+    whole = before.train()
+    last = 0.01 * 1 / 8
+    for name, (decay, rate) in settings(whole).items():
+        vector, early = first[name].dim() < 2, name[:2] in ("0.", "1.")
+        assert decay == (0 if vector else 0.1), name
+        assert rate == pytest.approx(last * (0.1 if early else 1)), name
+        assert torch.equal(first[name], whole.weights[name]) == name.startswith("2.feed_forward."), name
+    alone = run(tiny(GROUPS | {"parallel.model_parallel_size": 1}), tmp_path / "alone")
+    assert equal(whole.weights, alone.weights)
+    cut = {"parallel.partition": [3, 1], "checkpoint.interval": 3}
+    half = run(tiny(GROUPS | cut), tmp_path / "half")
+    assert "has changed" not in half.said
+    rest = run(tiny(GROUPS), tmp_path / "rest", tmp_path / "half" / "checkpoints" / "iteration-000006")
+    assert equal(whole.weights, rest.weights)
+    moved = Run(tiny(GROUPS), tmp_path / "moved")
+    pipeline = moved.trainer.session.pipeline
+    moves = iter([pipeline.layout.with_counts([3, 1]), pipeline.layout.with_counts([1, 3])])
+    moved.trainer.updated = lambda: next((pipeline.move(layout) for layout in moves), None)
+    assert equal(whole.weights, moved.train().weights)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "sgd"])
+def test_an_optimizer_is_the_same_on_every_cut_and_after_resumes_and_moves(name: str, tmp_path: Path) -> None:
+    job = {"training.optimizer": name, "checkpoint.interval": 3}
+    whole = run(tiny(job), tmp_path / "whole")
+    assert equal(whole.weights, run(tiny(job | {"parallel.model_parallel_size": 1}), tmp_path / "alone").weights)
+    half = tmp_path / "whole" / "checkpoints" / "iteration-000006"
+    assert equal(whole.weights, run(tiny(job | {"parallel.partition": [3, 1]}), tmp_path / "rest", half).weights)
+    moved = Run(tiny(job), tmp_path / "moved")
+    pipeline = moved.trainer.session.pipeline
+    moves = iter([pipeline.layout.with_counts([3, 1]), pipeline.layout.with_counts([1, 3])])
+    moved.trainer.updated = lambda: next((pipeline.move(layout) for layout in moves), None)
+    assert equal(whole.weights, moved.train().weights)
+
+
+def test_a_tied_weight_is_in_the_groups_of_its_first_owner(tmp_path: Path) -> None:
+    tied = {"model.extra": {"tied": True}, "training.parameter_groups": [{"match": "0.*", "learning_rate": 0.1}]}
+    found = run(tiny({"training.optimizer": "adamw"} | tied), tmp_path)
+    (weight,) = found.trainer.session.pipeline.builder.parts.tied
+    rates = settings(found)
+    assert [rates[f"{layer}.{name}"][1] for layer, name in weight.owners] == pytest.approx([0.001, 0.001])
+    assert rates["1.attention.qkv.weight"][1] == 0.01
+
+
+def test_groups_are_those_of_torch() -> None:
+    """By hand beside the config's."""
+    torch.manual_seed(0)
+    mine, theirs = ([nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2))] for _ in range(2))
+    setattr(mine[1], OPTIONS, {"weight_decay": 0, "learning_rate": 0.5})
+    made = optimizer(TrainingConfig(optimizer="adamw", weight_decay=0.3, learning_rate=0.1))(mine)
+    other = torch.optim.AdamW(
+        [{"params": theirs[:1]}, {"params": theirs[1:], "weight_decay": 0.0, "lr": 0.05}], lr=0.1, weight_decay=0.3
+    )
+    for step in range(3):
+        for one, two in zip(mine, theirs, strict=True):
+            one.grad = two.grad = torch.randn(one.shape)
+        set_rate(made, 0.1 / (step + 1))
+        other.param_groups[0]["lr"], other.param_groups[1]["lr"] = 0.1 / (step + 1), 0.05 / (step + 1)
+        made.step()
+        other.step()
+    assert all(torch.equal(one, two) for one, two in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("part", [0.0, 0.25])
+def test_groups_of_a_users_optimizer_keep_their_rates(part: float, tmp_path: Path) -> None:
+    @OPTIMIZER_REGISTRY.register("decayed")
+    def decayed(params: Any, lr: float, **more: Any) -> torch.optim.Optimizer:
+        held = list(params)
+        vectors = {"params": [p for p in held if p.ndim < 2], "lr": lr * part}
+        return torch.optim.SGD([{"params": [p for p in held if p.ndim > 1]}, vectors], lr=lr)
+
+    found = run(tiny({"training.optimizer": "decayed", "training.learning_rate_policy": "linear"}), tmp_path)
+    for made in found.trainer.session.pipeline.optimizers.values():
+        assert [group["lr"] for group in made.param_groups] == pytest.approx([0.01 / 8, part * 0.01 / 8])
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        (
+            {"match": "9.*", "weight_decay": 0},
+            r"parameter_groups\[0\] matches no parameter with '9.\*'; they are called 0.",
+        ),
+        ({"match": "1.*", "weight_dcay": 0}, "has weight_dcay, which the optimizer adam does not take; did you mean"),
+        ({"match": "1.*"}, "must have match, a pattern of names, and what is otherwise"),
+        ({"match": "1.*", "lr": 1}, "must have match"),
+        ({"weight_decay": 1}, "must have match"),
+        ({"match": "1.*", "learning_rate": -1}, "which must be a part of that of all"),
+        ({"match": "1.*", "frozen": 1}, "which must be true or false"),
+    ],
+    ids=str,
+)
+def test_groups_that_are_wrong_are_refused(group: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        Run(tiny({"training.parameter_groups": [group]}), tmp_path)

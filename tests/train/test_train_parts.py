@@ -7,6 +7,7 @@ import json
 import math
 import operator
 import socket
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from train_runs import Run, equal, run, tiny
 from vpipe.config.sections import TrainingConfig
 from vpipe.data import dataset
 from vpipe.data.dataset import Batch, DataSet
-from vpipe.schedule.placement import Layout
+from vpipe.models.losses import PretrainingLoss
 from vpipe.train.feed import Feed
 from vpipe.train.optimizers import Lamb, learning_rate, optimizer
 from vpipe.train.reporting.run_log import Metrics, peak_flops
@@ -57,9 +58,129 @@ def test_the_other_policies() -> None:
 
 def test_all_stages_use_the_rate_of_the_update(tmp_path: Path) -> None:
     found = run(tiny({"training.learning_rate_policy": "linear", "parallel.scheduler": "pipedream"}), tmp_path)
-    assert found.trainer.num_updates == 32, "asynchronous: one update a unit"
+    assert found.trainer.plan.num_updates == 32, "asynchronous: one update a unit"
+    last = learning_rate(found.config.training, 32)(31)
     for stage in found.trainer.session.pipeline.optimizers.values():
-        assert stage.param_groups[0]["lr"] == found.trainer.rate(31)
+        assert stage.param_groups[0]["lr"] == last
+
+
+POLICIES = ("constant", "linear", "cosine", "polynomial", "inverse_sqrt", "step")
+DOCS = Path(__file__).parents[2] / "docs" / "training.md"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_rate_is_the_formula_of_the_docs_and_never_above_its_peak(policy: str) -> None:
+    """For each total, every warm-up, whole or a share."""
+    source = DOCS.read_text().split("```python\ndef rate(")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(f"from math import *\ndef rate({source}", names)  # noqa: S102  (the page's own code)
+    for total in (1, 2, 7, 20, 33.5, 50, 100, 101, 400):
+        for warmup in (0.0, 0.01, 0.03, 0.06, 0.07, 0.14, 0.15, 0.3, 0.5, 1.0, 3.0, 19.0):
+            training = TrainingConfig(
+                learning_rate=0.01,
+                learning_rate_policy=policy,
+                warmup=warmup,
+                minimum_learning_rate=1e-4,
+                learning_rate_steps=(0.07, 0.5),
+            )
+            made = learning_rate(training, total)
+            for update in range(ceil(total)):
+                found = made(update)
+                assert max(found, made(update + 0.5)) <= 0.01
+                assert found == pytest.approx(names["rate"](update / total, total, training, max)), (total, warmup)
+
+
+def stage_rates(found: Run) -> dict[int, list[float]]:
+    """Stage → the rates of its updates."""
+    rates: dict[int, list[float]] = {}
+    for stage, made in found.trainer.session.pipeline.optimizers.items():
+        mine = rates[stage] = []
+        made.register_step_pre_hook(lambda o, *_, mine=mine: mine.append(o.param_groups[0]["lr"]))
+    found.train()
+    return rates
+
+
+LINEAR = {"training.learning_rate_policy": "linear", "parallel.scheduler": "pipedream"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({"parallel.replicas": [2, 1]}, [16, 32]),
+        ({"parallel.schedule_options": {"update_interval": 8}}, [4, 4]),
+        ({"parallel.data_parallel_size": 2}, [16, 16]),
+        ({"parallel.scheduler": "pipedream-2bw"}, [8, 8]),
+        ({"parallel.scheduler": "1f1b", "training.gradient_accumulation": 3}, [3, 3]),
+    ],
+    ids=str,
+)
+def test_the_rate_ends_where_the_run_ends_at_every_stage(
+    changes: dict[str, Any], counts: list[int], tmp_path: Path
+) -> None:
+    found = stage_rates(Run(tiny(LINEAR | changes), tmp_path))
+    assert [len(found[stage]) for stage in sorted(found)] == counts
+    for stage, count in enumerate(counts):
+        steps = 8 / 3 if count == 3 else count
+        assert found[stage] == pytest.approx([0.01 * (1 - n / steps) for n in range(count)], rel=1e-3), stage
+
+
+@pytest.mark.parametrize("scheduler", ["pipedream", "pipedream-2bw"])
+def test_what_is_observed_changes_nothing(scheduler: str, tmp_path: Path) -> None:
+    job = {"parallel.scheduler": scheduler, "training.learning_rate_policy": "cosine"}
+    made = [
+        run(tiny(job | {f"observe.{key}": value}), tmp_path / f"{number}")
+        for number, (key, value) in enumerate(
+            [
+                ("log_interval", 1),
+                ("log_interval", 0),
+                ("verbose_interval", 1),
+                ("trace", True),
+                ("warmup_iterations", 0),
+            ]
+        )
+    ]
+    assert all(equal(made[0].weights, each.weights) for each in made[1:])
+    for each in made:
+        assert [line["iteration"] for line in each.lines] == list(range(1, 9))
+        assert [line["learning_rate"] for line in each.lines] == [line["learning_rate"] for line in made[0].lines]
+        assert each.losses == made[0].losses
+
+
+RESUMED: list[dict[str, Any]] = [
+    {},
+    {"training.max_iterations": 7},
+    {"training.epochs": 3},
+    {"training.gradient_accumulation": 2},
+    {"dataset.batch_size": 4},
+    {"dataset.batch_size": 16},
+    {"training.num_microbatches": 2},
+    {"parallel.scheduler": "pipedream"},
+    {"parallel.scheduler": "pipedream-2bw"},
+    {"parallel.data_parallel_size": 2, "parallel.model_parallel_size": 1},
+    {"parallel.model_parallel_size": 1},
+]
+
+
+@pytest.mark.parametrize("policy", ["linear", "cosine"])
+@pytest.mark.parametrize("changes", RESUMED, ids=str)
+def test_a_resumed_run_uses_the_rate_of_its_progress(changes: dict[str, Any], policy: str, tmp_path: Path) -> None:
+    """At every iteration that of the part of all planned examples that were read before its last update."""
+    job = {"training.learning_rate_policy": policy, "training.warmup": 2.0}
+    run(tiny(job | {"checkpoint.interval": 2, "training.max_iterations": 2}), tmp_path / "first")
+    rest = run(tiny(job | changes), tmp_path / "rest", tmp_path / "first")
+    config, lines = rest.config, rest.lines
+    replicas, step = config.parallel.data_parallel_size, config.training.gradient_accumulation
+    rows = config.dataset.batch_size * replicas
+    planned = 16 + rows * len(lines)
+    assert lines[-1]["iteration"] == rest.trainer.num_iterations
+    asynchronous = config.parallel.scheduler == "pipedream"
+    per_iteration = config.training.num_microbatches if asynchronous else 1
+    rate = learning_rate(config.training, planned / rows / step * per_iteration)
+    for number, line in enumerate(lines):
+        before = 16 + rows * (number - number % step if step == 2 else number)
+        place = before / planned * rate.total + (per_iteration - 1)
+        assert line["learning_rate"] == pytest.approx(rate(place), rel=1e-3), number
+    assert min(line["learning_rate"] for line in lines) > 0
 
 
 def test_lamb_is_its_formula() -> None:
@@ -89,9 +210,8 @@ def test_lamb_of_zero_weights_moves() -> None:
     [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW), ("lamb", Lamb)],
 )
 def test_every_optimizer_gets_its_options(name: Any, made: type) -> None:
-    training = TrainingConfig(
-        optimizer=name, learning_rate=0.3, momentum=0.5, betas=(0.1, 0.2), eps=0.01, weight_decay=0.4
-    )
+    options = {"momentum": 0.5} if name == "sgd" else {"betas": [0.1, 0.2], "eps": 0.01}
+    training = TrainingConfig(optimizer=name, learning_rate=0.3, weight_decay=0.4, optimizer_options=options)
     found = optimizer(training)([nn.Parameter(torch.zeros(1))])
     assert isinstance(found, made)
     group = found.param_groups[0]
@@ -116,7 +236,11 @@ class Counted(DataSet):
 
     def batch(self, indices: Any) -> Batch:
         numbers = torch.tensor([int(i) for i in indices]).unsqueeze(1)
-        return Batch(numbers, numbers, sum(int(i) % 5 for i in indices))
+        return Batch(numbers, numbers)
+
+
+def count(targets: torch.Tensor) -> int:
+    return int((targets % 5).sum())
 
 
 def seen(feed: Feed, positions: list[tuple[int, int]]) -> list[list[int]]:
@@ -124,12 +248,12 @@ def seen(feed: Feed, positions: list[tuple[int, int]]) -> list[list[int]]:
 
 
 def test_replicas_share_an_epoch() -> None:
-    feed = Feed(Counted(), num_microbatches=2, num_replicas=2, batch_size=4)
-    assert (feed.num_batches, feed.step) == (3, 8)
+    feed = Feed(Counted(), count, num_microbatches=2, num_replicas=2, batch_size=4)
+    assert (feed.num_batches, feed.num_examples((0, 0))) == (3, 8)
     units = [seen(feed, [(0, batch)]) for batch in range(3)]
     assert all(len(each) == 4 and all(len(unit) == 2 for unit in each) for each in units)
     assert sorted(i for each in units for unit in each for i in unit) == list(range(24))
-    one = Feed(Counted(), num_microbatches=2, batch_size=8)
+    one = Feed(Counted(), count, num_microbatches=2, batch_size=8)
     for batch in range(3):
         both = [seen(feed, [(0, batch)])[k] for k in (0, 2, 1, 3)]
         assert functools.reduce(operator.iadd, both, []) == functools.reduce(
@@ -138,14 +262,14 @@ def test_replicas_share_an_epoch() -> None:
 
 
 def test_shares_are_of_the_valid_targets() -> None:
-    units = Feed(Counted(), num_microbatches=4, batch_size=8, shuffle=False).read([(0, 0)])
+    units = Feed(Counted(), count, num_microbatches=4, batch_size=8, shuffle=False).read([(0, 0)])
     counts = [0 + 1, 2 + 3, 4 + 0, 1 + 2]
     assert units.shares() == [count / 13 for count in counts]
     assert (units.num_targets, units.num_tokens, units.num_samples, units.part) == (13, 8, 8, 1.0)
 
 
 def test_batches_by_tokens_are_units_of_their_own() -> None:
-    feed = Feed(Counted(), num_microbatches=2, max_tokens=8, seed=3)
+    feed = Feed(Counted(), count, num_microbatches=2, max_tokens=8, seed=3)
     units = [unit for batch in range(feed.num_batches) for unit in seen(feed, [(0, batch)])]
     assert all(len(unit) * max(1 + i % 4 for i in unit) <= 8 for unit in units)
     assert len({len(unit) for unit in units}) > 1
@@ -155,8 +279,8 @@ def test_batches_by_tokens_are_units_of_their_own() -> None:
 @pytest.mark.parametrize("options", [{"batch_size": 4}, {"max_tokens": 8}], ids=str)
 def test_workers_give_the_same_batches(options: dict[str, int]) -> None:
     """Over the ends of epochs too, where the order changes."""
-    alone = Feed(Counted(), num_microbatches=2, seed=5, **options)
-    helped = Feed(Counted(), num_microbatches=2, seed=5, num_workers=4, **options)
+    alone = Feed(Counted(), count, num_microbatches=2, seed=5, **options)
+    helped = Feed(Counted(), count, num_microbatches=2, seed=5, num_workers=4, **options)
     position = (0, 0)
     for _ in range(3 * alone.num_batches):
         assert seen(helped, [position]) == seen(alone, [position])
@@ -166,7 +290,7 @@ def test_workers_give_the_same_batches(options: dict[str, int]) -> None:
 
 def test_a_synthetic_bert_counts_what_it_reads() -> None:
     data = dataset.load("synthetic", sequence_length=8, extra={"kind": "bert", "num_examples": 8})
-    units = Feed(data, num_microbatches=2, batch_size=4).read([(0, 0)])
+    units = Feed(data, PretrainingLoss().count, num_microbatches=2, batch_size=4).read([(0, 0)])
     assert units.num_tokens == 32
     assert 0 < units.num_targets < 32
 
@@ -196,7 +320,7 @@ def test_accumulation_weighs_by_valid_targets(tmp_path: Path) -> None:
 def test_the_last_update_takes_what_is_left(tmp_path: Path) -> None:
     found = run(tiny({"training.gradient_accumulation": 3}), tmp_path)
     assert [line["update"] for line in found.lines] == [0, 0, 1, 1, 1, 2, 2, 3]
-    assert found.trainer.num_updates == 3
+    assert found.trainer.plan.num_updates == pytest.approx(8 / 3)
 
 
 @pytest.mark.parametrize("most", [1, 3, 5])
@@ -308,7 +432,7 @@ def test_hosts_are_those_of_the_ranks(tmp_path: Path) -> None:
     run(tiny(), tmp_path)
     found = json.loads((tmp_path / "run.json").read_text())
     assert found["hosts"] == [socket.gethostname()] * found["num_ranks"]
-    assert Layout.from_document(found["layout"]).counts == tuple(found["partition"])
+    assert found["layout"]["partition"] == found["partition"]
 
 
 def test_replicas_count(tmp_path: Path) -> None:

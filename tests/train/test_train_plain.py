@@ -13,7 +13,7 @@ from train_runs import tiny
 
 from vpipe.errors import UserError
 from vpipe.runtime import surroundings
-from vpipe.train.proof import plain
+from vpipe.runtime.proof import plain
 
 GPT: dict[str, Any] = tiny(MODELS["gpt"])
 

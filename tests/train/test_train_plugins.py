@@ -117,6 +117,33 @@ def test_a_model_says_where_it_is_cut(tmp_path: Path) -> None:
     assert found.trainer.session.pipeline.partition == [3, 1]
 
 
+def test_a_generator_that_checkpoints_do_not_hold_is_warned_of(tmp_path: Path) -> None:
+    """A resumed run drew from its beginning without a word."""
+
+    class Noisy(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 16)
+            self.generator = torch.Generator().manual_seed(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 0.1 * torch.randn(x.shape, generator=self.generator)
+
+    @MODEL_REGISTRY.register("noisy")
+    class Model(ModelInterface):
+        def get_model_config(self) -> dict[str, dict[str, Any]]:
+            return {f"layer_{index}": {"noisy": index == 2} for index in range(4)}
+
+        def create_layer(self, layer_type: str, params: dict[str, Any]) -> nn.Module:
+            return Noisy() if params["noisy"] else nn.Linear(16, 16)
+
+    DATASET_REGISTRY.register("numbers")(Numbers)
+    STAGE_REGISTRY.register("noisy")(Squares)
+    changes = {"model": {"name": "noisy"}, "dataset": {"name": "numbers", "extra": {}}, "checkpoint": {"interval": 3}}
+    said = run(tiny(**changes), tmp_path).said
+    assert said.count("warning: layer 2 draws from a generator of its own") == 1
+    assert "layer 1 draws" not in said
+
+
 def test_documents_are_python() -> None:
     for document in ("CONTRIBUTING.md", "docs/training.md", "docs/from-ourgpipe.md"):
         for block in code_blocks(document):
@@ -169,7 +196,7 @@ def test_a_plugin_of_the_command_line_reaches_ranks_and_the_queue(
     assert submit.command.main([str(job), *given, "--dry-run"], standalone_mode=False) == 0
     assert str(file) in capsys.readouterr().out
     assert parity.command.main([str(job), *given, "--steps", "1"], standalone_mode=False) == 0
-    words = ["-p", "2", "--scheduler", "1f1b", "--repeat", "1", "-o", str(tmp_path / "plan.json")]
+    words = ["-p", "2", "--scheduler", "1f1b", "-o", str(tmp_path / "plan.json")]
     capsys.readouterr()
     assert plan.command.main([str(job), *given, *words], standalone_mode=False) == 0
     assert f'plugins=["{file}"]' in capsys.readouterr().out, "the command that it proposes has the plugin"

@@ -75,7 +75,11 @@ def small(changes: dict[str, Any]) -> dict[str, Any]:
         ),
         (
             {"model": HUGGING_FACE | {"config": GPT2 | {"vocab_size": 20}}},
-            ["is 32, but the Hugging Face config has a vocabulary of 20"],
+            ["the data set has 32 tokens but the gpt2 config has vocab_size 20"],
+        ),
+        (
+            {"model": HUGGING_FACE | {"config": GPT2, "sequence_length": 48}},
+            ["model.sequence_length is 48 but the gpt2 config has"],
         ),
         ({"model": HUGGING_FACE | {"config": GPT2 | {"model_type": "gpt9"}}}, ["gpt9"]),
         ({"model": HUGGING_FACE, "dataset.extra.kind": "bert"}, ["the loss of the model huggingface cannot use"]),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import yaml
@@ -56,3 +59,31 @@ def test_numbers_that_do_not_fit_the_file(folder: Path) -> None:
         Run(values | {"training": values["training"] | {"num_microbatches": 2}}, folder / "run")
     with pytest.raises(UserError, match=r"my order\.csv is for 2 ranks, but there are 4"):
         Run(values | {"parallel": values["parallel"] | {"model_parallel_size": 4}}, folder / "run")
+
+
+def test_what_is_told_does_not_depend_on_which_rank_has_the_first_stage(
+    tmp_path: Path, vpipe: Callable[..., CompletedProcess[str]]
+) -> None:
+    """Rank 0 tells, and holds the middle: it told an evaluation loss of 0, no tokens, and a part of the loss."""
+    rows = [",".join([*(f"{stage}F{k}" for k in range(4)), *(f"{stage}B{k}" for k in range(4))]) for stage in (1, 0, 2)]
+    (tmp_path / "swapped.csv").write_text("\n".join(rows))
+    changes = {
+        "training.evaluation_interval": 3,
+        "training.gradient_accumulation": 2,
+        "parallel.model_parallel_size": 3,
+        "parallel.scheduler": "gpipe",
+    }
+    told = Run(tiny(changes), tmp_path / "threads").train()
+    swapped = {"parallel.scheduler": str(tmp_path / "swapped.csv"), "parallel.transport": "auto"}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(tiny(changes | swapped)))
+    done = vpipe("train", str(tmp_path / "job.yaml"), "--output-dir", str(tmp_path / "ranks"))
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "ranks" / "metrics.jsonl").read_text().splitlines()]
+    keys = ("kind", "iteration", "loss", "tokens")
+    assert [[line.get(key) for key in keys] for line in lines] == [
+        [line.get(key) for key in keys] for line in told.metrics
+    ]
+    summary = json.loads((tmp_path / "ranks" / "summary.json").read_text())
+    counts = ("total_tokens", "effective_tokens", "iterations_done", "final_loss")
+    assert {key: summary[key] for key in counts} == {key: told.summary[key] for key in counts}
+    assert summary["samples_per_second"] > 0

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from vpipe.cli import loading
-from vpipe.cli.options import plugin_option, set_option
+from vpipe.cli.options import config_options
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 
@@ -24,10 +24,8 @@ from vpipe.errors import UserError
 @click.option("--kills", type=click.IntRange(0), default=3, show_default=True, help="Ranks that are killed (SIGKILL).")
 @click.option("--stops", type=click.IntRange(0), default=0, show_default=True, help="Ranks that are stopped (SIGSTOP).")
 @click.option("--moves", type=click.IntRange(0), default=0, show_default=True, help="Random layouts that are moved to.")
-@click.option("--elastic", metavar="MIN:MAX", help="Ranks, instead of the config's launch.elastic or all of them.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Decides who is hit, and when.")
-@set_option
-@plugin_option
+@config_options
 @click.option("--output-dir", type=click.Path(path_type=Path), help="Keep the runs here; else they are removed.")
 @click.option("--json", "as_json", is_flag=True, help="What came of it as JSON, alone on standard output.")
 def command(
@@ -35,18 +33,17 @@ def command(
     kills: int,
     stops: int,
     moves: int,
-    elastic: str | None,
     seed: int,
     overrides: tuple[str, ...],
-    plugins: tuple[str, ...],
     output_dir: Path | None,
     as_json: bool,
 ) -> int:
     """Break a run on purpose and prove that it ended equal.
 
     Ranks are killed and stopped, and layers moved to other ranks. The config is trained once undisturbed, then as often
-    as it takes for all blows to fall. Weights, optimizer state, position and the loss of every iteration must be the
-    same bytes, and no process may be left behind. The exit code is 1 where anything differs.
+    as it takes for all blows to fall. Weights, optimizer state, position and all that was told of iterations,
+    evaluations and the whole run must be the same, and no process may be left behind. The exit code is 1 where anything
+    differs.
 
     \b
     Examples:
@@ -55,13 +52,14 @@ def command(
     """
     from vpipe.launch.chaos import MOVE, Blow, Breaker, ChaosResult, differences, recoveries
     from vpipe.schedule.catalog import get
+    from vpipe.train.sizes import bounds
 
     if not kills + stops + moves:
         raise UserError("there is nothing to break; give --kills, --stops or --moves")
-    overrides = loading.with_plugins(overrides, plugins)
     loaded = loading.load(config, overrides).config
     size = f"{loaded.num_ranks}:{loaded.num_ranks}"
-    chosen = elastic or loaded.launch.elastic or size
+    chosen = loaded.launch.elastic or size
+    bounds(loading.load(config, (*overrides, f'launch.elastic="{chosen}"')).config)  # refuses what cannot be elastic
     replaces = loaded.launch.on_loss == "replace"
     chance, found = random.Random(seed), ChaosResult()
     blows: list[Blow] = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops + [MOVE] * moves

@@ -78,40 +78,6 @@ class ProgramSource:
             )
 
 
-class WholeNumbers(click.ParamType[list[int]]):
-    """``2,1,1``."""
-
-    name = "n,n,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        if isinstance(value, list):
-            return value
-        try:
-            return [int(part) for part in str(value).split(",")]
-        except ValueError:
-            self.fail(f"{value!r} is not a list of whole numbers such as 2,1,1", param, ctx)
-
-
-_OPTIONS = {
-    "num_waves": click.option("--waves", "num_waves", type=COUNT, help="hanayo: down and up the ranks this often."),
-    "update_interval": click.option("--update-interval", type=COUNT, help="pipedream: units per update."),
-    "vertical_sync": click.option(
-        "--vertical-sync",
-        is_flag=True,
-        default=None,
-        help="pipedream: every stage reads the version that stage 0 read.",
-    ),
-    "replicas": click.option("--replicas", type=WholeNumbers(), help="pipedream: ranks of each stage."),
-    "depths": click.option("--depths", type=WholeNumbers(), help="pipedream: units that each stage runs ahead."),
-    "deepseek_drain": click.option(
-        "--deepseek-drain", is_flag=True, default=None, help="dualpipe-v: the end as DeepSeek's code has it."
-    ),
-    "memory_limit": click.option("--memory-limit", type=float, help="zb-auto: activations of a rank, in microbatches."),
-    "num_batches": click.option("--num-batches", type=COUNT, help="pipedream-2bw: batches between two drains."),
-}
-"""Option of a schedule → how the command line spells it; any other is given by ``--option``."""
-
-
 def program_options(command: Function) -> Function:
     """Give ``command`` the argument and the options of a program; it is called with ``program`` and ``source``."""
 
@@ -120,15 +86,11 @@ def program_options(command: Function) -> Function:
         load_plugins(given.pop("plugins"))
         target = given.pop("target")
         counts = {key: given.pop(key) for key in ("ranks", "microbatches", "stages_per_rank")}
-        versions = given.pop("versions")
-        options = {key: value for key in _OPTIONS if (value := given.pop(key)) is not None}
-        options |= _named_options(given.pop("named"))
+        options = _named_options(given.pop("named"))
         times = {key: given[key] for key in (*TIMES, "scale") if key in given}
         if _is_file(target):
-            program, source = _read(target, counts, versions, options)
+            program, source = _read(target, counts, options)
         else:
-            if versions is not None:
-                raise UserError(f"--versions is for CSV files; {target!r} is a schedule and knows its own")
             program, source = _build(target, counts, options, times), ProgramSource(target)
         return command(program=program, source=source, **given)
 
@@ -142,13 +104,14 @@ def program_options(command: Function) -> Function:
         click.option(
             "-v", "--stages-per-rank", type=COUNT, help="Stages per rank, where the schedule lets you choose."
         ),
-        *_OPTIONS.values(),
         plugin_option,
-        click.option("--option", "named", multiple=True, metavar="NAME=VALUE", help="Any option of the schedule."),
         click.option(
-            "--versions",
-            type=click.Choice([each.value for each in Versions]),
-            help="CSV: which weights a unit reads. [newest]",
+            "--option",
+            "named",
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="An option of the schedule, such as num_waves=2 or replicas=2,1,1 ('vpipe schedules --json' has them "
+            "all); of a CSV file versions, which weights a unit reads.",
         ),
     ]
     for decorator in reversed(decorators):
@@ -157,16 +120,19 @@ def program_options(command: Function) -> Function:
 
 
 def _named_options(words: tuple[str, ...]) -> dict[str, Any]:
-    """``--option name=value``: the value as JSON, or else as a word."""
+    """``--option name=value``: the value as JSON, as numbers with commas between, or else as a word."""
     found: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
             raise UserError(f"--option {word!r} is not NAME=VALUE, such as deepseek_drain=true")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
+        found[name] = value
+        for text in (value, f"[{value}]" if "," in value else value):
+            try:
+                found[name] = json.loads(text)
+                break
+            except ValueError:
+                continue
     return found
 
 
@@ -176,34 +142,30 @@ def _is_file(target: str) -> bool:
 
 def _build(name: str, counts: dict[str, int | None], options: dict[str, Any], times: dict[str, Any]) -> Program:
     entry = get(name)
-    for flag, key in (("-p", "ranks"), ("-m", "microbatches")):
-        if counts[key] is None:
-            raise UserError(f"{name} needs the number of {key}: add {flag} N")
-    ranks, microbatches = counts["ranks"], counts["microbatches"]
-    assert ranks is not None
-    assert microbatches is not None
-    size = 2 * ranks * microbatches * (counts["stages_per_rank"] or entry.stages_per_rank)
+    ranks, microbatches, stages_per_rank = counts.values()
+    if ranks is None or microbatches is None:
+        missing, flag = ("ranks", "-p") if ranks is None else ("microbatches", "-m")
+        raise UserError(f"{name} needs the number of {missing}: add {flag} N")
+    size = 2 * ranks * microbatches * (stages_per_rank or entry.stages_per_rank)
     if size > MAX_ACTIONS:
         raise UserError(
             f"{name} with -p {ranks} -m {microbatches} has {size} actions or more; at most {MAX_ACTIONS} are simulated"
         )
     options |= entry.options_for(ranks, times) if times else {}
-    return entry.build(ranks, microbatches, counts["stages_per_rank"], **options)
+    return entry.build(ranks, microbatches, stages_per_rank, **options)
 
 
-def _read(
-    target: str, counts: dict[str, int | None], versions: str | None, options: dict[str, Any]
-) -> tuple[Program, ProgramSource]:
+def _read(target: str, counts: dict[str, int | None], options: dict[str, Any]) -> tuple[Program, ProgramSource]:
     from vpipe.schedule.program import cells, decode, from_cells, read_text
 
-    rule = Versions(versions or Versions.NEWEST)
+    rule = options.pop("versions", Versions.NEWEST.value)
+    if rule not in list(Versions):
+        raise UserError(f"--option versions is {rule!r}, but it is one of {', '.join(Versions)}")
     for option in options:
-        raise UserError(
-            f"--{option.replace('_', '-')} is an option of a schedule; {target} is a file, which says all itself"
-        )
+        raise UserError(f"--option {option} is of a schedule; {target} is a file, which says all itself")
     name = "stdin" if target == "-" else target
     found = cells(decode(sys.stdin.buffer.read(), name) if target == "-" else read_text(target), name)
-    program = from_cells(found, name, rule)
+    program = from_cells(found, name, Versions(rule))
     stages_per_rank = max(map(len, program.placement.stages_of))
     has = {"ranks": program.num_ranks, "microbatches": program.num_microbatches, "stages_per_rank": stages_per_rank}
     for flag, (key, count) in zip(("-p", "-m", "-v"), counts.items(), strict=True):

@@ -8,9 +8,10 @@ import click
 
 from vpipe import config as configs
 from vpipe.cli import completion
-from vpipe.cli.choice import COUNT, WholeNumbers
-from vpipe.cli.loading import KNOWN, with_plugins
-from vpipe.cli.options import plugin_option, set_option
+from vpipe.cli.choice import COUNT
+from vpipe.cli.loading import KNOWN
+from vpipe.cli.options import config_options
+from vpipe.cli.timing import Numbers
 
 
 @click.command("compare")
@@ -21,12 +22,10 @@ from vpipe.cli.options import plugin_option, set_option
     required=True,
     help="Names with commas between: gpipe,1f1b,zb-h1.",
 )
-@click.option("--microbatches", type=WholeNumbers(), help="Numbers with commas between: 4,8. [the config's]")
+@click.option("--microbatches", type=Numbers(int), help="Numbers with commas between: 4,8. [the config's]")
 @click.option("--models", default="", help="Names of models, instead of the config's one.")
 @click.option("--repeats", type=COUNT, default=1, show_default=True, help="Runs of each; they are interleaved.")
-@click.option("--iterations", type=COUNT, help="Iterations of each run, instead of the config's.")
-@plugin_option
-@set_option
+@config_options
 @click.option("--timeout", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="Seconds of one run.")
 @click.option("--retry", is_flag=True, help="Run again what failed before.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory.")
@@ -36,9 +35,7 @@ def command(
     microbatches: list[int] | None,
     models: str,
     repeats: int,
-    iterations: int | None,
     overrides: tuple[str, ...],
-    plugins: tuple[str, ...],
     timeout: float,
     retry: bool,
     output: Path,
@@ -54,12 +51,9 @@ def command(
     """
     from vpipe.observe import comparison, sweep
 
-    overrides = with_plugins(overrides, plugins)
     if microbatches is None:
         microbatches = [configs.load(config, overrides, names=KNOWN).config.training.num_microbatches]
-    wanted = sweep.Sweep(
-        config, _names(schedulers), tuple(microbatches), _names(models), repeats, iterations, overrides, timeout
-    )
+    wanted = sweep.Sweep(config, _names(schedulers), tuple(microbatches), _names(models), repeats, overrides, timeout)
     results = sweep.run(wanted, output, click.echo, retry=retry)
     shape = f"{config}, {len(wanted.schedules)} schedules, {repeats} runs each"
     about = {"title": output.resolve().name, "subtitle": shape, "footer": "one run in full: vpipe report DIR/runs/NAME"}

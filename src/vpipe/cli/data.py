@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from vpipe.cli.bar import bar
-from vpipe.data import build, builder_names
+from vpipe.data import build
+from vpipe.data.builders import BUILDERS
 
 
 @click.group()
@@ -16,7 +17,7 @@ def command() -> None:
 
 
 @command.command("build")
-@click.argument("name", metavar=f"[{'|'.join(builder_names())}]")
+@click.argument("name", metavar=f"[{'|'.join(BUILDERS)}]")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The directory to make.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the split and the masking.")
 @click.option("--limit", type=click.IntRange(1), help="Stop after this many documents.")

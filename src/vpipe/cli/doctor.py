@@ -13,19 +13,13 @@ MARKS = {"found": ("ok", "green"), "missing": ("--", "red"), "note": ("! ", "yel
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object and nothing else.")
 @click.option("--devices", is_flag=True, help="Run every schedule on several accelerators and on one: equal or not.")
-@click.option("--accelerators", is_flag=True, help="Only what torch finds, as JSON; {} for nothing.")
-def command(as_json: bool, devices: bool, accelerators: bool) -> int:
+def command(as_json: bool, devices: bool) -> int:
     """Look at this machine: torch, cores, memory, disk, network, SLURM, ssh, containers, accelerators, extras.
 
     Exit 1 only where vpipe cannot train at all; what else is missing is told with its remedy.
     """
     if devices:
         return _prove(as_json)
-    if accelerators:
-        from vpipe.train.proof.device import offered
-
-        click.echo(json.dumps(offered()))
-        return 0
     from vpipe.launch.doctor import examine
 
     findings = examine()

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vpipe.cli.choice import ProgramSource, program_options
-from vpipe.cli.timing import cost_options
+from vpipe.cli.timing import cost_options, scale_option
 from vpipe.errors import UserError, nearest
+from vpipe.plan.costs import write_text
 from vpipe.process import columns, obeys
 from vpipe.schedule.program import Program
 
@@ -36,6 +37,7 @@ class Figure:
 @click.command("draw")
 @program_options
 @cost_options
+@scale_option
 @click.option(
     "--format",
     "form",
@@ -87,11 +89,7 @@ def command(
     if output is None:
         click.echo(picture, nl=False, color=True)  # _picture decides whether there is colour
         return
-    try:
-        with open(output, "w", encoding="utf-8") as file:
-            file.write(picture)
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {error.strerror}") from None
+    write_text(output, picture)
 
 
 def _csv(program: Program, source: ProgramSource, lowered: bool) -> str:

@@ -11,6 +11,7 @@ import click
 from vpipe.config.pipeline import dump
 from vpipe.config.pipeline import schema as config_schema
 from vpipe.errors import UserError
+from vpipe.plan.costs import write_text
 
 SCHEMA = "vpipe.schema.json"
 
@@ -56,7 +57,7 @@ def command(path: Path | None, huggingface: str | None, from_torch: Path | None,
         model, data, plugins, notes = of_torch(from_torch, path)
     else:
         model, data, plugins, notes = GPT, SYNTHETIC, "", []
-    _write(path, HEAD.format(path=path) + plugins + model + data + REST)
+    write_text(path, HEAD.format(path=path) + plugins + model + data + REST)
     for note in notes:
         click.echo(note)
     click.echo(f"{path} is written; train it with: vpipe train {path}")
@@ -65,16 +66,9 @@ def command(path: Path | None, huggingface: str | None, from_torch: Path | None,
 
 def _write_schema(path: Path) -> int:
     """It holds what this version knows, so it replaces that of another one."""
-    _write(path, json.dumps(config_schema(), indent=1, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(config_schema(), indent=1, ensure_ascii=False) + "\n")
     click.echo(f"{path} is written; the first line of a config beside it: # yaml-language-server: $schema={path.name}")
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def refuse_existing(path: Path) -> None:

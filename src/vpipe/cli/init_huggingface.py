@@ -16,8 +16,8 @@ SMALL = {
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "intermediate_size": 128, "hidden_dim": 128,
     "ffn_dim": 128, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "d_ff": 128, "d_kv": 16, "head_dim": 16,
     "max_position_embeddings": 128, "n_positions": 128, "num_local_experts": 4, "num_experts": 4,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "decoder_start_token_id": 1,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "pad_token_id": 1, "bos_token_id": 0,
+    "eos_token_id": 2, "decoder_start_token_id": 0,
 }  # fmt: skip
 """Sizes of a model to begin with, by the names that configs have for them."""
 

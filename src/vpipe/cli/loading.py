@@ -3,8 +3,6 @@ starts or a job waits in a queue. And as which rank the command was started, whe
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +23,6 @@ KNOWN: dict[str, Callable[[], Collection[str]]] = {
     "dataset.name": DATASET_REGISTRY.names,
 }
 """Key → the names that it may have, once the config's plugins are imported. No torch."""
-
-
-def with_plugins(overrides: tuple[str, ...], plugins: tuple[str, ...]) -> tuple[str, ...]:
-    """The overrides, and one that adds the plugins: so they reach the ranks of every launcher."""
-    if not plugins:
-        return overrides
-    files = [os.path.abspath(os.path.expanduser(item)) if item.endswith(".py") else item for item in plugins]
-    return (*overrides, f"plugins={json.dumps(files)}")
 
 
 def load(path: Path | str, overrides: Sequence[str] = (), scheduler: str | None = None) -> Loaded:

@@ -153,13 +153,13 @@ def _run(words: list[str]) -> object:
     guess = guessed(words[1:]) if words[:1] == ["train"] else None
     if guess is None:
         return cli.main(args=words, prog_name="vpipe", standalone_mode=False)
-    from vpipe.launch import early
+    from vpipe.launch import zygote_start
 
-    early.begin(*guess)
+    zygote_start.begin(*guess)
     try:
         return cli.main(args=words, prog_name="vpipe", standalone_mode=False)
     finally:
-        early.dismiss()
+        zygote_start.dismiss()
 
 
 def guessed(words: Sequence[str]) -> tuple[int, int] | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import click
@@ -25,3 +28,22 @@ plugin_option: Callable[[Any], Any] = click.option(
     metavar="FILE",
     help="Import a Python file (or module) that registers your model, data set or schedule; may be repeated.",
 )
+
+
+def with_plugins(overrides: tuple[str, ...], plugins: tuple[str, ...]) -> tuple[str, ...]:
+    """The overrides, and one that adds the plugins: so they reach the ranks of every launcher."""
+    if not plugins:
+        return overrides
+    files = [os.path.abspath(os.path.expanduser(item)) if item.endswith(".py") else item for item in plugins]
+    return (*overrides, f"plugins={json.dumps(files)}")
+
+
+def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command that reads a config both; it is called with ``overrides``, in which the plugins are."""
+
+    @wraps(command)
+    def with_overrides(overrides: tuple[str, ...], plugins: tuple[str, ...], **given: Any) -> Any:
+        return command(overrides=with_plugins(overrides, plugins), **given)
+
+    decorated: Callable[..., Any] = set_option(plugin_option(with_overrides))
+    return decorated

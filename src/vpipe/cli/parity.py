@@ -11,7 +11,7 @@ import click
 
 from vpipe import config as configs
 from vpipe.cli import completion, loading
-from vpipe.cli.options import plugin_option, set_option
+from vpipe.cli.options import config_options
 from vpipe.errors import UserError
 
 
@@ -19,8 +19,7 @@ from vpipe.errors import UserError
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Iterations to compare.")
 @click.option("--scheduler", shell_complete=completion.schedules, help="The schedule, instead of the config's.")
-@plugin_option
-@set_option
+@config_options
 @click.option(
     "--reference",
     type=click.Choice(["auto", "plain", "replay"]),
@@ -35,7 +34,6 @@ def command(
     steps: int,
     scheduler: str | None,
     overrides: tuple[str, ...],
-    plugins: tuple[str, ...],
     reference: str,
     as_json: bool,
 ) -> int:
@@ -47,7 +45,7 @@ def command(
     Example:
       vpipe parity configs/default.yaml --scheduler zb-v --steps 3
     """
-    loaded = loading.load(config, loading.with_plugins(overrides, plugins), scheduler)
+    loaded = loading.load(config, overrides, scheduler)
     chosen = loaded.config.model_copy(
         update={"launch": loaded.config.launch.model_copy(update={"threads": 1})}  # more threads add in another order
     )
@@ -93,7 +91,7 @@ _LOOPS = {"plain": "a plain loop", "replay": "the replay of weight versions"}
 def _pipelined(config: configs.PipelineConfig, directory: str, steps: int) -> int:
     """The pipelined side, in the files of ``directory``: on local ranks, or in this process."""
     from vpipe.launch import local
-    from vpipe.launch.early import PRELOAD
+    from vpipe.launch.zygote_start import PRELOAD
 
     _refuse_fp16(config)
     arguments: dict[str, Any] = {"config": config.to_dict(), "directory": directory, "steps": steps}

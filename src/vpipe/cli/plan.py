@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,12 +15,11 @@ from vpipe import config as configs
 from vpipe.cli import completion, loading
 from vpipe.cli.bar import bar
 from vpipe.cli.choice import COUNT
-from vpipe.cli.options import plugin_option, set_option
-from vpipe.cli.profiling import ROUNDS
+from vpipe.cli.options import plugin_option, set_option, with_plugins
 from vpipe.cli.ranks import AUTO, Replicas, read_links
 from vpipe.cli.timing import Numbers
 from vpipe.errors import UserError
-from vpipe.registry import load_plugins
+from vpipe.registry import FORM_REGISTRY, load_plugins
 
 if TYPE_CHECKING:
     from vpipe.plan.costs import Profile
@@ -44,7 +43,6 @@ class Wanted:
     recompute: bool
     swap: bool
     profile: Path | None
-    repeat: int | None
     overrides: tuple[str, ...]
     replicas: int | tuple[int, ...] | Literal["auto"] | None
     links: Path | None
@@ -82,7 +80,6 @@ class Wanted:
 @click.option("--recompute/--no-recompute", default=True, help="May activations be computed again? [yes]")
 @click.option("--swap/--no-swap", default=True, help="May activations leave the device? [yes]")
 @click.option("--profile", type=click.Path(path_type=Path), help="The profile of the config's model. [measured now]")
-@click.option("--repeat", type=click.IntRange(1, 1000), help=f"Rounds of each layer that is measured. [{ROUNDS}]")
 @set_option
 @plugin_option
 @click.option("--replicas", type=Replicas(), help="Copies of every stage; auto divides the -p ranks. [the config's]")
@@ -116,6 +113,7 @@ def command(
       vpipe plan profile.json -p 4 -m 8 --against ddp,fsdp,single
       vpipe plan graph.txt -p 8 -m 16 --speeds 1,1,1,1,0.5,0.5,1,1
     """
+    from vpipe.cli import plan_check
     from vpipe.cli.profiling import refuse_lost
 
     wanted = _wanted(**given)
@@ -140,22 +138,15 @@ def command(
         found.save(output)
     others, words = _against(against, found, profile, wanted) if against is not None else ({}, "")
     notes = _write_old(found, profile, wanted, old_form) if old_form is not None else []
-    checked: dict[str, Any] | None = None
-    if check and config is not None:
-        from vpipe.cli.plan_check import compare
-
-        result = compare(found, config, quiet=as_json)
-        if isinstance(result, int):
-            return result
-        checked = result
+    checked = plan_check.compare(found, config, quiet=as_json) if check and config is not None else None
+    if isinstance(checked, int):
+        return checked
     if as_json:
         click.echo(json.dumps(found.to_json() | others | ({"check": checked} if checked else {})))
         return 0
     parts = [f"{profile.model or wanted.target}\n{found.table()}", words, "\n".join(f"{old_form}: {n}" for n in notes)]
     if checked is not None:
-        from vpipe.cli.plan_check import table
-
-        parts.append(table(checked))
+        parts.append(plan_check.table(checked))
     parts.append(f"run it: {_command(found, wanted, config, output)}")
     click.echo("\n\n".join(part for part in parts if part))
     return 0
@@ -179,13 +170,13 @@ def _found(
     """The plan, and the profile that it is a plan of: a graph with branches has several."""
     if wanted.target.suffix != ".txt":
         return profile, make(profile, wanted, config, quiet=quiet)
-    from vpipe.plan.graph_orders import plan_graph
-    from vpipe.plan.graph_text import load_graph
-
     stages = (wanted.ranks or 1) * (wanted.stages_per_rank or 1)
     each = replace(wanted, time_limit=wanted.time_limit / 2) if wanted.time_limit else wanted  # of two orders
     fastest = max(wanted.speeds or [1.0])
-    return plan_graph(load_graph(wanted.target), stages, lambda one: make(one, each, quiet=quiet), fastest)
+    made: tuple[Profile, Plan] = FORM_REGISTRY.create(
+        "graph plan", wanted.target, stages, lambda one: make(one, each, quiet=quiet), fastest
+    )
+    return made
 
 
 def _wanted(plugins: tuple[str, ...], **given: Any) -> Wanted:
@@ -193,14 +184,14 @@ def _wanted(plugins: tuple[str, ...], **given: Any) -> Wanted:
     if given["target"].suffix in (".json", ".txt"):
         load_plugins(plugins)
     else:
-        given["overrides"] = loading.with_plugins(given["overrides"], plugins)
+        given["overrides"] = with_plugins(given["overrides"], plugins)
     return Wanted(**given)
 
 
 def _config(wanted: Wanted) -> configs.PipelineConfig | None:
     """The config, where the target is one."""
     if wanted.target.suffix in (".json", ".txt"):
-        for flag, value in (("--profile", wanted.profile), ("--set", wanted.overrides), ("--repeat", wanted.repeat)):
+        for flag, value in (("--profile", wanted.profile), ("--set", wanted.overrides)):
             if value:
                 raise UserError(f"{flag} goes with a config; {wanted.target} is a profile already, so leave it out")
         return None
@@ -209,16 +200,15 @@ def _config(wanted: Wanted) -> configs.PipelineConfig | None:
 
 def _profile(wanted: Wanted, config: configs.PipelineConfig | None, quiet: bool) -> Profile | int:
     from vpipe.plan.costs import load_profile
-    from vpipe.plan.graph_text import load_graph
 
     if config is None:
-        return load_graph(wanted.target).to_profile() if wanted.target.suffix == ".txt" else load_profile(wanted.target)
+        read = FORM_REGISTRY.get("graph profile") if wanted.target.suffix == ".txt" else load_profile
+        profile: Profile = read(wanted.target)
+        return profile
     if wanted.profile is None:
-        from vpipe.cli.profiling import measure
+        from vpipe.cli.profiling import ROUNDS, measure
 
-        return measure(config, wanted.repeat or ROUNDS, wanted.target, wanted.overrides, quiet)
-    if wanted.repeat is not None:
-        raise UserError(f"--repeat is for measuring, and {wanted.profile} has been measured; leave one of them out")
+        return measure(config, ROUNDS, wanted.target, wanted.overrides, quiet)
     found = load_profile(wanted.profile)
     from vpipe.train.measure.profile import identity_of
 
@@ -305,21 +295,20 @@ def _against(names: str, found: Plan, profile: Profile, wanted: Wanted) -> tuple
     machine = Machine.of(found.total_ranks, found.memory, wanted.speeds or 1.0, links)
     one = profile.scaled(found.microbatch_rows)
     ways = against.compare(_names(names), one, machine, found.rows // one.microbatch_rows)
-    told = {"against": [way.to_json() for way in ways], "verdict": against.verdict(ways, found.step_time)}
+    told = {"against": [asdict(way) for way in ways], "verdict": against.verdict(ways, found.step_time)}
     return told, against.table(ways, found.step_time, min(found.memory))
 
 
 def _write_old(found: Plan, profile: Profile, wanted: Wanted, path: Path) -> list[str]:
     from vpipe.plan.costs import write_text
     from vpipe.plan.predict import Machine, Pipe, stage_facts
-    from vpipe.plan.vpipe_form import to_vpipe
 
     pipe = Pipe.of(found.schedule, found.num_ranks, found.num_microbatches, found.stages_per_rank, found.replicas)
     machine = Machine.of(found.total_ranks, found.memory, wanted.speeds or 1.0)
     facts = stage_facts(pipe.program, machine, 1.0 / found.stages_per_rank)
-    content, notes = to_vpipe(found.layout, profile.scaled(found.microbatch_rows), facts)
+    content, notes = FORM_REGISTRY.create("plan file", found.layout, profile.scaled(found.microbatch_rows), facts)
     write_text(path, json.dumps(content) + "\n")
-    return notes
+    return list(notes)
 
 
 def _command(found: Plan, wanted: Wanted, config: configs.PipelineConfig | None, output: Path | None) -> str:
@@ -328,35 +317,33 @@ def _command(found: Plan, wanted: Wanted, config: configs.PipelineConfig | None,
         return "add -o plan.json, then train with it"
     name = str(wanted.target) if config is not None else "CONFIG"
     words = ["vpipe", "train", name, "--scheduler", found.schedule, "--nproc", str(found.total_ranks)]
-    settings = [*wanted.overrides, *run_settings(found, output, config)]
+    known = config.to_dict() if config is not None else DEFAULTS
+    settings = list(wanted.overrides)
+    for section, values in run_settings(found, output, config).items():
+        for key, value in values.items():
+            if key not in known.get(section, {}) or known[section][key] != value:
+                settings.append(f"{section}.{key}={value if isinstance(value, str) else json.dumps(value)}")
     return shlex.join([*words, *(word for setting in settings for word in ("--set", setting))])
 
 
-def run_settings(found: Plan, path: Path, config: configs.PipelineConfig | None) -> list[str]:
-    """The fields of a config by which a run obeys the plan in a file, beside its schedule and its ranks."""
+DEFAULTS: dict[str, Any] = {"parallel": {"data_parallel_size": 1, "replicas": None, "stages_per_rank": None}}
+"""What need not be said of a config that is not known."""
+
+
+def run_settings(found: Plan, path: Path, config: configs.PipelineConfig | None) -> dict[str, dict[str, Any]]:
+    """By section, what a config must say so that a run obeys the plan in a file, beside its schedule and its ranks."""
     from vpipe.schedule.catalog import get
 
-    settings = [f"parallel.partition={path}"]
-    rows = found.num_microbatches * found.microbatch_rows
-    if config is None or config.training.num_microbatches != found.num_microbatches:
-        settings.append(f"training.num_microbatches={found.num_microbatches}")
-    if config is None or (config.dataset.max_tokens is None and config.dataset.batch_size != rows):
-        settings.append(f"dataset.batch_size={rows}")
-    settings += _copies(found, config)
-    if found.stages_per_rank != get(found.schedule).stages_per_rank:
-        settings.append(f"parallel.stages_per_rank={found.stages_per_rank}")
-    return settings
-
-
-def _copies(found: Plan, config: configs.PipelineConfig | None) -> list[str]:
-    """The settings that say how many ranks hold a stage, where the config says otherwise."""
-    settings = []
-    if config is None or config.parallel.model_parallel_size != found.num_ranks:
-        settings.append(f"parallel.model_parallel_size={found.num_ranks}")
-    same = len(set(found.replicas)) <= 1
-    copies = found.replicas[0] if found.replicas and same else 1
-    if (config.parallel.data_parallel_size if config else 1) != copies:
-        settings.append(f"parallel.data_parallel_size={copies}")
-    if not same:
-        settings.append(f"parallel.replicas={json.dumps(list(found.replicas))}")
-    return settings
+    same, each = len(set(found.replicas)) <= 1, found.stages_per_rank
+    rows = {"batch_size": found.num_microbatches * found.microbatch_rows}
+    return {
+        "parallel": {
+            "partition": str(path),
+            "model_parallel_size": found.num_ranks,
+            "data_parallel_size": found.replicas[0] if found.replicas and same else 1,
+            "replicas": None if same else list(found.replicas),
+            "stages_per_rank": None if each == get(found.schedule).stages_per_rank else each,
+        },
+        "training": {"num_microbatches": found.num_microbatches},
+        "dataset": rows if config is None or config.dataset.max_tokens is None else {},
+    }

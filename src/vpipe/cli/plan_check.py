@@ -22,7 +22,7 @@ STEPS = 8
 def compare(plan: Plan, config: configs.PipelineConfig, quiet: bool = True) -> dict[str, Any] | int:
     """Step, stages and ranks, predicted and measured; or the exit code of a run that failed, which was said."""
     from vpipe.launch import local
-    from vpipe.launch.early import PRELOAD
+    from vpipe.launch.zygote_start import PRELOAD
 
     with tempfile.TemporaryDirectory(prefix="vpipe-check-") as directory:
         path = Path(directory) / PLAN
@@ -53,26 +53,19 @@ def compare(plan: Plan, config: configs.PipelineConfig, quiet: bool = True) -> d
 
 def _obedient(config: configs.PipelineConfig, plan: Plan, path: Path) -> dict[str, Any]:
     """The config as a run of the plan, one pipeline of local processes."""
-    from vpipe.schedule.catalog import get
+    from vpipe.cli.plan import run_settings
 
     values = config.to_dict()
-    default = get(plan.schedule).stages_per_rank
+    for section, settings in run_settings(plan, path, config).items():
+        values[section] |= settings
     values["parallel"] |= {
         "scheduler": plan.schedule,
-        "model_parallel_size": plan.num_ranks,
-        "data_parallel_size": plan.replicas[0] if len(set(plan.replicas)) == 1 else 1,
-        "replicas": list(plan.replicas) if len(set(plan.replicas)) > 1 else None,
-        "stages_per_rank": None if plan.stages_per_rank == default else plan.stages_per_rank,
-        "partition": str(path),
         "recompute": 0.0,
         "swap": 0.0,
         "transport": "auto" if config.parallel.transport == "inprocess" else config.parallel.transport,
         "priority": "none",
         "use_orion_scheduler": False,
     }
-    values["training"]["num_microbatches"] = plan.num_microbatches
-    if config.dataset.max_tokens is None:
-        values["dataset"]["batch_size"] = plan.num_microbatches * plan.microbatch_rows
     return values
 
 

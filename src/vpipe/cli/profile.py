@@ -8,27 +8,30 @@ from pathlib import Path
 import click
 
 from vpipe.cli import loading
-from vpipe.cli.options import plugin_option, set_option
-from vpipe.cli.profiling import ROUNDS
+from vpipe.cli.options import config_options
+from vpipe.cli.profiling import ROUNDS, measure, refuse_lost
+from vpipe.plan.costs import write_text
+from vpipe.registry import FORM_REGISTRY
 
 
 @click.command("profile")
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the profile as JSON.")
-@click.option("--repeat", type=click.IntRange(1, 1000), default=ROUNDS, show_default=True, help="Rounds of each layer.")
 @click.option(
-    "--graph-text", type=click.Path(path_type=Path, dir_okay=False), help="Write PipeDream's graph text as well."
+    "-o",
+    "--output",
+    "outputs",
+    multiple=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the profile as JSON, or, where the name ends with .txt, PipeDream's graph text; may be repeated.",
 )
-@plugin_option
-@set_option
+@click.option("--repeat", type=click.IntRange(1, 1000), default=ROUNDS, show_default=True, help="Rounds of each layer.")
+@config_options
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def command(
     config: Path,
-    output: Path | None,
+    outputs: tuple[Path, ...],
     repeat: int,
-    graph_text: Path | None,
     overrides: tuple[str, ...],
-    plugins: tuple[str, ...],
     as_json: bool,
 ) -> int:
     """Measure the layers of a model, the links between ranks, the swap lane and the runtime itself.
@@ -43,24 +46,19 @@ def command(
       vpipe plan profile.json -p 4 -m 8 --memory 512MiB
       torchrun --nnodes 2 --nproc_per_node 2 … -m vpipe profile configs/gpt_small.yaml -o profile.json
     """
-    from vpipe.cli.profiling import measure, refuse_lost
-    from vpipe.plan.costs import write_text
-    from vpipe.plan.graph_text import export_graph
-
-    refuse_lost(output, graph_text, read=(config,))
-    overrides = loading.with_plugins(overrides, plugins)
+    refuse_lost(*outputs, read=(config,))
     found = measure(loading.load(config, overrides).config, repeat, config, overrides, quiet=as_json)
     if isinstance(found, int):
         return found
-    if output is not None:
-        found.save(output)
-    if graph_text is not None:
-        write_text(graph_text, str(export_graph(found)))
+    for path in outputs:
+        if path.suffix == ".txt":
+            write_text(path, str(FORM_REGISTRY.create("graph text", found)))
+        else:
+            found.save(path)
     if as_json:
         click.echo(json.dumps(found.to_json()))
         return 0
     click.echo(found.table())
-    for path in (output, graph_text):
-        if path is not None:
-            click.echo(f"written to {path}")
+    for path in outputs:
+        click.echo(f"written to {path}")
     return 0

@@ -7,12 +7,11 @@ two of them.
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -22,6 +21,7 @@ from vpipe.cli import loading
 from vpipe.cli.bar import bar, following
 from vpipe.errors import UserError
 from vpipe.plan.costs import Profile, load_profile, profile_from_json
+from vpipe.process import AS_MODULE
 
 ROUNDS = 10
 """How often each layer is measured."""
@@ -50,8 +50,8 @@ def measure(
 def _here(config: configs.PipelineConfig, repeat: int, quiet: bool) -> Profile | int:
     """On processes of this machine."""
     from vpipe.launch import local
-    from vpipe.launch.early import PRELOAD
-    from vpipe.launch.process import num_cores
+    from vpipe.launch.zygote_start import PRELOAD
+    from vpipe.process import num_cores
 
     num_ranks = max(2, min(config.num_ranks, num_cores()))
     threads = config.launch.threads or max(1, num_cores() // config.num_ranks)  # as many as in training
@@ -81,26 +81,18 @@ def _as_rank(config: configs.PipelineConfig, repeat: int, quiet: bool) -> Profil
 
 def _by_ssh(config: configs.PipelineConfig, repeat: int, source: Path, overrides: Sequence[str]) -> Profile | int:
     """On the machines of the config; rank 0 says what was found."""
-    from vpipe.launch import ssh
-
-    said: list[str] = []
-
-    def hear(line: str) -> None:
-        found = re.match(r'\S+: \[0\] (\{"format": .*\})$', line)
-        if found:
-            said.append(found[1])
-        else:
-            click.echo(line, err=True)
+    from vpipe.launch import machines, ssh
 
     words = [word for setting in overrides for word in ("--set", setting)]
+    command = [AS_MODULE, "vpipe", "profile", str(source), "--repeat", str(repeat), "--json", *words]
+    printed = io.BytesIO()
     with tempfile.TemporaryDirectory(prefix="vpipe-profile-") as directory:
-        launch = ssh.from_config(config, [], Path(directory))
-        assert launch is not None, "asked only where ranks are elsewhere"
-        command = ("-m", "vpipe", "profile", str(source), "--repeat", str(repeat), "--json", *words)
-        code = ssh.run(replace(launch, command=command), hear)
-    if code or not said:
+        launch = ssh.from_config(config, Path(directory))
+        code = machines.run(launch, command, config.num_ranks, stdout=printed)
+    found = [line for line in printed.getvalue().decode().splitlines() if line.startswith('{"format": ')]
+    if code or not found:
         return code or 1
-    return profile_from_json(json.loads(said[-1]))
+    return profile_from_json(json.loads(found[-1]))
 
 
 def _warn(found: Profile) -> None:

@@ -25,9 +25,10 @@ def command(directory: Path, ranks: int | None, without: tuple[str, ...]) -> int
       vpipe scale runs/latest 3
       vpipe scale runs/slurm-17 --without node4
     """
-    from vpipe.rundir import crew, state
+    from vpipe.rundir import state
+    from vpipe.rundir.roster import Roster, want, want_back
 
-    roster = crew.Roster.read(directory)
+    roster = Roster.read(directory)
     if roster is None:
         raise UserError(f"{directory} holds no elastic run; start one with 'vpipe train CONFIG --elastic MIN:MAX'")
     now = state.of(directory)
@@ -36,7 +37,7 @@ def command(directory: Path, ranks: int | None, without: tuple[str, ...]) -> int
     if without:
         if ranks is not None:
             raise UserError(f"{ranks} ranks and --without are two wishes; give one after the other")
-        crew.want_back(directory, without)
+        want_back(directory, without)
         click.echo(f"asked for {', '.join(without)} back; the run's output says when it is")
         return 0
     if ranks is None:
@@ -50,6 +51,6 @@ def command(directory: Path, ranks: int | None, without: tuple[str, ...]) -> int
         raise UserError(
             f"{ranks} ranks are asked for, but every stage has {roster.by} replicas; give a multiple of {roster.by}"
         )
-    crew.want(directory, ranks)
+    want(directory, ranks)
     click.echo(f"asked for {ranks} ranks instead of {roster.wanted}")
     return 0

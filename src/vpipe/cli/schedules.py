@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +15,9 @@ from vpipe.cli.table import paragraph, table
 from vpipe.cli.timing import TIMES, cost_options
 from vpipe.errors import UserError
 from vpipe.process import columns
+
+if TYPE_CHECKING:
+    from vpipe.schedule.choose import RankedSchedule
 
 MAX_RANKED = 400_000
 """Forwards and backwards of the largest schedule: about a minute for all."""
@@ -67,6 +71,13 @@ def _list(as_json: bool) -> None:
     click.echo(paragraph(legend, width))
 
 
+def _facts(ranked: RankedSchedule) -> dict[str, Any]:
+    """For machines: of what is refused, why, and no time."""
+    facts = asdict(ranked)
+    figures = {"makespan": round(facts.pop("time"), 9), "bubble": round(facts.pop("bubble"), 9)}
+    return facts if ranked.refused else facts | figures
+
+
 def _rank(
     as_json: bool,
     ranks: int | None,
@@ -88,22 +99,7 @@ def _rank(
     with bar("simulating") as progress:
         found = rank(ranks, microbatches, times, stages_per_rank=stages_per_rank, memory=memory, progress=progress)
     if as_json:
-        fields = (
-            "name",
-            "stages_per_rank",
-            "asynchronous",
-            "peak_activations",
-            "weight_versions",
-            "staleness",
-            "fits",
-            "refused",
-        )
-        rows = [
-            {field: getattr(each, field) for field in fields}
-            | ({} if each.refused else {"makespan": round(each.time, 9), "bubble": round(each.bubble, 9)})
-            for each in found
-        ]
-        click.echo(json.dumps(rows))
+        click.echo(json.dumps([_facts(each) for each in found]))
         return
     lines = [("", "schedule", "time", "bubble", "peak activations", "weight versions", "staleness", "")]
     for place, each in enumerate((each for each in found if not each.refused), 1):

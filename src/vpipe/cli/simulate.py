@@ -8,13 +8,14 @@ from typing import Any
 import click
 
 from vpipe.cli.choice import ProgramSource, program_options
-from vpipe.cli.timing import TIMES, cost_options
+from vpipe.cli.timing import TIMES, cost_options, scale_option
 from vpipe.schedule.program import Program
 
 
 @click.command("simulate")
 @program_options
 @cost_options
+@scale_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object and nothing else.")
 def command(program: Program, source: ProgramSource, as_json: bool, **times: Any) -> None:
     """Time a schedule on the costs you give; times are of one rank's whole share of a microbatch.

@@ -10,18 +10,22 @@ import click
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Numbers(click.ParamType[list[float]]):
-    """``1,1.5,1``."""
+class Numbers(click.ParamType[list[Any]]):
+    """``1,1.5,1``, or of whole numbers ``4,8``."""
 
     name = "x,x,…"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
+    def __init__(self, kind: type[int] | type[float] = float) -> None:
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
         if isinstance(value, list):
             return value
         try:
-            return [float(part) for part in str(value).split(",")]
+            return [self._kind(part) for part in str(value).split(",")]
         except ValueError:
-            self.fail(f"{value!r} is not a list of numbers such as 1,1,2,1", param, ctx)
+            whole = "whole " if self._kind is int else ""
+            self.fail(f"{value!r} is not a list of {whole}numbers such as 1,1,2,1", param, ctx)
 
 
 TIMES = {
@@ -41,6 +45,9 @@ def cost_options(command: Function) -> Function:
         decorated = click.option(
             f"--{name.replace('_', '-')}", type=float, default=default, show_default=True, help=meaning
         )(decorated)
-    scale = click.option("--scale", type=Numbers(), help="Relative cost of each stage, such as 1,1,2,1. [all alike]")
-    decorated = scale(decorated)
     return decorated  # type: ignore[no-any-return]  # click's decorators return what they got
+
+
+scale_option: Callable[[Function], Function] = click.option(
+    "--scale", type=Numbers(), help="Relative cost of each stage, such as 1,1,2,1. [all alike]"
+)

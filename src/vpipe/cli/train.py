@@ -10,9 +10,8 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +19,18 @@ import click
 
 from vpipe import config as configs
 from vpipe.cli import completion, loading
-from vpipe.cli.options import plugin_option, set_option
+from vpipe.cli.options import config_options
 from vpipe.errors import UserError, on_one_line
-from vpipe.rundir import lineage, manifest, writing
-from vpipe.rundir.claim import CLAIMED, Claim
+from vpipe.observe import dashboard
+from vpipe.registry import FORM_REGISTRY
+from vpipe.rundir import writing
+from vpipe.rundir.claim import Claim, to_resume
 from vpipe.rundir.journal import MISTAKE, Beat, Ending, EndingKind, conclude_from_outside
-from vpipe.rundir.layout import CONFIG, LOGS, SUMMARY
+from vpipe.rundir.layout import LOGS, SUMMARY
 
 if TYPE_CHECKING:
-    from vpipe.launch.elastic import Elastic
-    from vpipe.launch.loop import Grace as LaunchGrace
+    from vpipe.launch.epochs import Elastic
+    from vpipe.launch.stopping import Grace as LaunchGrace
     from vpipe.train.session import Materials
 
 
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
     shell_complete=completion.schedules,
     help="The schedule, instead of the config's (see 'vpipe schedules').",
 )
-@set_option
-@plugin_option
+@config_options
 @click.option("--nproc", type=click.IntRange(1), help="Ranks of one pipeline: sets parallel.model_parallel_size.")
 @click.option(
     "--elastic", metavar="MIN:MAX", help="Go on with MIN to MAX ranks when ranks are lost: sets launch.elastic."
@@ -51,7 +51,12 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="The run directory; by default a new one under observe.directory.",
 )
-@click.option("--resume", metavar="DIR|latest", help="Go on from a checkpoint, a run directory, or the latest run.")
+@click.option(
+    "--resume",
+    metavar="DIR|latest",
+    help="Go on from a checkpoint, a run directory, or the latest run: of --output-dir, else of this config.",
+)
+@click.option("--check", is_flag=True, help="Compare the first step with one process, to the bit.")
 @click.option("--overwrite", is_flag=True, help="Remove the run that --output-dir holds, and begin anew.")
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but warnings and errors.")
 @click.option("--json", "as_json", is_flag=True, help="The summary as JSON, alone on standard output.")
@@ -60,11 +65,11 @@ def command(
     config: Path,
     scheduler: str | None,
     overrides: tuple[str, ...],
-    plugins: tuple[str, ...],
     nproc: int | None,
     elastic: str | None,
     output_dir: Path | None,
     resume: str | None,
+    check: bool,
     overwrite: bool,
     quiet: bool,
     as_json: bool,
@@ -86,19 +91,27 @@ def command(
         overrides = (*overrides, f"parallel.model_parallel_size={nproc}")
     if elastic is not None:
         overrides = (*overrides, f'launch.elastic="{elastic}"')
-    overrides = loading.with_plugins(overrides, plugins)
     with redirect_stdout(sys.stderr if as_json else sys.stdout):  # a plugin may print
         loaded = loading.load(config, overrides, scheduler)
     if print_config:
         if as_json:
             raise UserError("--print-config trains nothing, so --json has no summary to print; give one of them")
         click.echo(configs.commented(loaded.config), nl=False)
+        if loaded.config.training.parameter_groups:
+            from vpipe.train.groups import described  # with torch, which the text above does without
+            from vpipe.train.session import gather
+
+            click.echo("\n# parameter_groups, as the parameters fall:")
+            for line in described(gather(loaded.config).skeleton):
+                click.echo(f"#   {line}")
         return 0
     resume = resume or loaded.config.checkpoint.resume
     if overwrite and resume:
         raise UserError(f"--overwrite removes the run that --resume {resume} would go on from; give one of them")
     rank = loading.launched_as()
-    return run(loaded.config, rank, loaded.warnings, output_dir, resume, overwrite, loaded.source, quiet, as_json)
+    return run(
+        loaded.config, rank, loaded.warnings, output_dir, resume, overwrite, loaded.source, quiet, as_json, check
+    )
 
 
 def run(
@@ -111,6 +124,7 @@ def run(
     source: Path | None = None,
     quiet: bool = False,
     as_json: bool = False,
+    check: bool = False,
 ) -> int:
     """Train a checked config here and now, as ``rank`` of a launcher of others' or with ranks of our own."""
     from vpipe.rundir import claim
@@ -118,11 +132,20 @@ def run(
     if not rank:
         for warning in warnings:
             click.echo(f"vpipe: warning: {warning}", err=True)
-    asked = resume is not None
     config, resume = _as_started(_on_nodes(config), output_dir, resume)
     elastic = _elastic(config) if "RANK" not in os.environ else None
-    start, again = _resume_from(config, output_dir, resume, other_runs=asked), resume is not None
-    arguments: dict[str, Any] = {"resume": str(start) if start else None, "quiet": quiet}
+    if check and elastic is not None:
+        raise UserError(
+            "--check compares the first step of ranks that stay; give it without launch.elastic (--elastic)"
+        )
+    start, again = None, resume is not None
+    if resume is not None and (not rank or resume != "latest"):
+        start, said = to_resume(config, output_dir, resume)
+        if said and not rank:
+            click.echo(f"vpipe: {said}", err=True)
+    arguments: dict[str, Any] = {"resume": str(start) if start else None, "quiet": quiet} | (
+        {"check": True} if check else {}
+    )
     if rank is not None:
         from vpipe.launch.environment import interface_variables
         from vpipe.train import session, worker
@@ -135,24 +158,17 @@ def run(
             return worker.run(config, **arguments, output_dir=where, overwrite=overwrite, continues=again, told=told)
     _enter_container(config)
     taken = claim.take(config, config.to_yaml(), output_dir, resume=again, source=start, overwrite=overwrite)
-    with taken, summary_alone(as_json) as runs:
+    with taken, summary_alone(as_json) as runs, dashboard.served(config, taken.directory, quiet) as config:
         runs.append(taken)
         arguments |= {"directory": str(taken.directory), "run": taken.run}
         if elastic is not None:
             elastic = replace(elastic, directory=taken.directory)
-        materials = None if _forks(config) else _refuse(config, taken)
-        if _elsewhere(config):
-            return _by_ssh(config, taken, start, quiet, arguments, elastic)
-        return _here(config, taken, arguments, elastic, source, materials)
-
-
-def _refuse(config: configs.PipelineConfig, taken: Claim) -> Materials | None:
-    """Raise where the config cannot train, and let the run directory say so; what the check has gathered."""
-    try:
-        return loading.refuse(config, here=not _elsewhere(config))
-    except UserError as error:
-        _conclude(taken, Ending.of(EndingKind.FAILED, on_one_line(error.sentence), MISTAKE))
-        raise
+        try:
+            materials = None if _forks(config) else loading.refuse(config, here=not _elsewhere(config))
+            return _start(config, taken, arguments, elastic, source, materials)
+        except UserError as error:  # the run directory says so too
+            _conclude(taken, Ending.of(EndingKind.FAILED, on_one_line(error.sentence), MISTAKE))
+            raise
 
 
 def _elsewhere(config: configs.PipelineConfig) -> bool:
@@ -202,23 +218,23 @@ def _elastic(config: configs.PipelineConfig) -> Elastic | None:
     """How many ranks there may be, where the config lets them come and go."""
     if config.launch.elastic is None:
         return None
-    from vpipe.launch.elastic import Elastic
+    from vpipe.launch.epochs import Elastic
     from vpipe.schedule.catalog import get
     from vpipe.train.sizes import bounds
 
-    replaces = config.launch.on_loss == "replace"
-    if not replaces and get(config.parallel.scheduler).asynchronous:
+    replaces, asynchronous = config.launch.on_loss == "replace", get(config.parallel.scheduler).asynchronous
+    if not replaces and asynchronous:
         click.echo(
             f"vpipe: warning: launch.on_loss is shrink and parallel.scheduler {config.parallel.scheduler}: with fewer "
             "stages an asynchronous run reads other weight versions and does not end with the same bits; "
             "launch.on_loss=replace keeps them",
             err=True,
         )
-    rescue = "vpipe.train.rescue:save" if config.checkpoint.on_exit else ""
-    return Elastic(*bounds(config), config.parallel.data_parallel_size, replaces, rescue=rescue)
+    by, saves = config.parallel.data_parallel_size, config.checkpoint.on_exit
+    return Elastic(*bounds(config), by, replaces, saves=saves, rests=not asynchronous)
 
 
-def _here(
+def _start(
     config: configs.PipelineConfig,
     taken: Claim,
     arguments: dict[str, Any],
@@ -226,13 +242,30 @@ def _here(
     source: Path | None,
     materials: Materials | None,
 ) -> int:
-    """All ranks on this machine: threads of this process, or processes."""
-    from vpipe.launch import hosts
-    from vpipe.launch.environment import interface_variables, orion_preload
+    """All ranks: threads of this process, processes of this machine, or of those of the config."""
+    from vpipe.launch.zygote_start import PRELOAD
     from vpipe.rundir import claim
 
-    forks = _forks(config)
-    taken.keep(config, source, forks)
+    forks, elsewhere = _forks(config), _elsewhere(config)
+    FORM_REGISTRY.create("run record", taken.directory, config, source, forks or elsewhere)
+    sys.stdout.flush()
+    worker_module = "vpipe.train.worker" if elastic is None else "vpipe.train.elastic"
+    target, variables = f"{worker_module}:train", {claim.COMMAND: json.dumps(claim.command())}
+    told: dict[str, Any] = {
+        "arguments": {"config": config.to_dict(), **arguments},
+        "preload": (*PRELOAD, worker_module, *_compiler(config)),
+        "log_dir": taken.directory / LOGS,
+        "grace": _grace(config, taken.directory),
+        "concluded": lambda ending: _conclude(taken, ending),
+        "elastic": elastic,
+    }
+    if elsewhere:
+        from vpipe.launch import machines, ssh
+
+        launch = ssh.from_config(config, taken.directory)
+        return machines.run(launch, target, config.num_ranks, environment=variables, **told)
+    from vpipe.launch import hosts
+
     devices = hosts.device_variables(config.launch.machines) if config.launch.machines else {}
     if not forks:
         from vpipe.train import worker
@@ -240,27 +273,19 @@ def _here(
         os.environ.update(devices)
         return worker.run(config, **arguments, materials=materials)
     from vpipe.launch import local
-    from vpipe.launch.early import PRELOAD
+    from vpipe.launch.environment import interface_variables
 
-    variables = interface_variables(config.launch.interface) | devices
-    variables[claim.COMMAND] = json.dumps(claim.command())
+    variables |= interface_variables(config.launch.interface) | devices
     if config.parallel.use_orion_scheduler:
-        variables |= orion_preload(os.environ)
-    sys.stdout.flush()
-    worker_module = "vpipe.train.worker" if elastic is None else "vpipe.train.elastic"
+        variables |= FORM_REGISTRY.create("orion", os.environ)
     return local.run(
-        f"{worker_module}:train",
+        target,
         config.num_ranks,
-        arguments={"config": config.to_dict(), **arguments},
-        log_dir=taken.directory / LOGS,
         environment=variables,
         threads=config.launch.threads,
         port=config.launch.master_port,
-        preload=(*PRELOAD, worker_module, *_compiler(config)),
-        grace=_grace(config, taken.directory),
-        concluded=lambda ending: _conclude(taken, ending),
         check=loading.check(config) if elastic is None else loading.check_sizes(config),
-        elastic=elastic,
+        **told,
     )
 
 
@@ -274,7 +299,7 @@ def _compiler(config: configs.PipelineConfig) -> list[str]:
 
 def _grace(config: configs.PipelineConfig, directory: Path) -> LaunchGrace | float:
     """What the config says, else what the run has measured."""
-    from vpipe.launch.loop import Grace
+    from vpipe.launch.stopping import Grace
 
     return config.launch.grace or Grace(lambda: Beat.patience(directory), lambda: Beat.more_patience(directory))
 
@@ -284,39 +309,6 @@ def _conclude(taken: Claim, ending: Ending) -> str:
     ending = conclude_from_outside(taken.directory, taken.run, ending)
     said = ending.code != MISTAKE and (ending.checkpoint is not None or ending.kind is EndingKind.INTERRUPTED)
     return ending.remedy(taken.directory) if said else ""
-
-
-def _by_ssh(
-    config: configs.PipelineConfig,
-    taken: Claim,
-    start: Path | None,
-    quiet: bool,
-    arguments: dict[str, Any],
-    elastic: Elastic | None,
-) -> int:
-    """Run on the machines of the config. The ranks read the resolved config."""
-    from vpipe.launch import elastic_hosts, ssh
-    from vpipe.launch.early import PRELOAD
-
-    words = [str(taken.directory / CONFIG), *(("--resume", str(start)) if start else ()), *(["--quiet"] * quiet)]
-    launch = ssh.from_config(config, words, taken.directory, {CLAIMED: taken.run})
-    assert launch is not None, "asked only where ranks are elsewhere"
-    if elastic is not None:
-        target = "vpipe.train.elastic"
-        return elastic_hosts.run(
-            launch,
-            config.num_ranks,
-            elastic,
-            {
-                "target": f"{target}:train",
-                "arguments": {"config": config.to_dict(), **arguments},
-                "preload": [*PRELOAD, target],
-            },
-            _grace(config, taken.directory),
-            lambda ending: _conclude(taken, ending),
-            taken.directory / LOGS,
-        )
-    return ssh.run(launch, click.echo)
 
 
 def _enter_container(config: configs.PipelineConfig) -> None:
@@ -336,39 +328,6 @@ def _enter_container(config: configs.PipelineConfig) -> None:
         raise UserError(
             f"{words[0]} cannot be started ({error.strerror}); install it, or set launch.container.kind: none"
         ) from None
-
-
-def _resume_from(
-    config: configs.PipelineConfig, output_dir: Path | None, resume: str | None, other_runs: bool = True
-) -> Path | None:
-    """The directory to go on from; ``latest`` is the newest run with a checkpoint, of ``other_runs`` too where the user
-    has asked for it: who did not ask means the run that was broken off, and no other."""
-    if resume is None:
-        return None
-    if resume != "latest":
-        if not Path(resume).exists():
-            raise UserError(f"there is nothing at {resume} to resume from; give a checkpoint or a run directory")
-        return Path(resume).resolve()
-    kept = config.checkpoint.directory
-    places = [Path(kept)] if kept else [output_dir] if output_dir else []
-    if other_runs and not any(lineage.current(place) for place in places):  # one that a run has used is the one meant
-        runs = Path(config.observe.directory)
-        places += sorted((path for path in runs.glob("*") if path.is_dir() and not path.is_symlink()), key=_age)
-    for place in places:
-        with suppress(UserError):
-            if manifest.find(place):
-                return place.resolve()
-    click.echo("vpipe: there is no checkpoint yet; starting anew", err=True)
-    return None
-
-
-def _age(directory: Path) -> tuple[float, str]:
-    """Sorts runs, the newest first, by when they began."""
-    entry = lineage.current(directory)
-    with suppress(ValueError):
-        if entry is not None:
-            return -datetime.fromisoformat(entry.started).timestamp(), directory.name
-    return -directory.stat().st_mtime, directory.name
 
 
 @contextmanager

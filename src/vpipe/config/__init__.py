@@ -12,7 +12,6 @@ from vpipe.config.load import Loaded, load
 from vpipe.config.pipeline import PipelineConfig, commented, schema
 from vpipe.config.placement import ParallelConfig
 from vpipe.config.problems import ConfigError, Problem, dotted
-from vpipe.config.reference import reference
 from vpipe.config.running import CheckpointConfig, ContainerConfig, LaunchConfig, ObserveConfig, SlurmConfig
 from vpipe.config.sections import DatasetConfig, ModelConfig, TrainingConfig
 
@@ -33,6 +32,5 @@ __all__ = [
     "commented",
     "dotted",
     "load",
-    "reference",
     "schema",
 ]

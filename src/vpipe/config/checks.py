@@ -8,24 +8,20 @@ schedule accepts) are checked by those, when they are built. Keys that are set b
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
-from vpipe.config.pipeline import OLDER_KEYS, PipelineConfig
+from vpipe.config.pipeline import PipelineConfig
 from vpipe.config.problems import Key, Problem, short
-from vpipe.config.sections import TrainingConfig
-from vpipe.registry import SCHEDULE_REGISTRY
 
 MAX_NESTING = 32
 
 
 def check(config: PipelineConfig) -> list[Problem]:
     """Every broken rule."""
-    rules = (_model, _plain_values, _batches, _learning_rate, _stages, _adapt, _replicas, _older_keys, _launch)
+    rules = (_model, _plain_values, _batches, _learning_rate, _stages, _replicas, _launch)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -48,52 +44,18 @@ def _model(config: PipelineConfig) -> Iterator[Problem]:
         if model.name != "huggingface" and getattr(model, key) is not None:
             text = f"is only read with name: huggingface, not with {model.name!r}; remove it"
             yield _broken(text, f"model.{key}", "model.name")
-    if model.name == "huggingface":
-        yield from _hugging_face(config)
     dropout = model.extra.get("dropout", 0)
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         yield _broken(f"has dropout {short(dropout)}, which must be a number from 0 to below 1", "model.extra")
     partition = config.parallel.partition
-    if model.name == "bert" and isinstance(partition, tuple) and sum(partition) != 2 * model.num_layers + 1:
+    layers = model.num_layers or 24
+    if model.name == "bert" and isinstance(partition, tuple) and sum(partition) != 2 * layers + 1:
         yield _broken(
-            f"adds up to {sum(partition)} blocks, but a BERT of {model.num_layers} layers has "
-            f"2 x {model.num_layers} + 1 = {2 * model.num_layers + 1}; change one of the two",
+            f"adds up to {sum(partition)} blocks, but a BERT of {layers} layers has "
+            f"2 x {layers} + 1 = {2 * layers + 1}; change one of the two",
             "parallel.partition",
             "model.num_layers",
             "model.name",
-        )
-
-
-def _hugging_face(config: PipelineConfig) -> Iterator[Problem]:
-    """What a Hugging Face config says of itself, against the data: told here, before ranks start."""
-    model, extra = config.model, config.dataset.extra
-    key = "model.directory" if model.config is None else "model.config"
-    given: Any = model.directory if model.config is None else model.config
-    if isinstance(given, str):
-        file = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
-        try:
-            given = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return  # told with the file's name when the model is built
-    if not isinstance(given, Mapping):
-        return
-    text = given.get("text_config") if isinstance(given.get("text_config"), Mapping) else given
-    assert isinstance(text, Mapping)
-    longest = next((text[name] for name in ("max_position_embeddings", "n_positions") if name in text), None)
-    if isinstance(longest, int) and 0 < longest < model.sequence_length:
-        yield _broken(
-            f"is {model.sequence_length}, but the Hugging Face config has {longest} positions; set it to {longest} or "
-            "less",
-            "model.sequence_length",
-            key,
-        )
-    known, wanted = text.get("vocab_size"), extra.get("vocab_size")
-    if isinstance(known, int) and isinstance(wanted, int) and wanted > known:
-        yield _broken(
-            f"is {wanted}, but the Hugging Face config has a vocabulary of {known}; use the model's own tokenizer, or "
-            "lower it",
-            "dataset.extra.vocab_size",
-            key,
         )
 
 
@@ -104,6 +66,8 @@ def _plain_values(config: PipelineConfig) -> Iterator[Problem]:
         "model.config": config.model.config,
         "dataset.extra": config.dataset.extra,
         "parallel.schedule_options": config.parallel.schedule_options,
+        "training.optimizer_options": config.training.optimizer_options,
+        "training.parameter_groups": list(config.training.parameter_groups),
     }
     for key, value in free.items():
         odd = _not_plain(value, 0)
@@ -145,17 +109,26 @@ def _batches(config: PipelineConfig) -> Iterator[Problem]:
             "is 0 but must be -1 (all) or at least 1; evaluation_interval: -1 turns evaluation off",
             "training.evaluation_batches",
         )
-    if 0 < training.max_iterations <= training.profile_iteration:
-        yield _broken(
-            f"is {training.profile_iteration}, but the run ends after max_iterations = {training.max_iterations}; "
-            f"the last iteration is {training.max_iterations - 1}",
-            "training.profile_iteration",
-            "training.max_iterations",
-        )
 
 
 def _learning_rate(config: PipelineConfig) -> Iterator[Problem]:
     training = config.training
+    for number, group in enumerate(training.parameter_groups):
+        rate, frozen = group.get("learning_rate", 1.0), group.get("frozen", False)
+        key = f"training.parameter_groups.{number}"
+        if not isinstance(group.get("match"), str) or not group["match"] or "lr" in group or len(group) < 2:
+            yield _broken("must have match, a pattern of names, and what is otherwise, such as weight_decay: 0", key)
+        elif isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1e6:
+            yield _broken(f"has learning_rate {short(rate)}, which must be a part of that of all, such as 0.1", key)
+        elif not isinstance(frozen, bool):
+            yield _broken(f"has frozen {short(frozen)}, which must be true or false", key)
+    if "lr" in training.optimizer_options:
+        yield _broken(
+            f"has lr: {short(training.optimizer_options['lr'])}, but every update takes learning_rate = "
+            f"{training.learning_rate}; give it there",
+            "training.optimizer_options",
+            "training.learning_rate",
+        )
     steps = training.learning_rate_steps
     if training.learning_rate_policy == "step" and not steps:
         yield _broken(
@@ -177,14 +150,12 @@ def _stages(config: PipelineConfig) -> Iterator[Problem]:
     """Lists with one entry per stage have one length, and it fits the ranks."""
     parallel = config.parallel
     lists: dict[str, Sequence[float]] = {}
-    for name in ("partition", "recompute", "swap", "replicas", "depths"):
+    for name in ("partition", "recompute", "swap", "replicas"):
         value = getattr(parallel, name)
         if isinstance(value, tuple):
             lists[name] = value
-    for older in OLDER_KEYS:
-        value = parallel.schedule_options.get(older.option)
-        if isinstance(value, list | tuple):
-            lists[f"schedule_options.{older.option}"] = value
+    if isinstance(depths := parallel.schedule_options.get("depths"), list):
+        lists["schedule_options.depths"] = depths
     size, stages = parallel.model_parallel_size, config.num_stages
     for name, values in lists.items():
         key = f"parallel.{name}"
@@ -216,21 +187,12 @@ def _recompute_and_swap(config: PipelineConfig) -> Iterator[Problem]:
             return
 
 
-def _adapt(config: PipelineConfig) -> Iterator[Problem]:
-    parallel = config.parallel
-    if parallel.memory is not None and parallel.adapt == "off":
-        yield _broken(
-            f"is {parallel.memory}, but adapt: off reads it nowhere; set adapt: on, or plan with 'vpipe plan --memory'",
-            "parallel.memory",
-            "parallel.adapt",
-        )
-
-
 def _replicas(config: PipelineConfig) -> Iterator[Problem]:
     parallel = config.parallel
-    if parallel.replicas is not None and parallel.data_parallel_size not in (1, *_only(parallel.replicas)):
+    size = parallel.data_parallel_size
+    if parallel.replicas is not None and size != 1 and set(parallel.replicas) != {size}:
         yield _broken(
-            f"is {short(list(parallel.replicas))}, but data_parallel_size is {parallel.data_parallel_size}; give one",
+            f"is {short(list(parallel.replicas))}, but data_parallel_size is {size}; give one",
             "parallel.replicas",
             "parallel.data_parallel_size",
         )
@@ -251,37 +213,7 @@ def _replicas(config: PipelineConfig) -> Iterator[Problem]:
         )
 
 
-def _only(values: Sequence[int]) -> set[int]:
-    """The one value that all have, if they have one."""
-    return set(values) if len(set(values)) == 1 else set()
-
-
-def _older_keys(config: PipelineConfig) -> Iterator[Problem]:
-    """Options of one schedule, given with another, would be read by nobody; of two values, one."""
-    scheduler, chosen = config.parallel.scheduler, config.parallel.schedule_options
-    for older in OLDER_KEYS:
-        value = older.value(config)
-        if value is not None and chosen.get(older.option, value) != value:
-            yield _broken(
-                f"has {older.option}: {chosen[older.option]}, but {older.key} is {value}; give one of them",
-                "parallel.schedule_options",
-                older.key,
-            )
-        if value is not None and SCHEDULE_REGISTRY.meant(scheduler) != older.scheduler:
-            yield _broken(
-                f"is an option of scheduler {older.scheduler}, but parallel.scheduler is {scheduler!r}; remove it",
-                older.key,
-                "parallel.scheduler",
-            )
-
-
 def _launch(config: PipelineConfig) -> Iterator[Problem]:
-    if config.checkpoint.on_exit and config.launch.elastic is None:
-        yield _broken(
-            "is true, but only an elastic run keeps copies in memory that could be written; set launch.elastic too",
-            "checkpoint.on_exit",
-            "launch.elastic",
-        )
     if config.launch.through == "srun" and config.launch.elastic is None:
         yield _broken(
             "is srun, but launch.elastic is null; a run of fixed ranks is started by srun itself: srun python -m vpipe "
@@ -308,29 +240,36 @@ def touches(problem: Problem, wrong: Sequence[Key]) -> bool:
     return any(key[: len(bad)] == bad for key in (problem.key, *problem.also) for bad in wrong)
 
 
-MOMENTS = ("adam", "adamw", "lamb")
-"""Optimizers that have two moments; one of a plugin gets ``optimizer_options`` instead."""
-
-
 def idle_keys(config: PipelineConfig) -> list[str]:
     """One sentence per key that differs from its default and is read by nothing here."""
-    training = config.training
-    optimizer, policy = training.optimizer, training.learning_rate_policy
+    training, parallel, launch = config.training, config.parallel, config.launch
+    policy = f"learning_rate_policy {training.learning_rate_policy}"
+    replicas = max(parallel.replicas or (parallel.data_parallel_size,))
     read_by = {
-        "momentum": (optimizer == "sgd", f"optimizer {optimizer}"),
-        "betas": (optimizer in MOMENTS, f"optimizer {optimizer}"),
-        "eps": (optimizer in MOMENTS, f"optimizer {optimizer}"),
-        "learning_rate_degree": (policy == "polynomial", f"learning_rate_policy {policy}"),
-        "learning_rate_steps": (policy == "step", f"learning_rate_policy {policy}"),
-        "learning_rate_factor": (policy == "step", f"learning_rate_policy {policy}"),
-        "minimum_learning_rate": (policy != "constant", "learning_rate_policy constant"),
-        "loss_scale": (training.precision == "fp16", f"precision {training.precision}"),
-        "exit_after_profile": (training.profile_iteration >= 0, "profile_iteration -1"),
-        "evaluation_batches": (training.evaluation_interval >= 0, "evaluation_interval -1"),
+        "training.learning_rate_degree": (training.learning_rate_policy == "polynomial", policy),
+        "training.learning_rate_steps": (training.learning_rate_policy == "step", policy),
+        "training.learning_rate_factor": (training.learning_rate_policy == "step", policy),
+        "training.minimum_learning_rate": (training.learning_rate_policy != "constant", policy),
+        "training.loss_scale": (training.precision == "fp16", f"precision {training.precision}"),
+        "training.exit_after_profile": (training.profile_iteration >= 0, "profile_iteration -1"),
+        "training.evaluation_batches": (training.evaluation_interval >= 0, "evaluation_interval -1"),
+        "training.nan_limit": (training.on_nan != "skip", "on_nan skip"),
+        "dataset.batch_size": (config.dataset.max_tokens is None, f"max_tokens {config.dataset.max_tokens}"),
+        "parallel.memory": (parallel.adapt != "off", "adapt off: plan with 'vpipe plan --memory'"),
+        "parallel.exact_reduction": (replicas > 1, "one replica of every stage"),
+        "launch.on_loss": (launch.elastic is not None, "launch.elastic null"),
+        "checkpoint.on_exit": (launch.elastic is not None, "launch.elastic null"),
+        "checkpoint.keep": (config.checkpoint.interval >= 0, "checkpoint.interval -1"),
+        "checkpoint.blocking": (config.checkpoint.interval >= 0, "checkpoint.interval -1"),
     }
-    defaults = {name: field.default for name, field in TrainingConfig.model_fields.items()}
     return [
-        f"training.{name} has no effect with {reason}"
-        for name, (is_read, reason) in read_by.items()
-        if not is_read and getattr(training, name) != defaults[name]
+        f"{key} has no effect with {reason}"
+        for key, (is_read, reason) in read_by.items()
+        if not is_read and _differs(config, *key.split("."))
     ]
+
+
+def _differs(config: PipelineConfig, section: str, name: str) -> bool:
+    """Whether a value is not the default."""
+    found = getattr(config, section)
+    return bool(getattr(found, name) != type(found).model_fields[name].default)

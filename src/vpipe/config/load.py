@@ -1,6 +1,6 @@
 """From a file and a command line to a checked config, or to one error that names everything to mend.
 
-    text ─▶ Document ─▶ (VPipe's flat form? translate) ─▶ overrides ─▶ paths ─▶ typed sections ─▶ rules between fields
+    text ─▶ Document ─▶ (another form? translate) ─▶ overrides ─▶ paths ─▶ typed sections ─▶ rules between fields
 
 Every step adds its problems to one list. A mistake in one field does not hide a mistake between two others: the rules
 run on what is left when the wrong keys are taken out.
@@ -23,13 +23,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from vpipe.config.checks import check, idle_keys, touches
-from vpipe.config.document import Document, absolute, parse, read_yaml
+from vpipe.config.document import Document, absolute, parse, read_json, read_yaml
 from vpipe.config.pipeline import PipelineConfig
 from vpipe.config.problems import ConfigError, Key, Problem, dotted, from_pydantic, short
-from vpipe.config.vpipe_files import read_plan
-from vpipe.config.vpipe_yaml import is_vpipe, translate
 from vpipe.errors import nearest
-from vpipe.registry import load_plugins
+from vpipe.registry import FORM_REGISTRY, load_plugins
 
 ORION = "USE_ORION_SCHEDULER"
 PLUGINS: Key = ("plugins",)
@@ -117,8 +115,8 @@ def load(
     warnings: list[str] = []
     if document.value is not None and not isinstance(document.value, dict):
         document.complain((), f"the file holds {short(document.value)} instead of sections: model, dataset, ...")
-    elif not set(document.value or {}) & set(PipelineConfig.model_fields) and is_vpipe(document.value or {}):
-        document, warnings = translate(document, source)
+    elif document.value and not set(document.value) & set(PipelineConfig.model_fields):
+        document, warnings = FORM_REGISTRY.create("config", document, source)
     values = document.value if isinstance(document.value, dict) else {}
     draft = Draft(deepcopy(values), document, problems=list(document.problems))
     unreadable = bool(document.problems) and not values
@@ -223,6 +221,30 @@ def _take_plan(draft: Draft) -> None:
     parallel["partition"] = plan.get("partition", "auto")
     if "recompute_ratio" in plan:
         parallel.setdefault("recompute", plan["recompute_ratio"])
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """A plan's JSON: ``partition``, a list of whole numbers, ``recompute_ratio``, or both; of ratios alone the cut is
+    found as without a plan. Raises :class:`ConfigError`."""
+    plan = read_json(path)
+
+    def fail(text: str, *key: str) -> ConfigError:
+        return ConfigError([Problem(text, key, str(path))])
+
+    if not isinstance(plan, dict):
+        raise fail(f'holds {short(plan)} instead of a plan: {{"partition": [12, 13, 13, 11], ...}}')
+    if not {"partition", "recompute_ratio"} & set(plan):
+        raise fail('has no "partition": a plan gives the number of blocks of each stage')
+    partition, ratios = plan.get("partition", [1]), plan.get("recompute_ratio", [])
+    if not isinstance(partition, list) or not partition or not all(type(n) is int and 0 < n < 2**31 for n in partition):
+        raise fail(f"is {short(partition)} but must be a list of whole numbers, at least 1 each", "partition")
+    if not isinstance(ratios, list) or not all(type(r) in (int, float) and 0 <= r <= 1 for r in ratios):
+        raise fail(f"is {short(ratios)} but must be a list of numbers from 0 to 1", "recompute_ratio")
+    if {"partition", "recompute_ratio"} <= set(plan) and len(ratios) != len(partition):
+        raise fail(
+            f"has {len(ratios)} entries, but partition has {len(partition)}; give one per stage", "recompute_ratio"
+        )
+    return {str(name): value for name, value in plan.items()}
 
 
 def _finish(draft: Draft, names: Mapping[str, Collection[str]], together: Together | None = None) -> PipelineConfig:

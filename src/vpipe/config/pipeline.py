@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from pydantic import BaseModel
@@ -99,31 +99,6 @@ class PipelineConfig(Section):
         if parallel.replicas is not None and len(parallel.replicas) == parallel.model_parallel_size:
             return sum(parallel.replicas)
         return parallel.model_parallel_size * parallel.data_parallel_size
-
-
-class OlderKey(NamedTuple):
-    """A key that an option of a schedule had before ``parallel.schedule_options``: ``key`` means ``option`` of
-    ``scheduler``; with the value ``unset`` it says nothing. A new option is given by its name and needs none."""
-
-    key: str
-    option: str
-    scheduler: str
-    unset: Any
-
-    def value(self, config: PipelineConfig) -> Any:
-        """What the config gives, or None."""
-        section, name = self.key.split(".")
-        found = getattr(getattr(config, section), name)
-        return None if found == self.unset else found
-
-
-OLDER_KEYS = (
-    OlderKey("parallel.waves", "num_waves", "hanayo", 1),
-    OlderKey("parallel.vertical_sync", "vertical_sync", "pipedream", False),
-    OlderKey("parallel.depths", "depths", "pipedream", None),
-    OlderKey("training.update_interval", "update_interval", "pipedream", 1),
-)
-"""The only schedules that the config knows: what one is called, has and may be told, its entry says."""
 
 
 class _Dumper(yaml.SafeDumper):

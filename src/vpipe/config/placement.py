@@ -31,8 +31,6 @@ class ParallelConfig(Section):
     """Copies per stage where they differ, one number per stage; null takes data_parallel_size for each."""
     stages_per_rank: Annotated[int, Field(ge=1, le=1024)] | None = worded(None, "a whole number, at least 1, or null")
     """Stages that each rank holds (interleaved, looped-bfs); null takes what the schedule needs."""
-    waves: Annotated[int, Field(ge=1, le=512)] = 1
-    """For scheduler hanayo: number of waves; a rank holds twice as many stages."""
     partition: Literal["auto"] | Annotated[tuple[Small, ...], Field(strict=False, min_length=1)] | Text = worded(
         "auto", "auto, a list with the number of blocks of each stage, or the path of a plan"
     )
@@ -54,15 +52,9 @@ class ParallelConfig(Section):
     )
     """For adapt: the most bytes that a rank may hold, such as 4GiB; what is recomputed and swapped then changes with
     the layout. null takes what an accelerator has; on the CPU there is no cap, and recompute and swap stay shares."""
-    depths: Annotated[tuple[Annotated[int, Field(ge=0, le=65536)], ...], Field(strict=False, min_length=1)] | None = (
-        worded(None, "a list with one whole number per stage, falling from the first to the last, or null")
-    )
-    """For scheduler pipedream: forwards of each stage before its first backward; null keeps all stages busy."""
-    vertical_sync: bool = False
-    """For scheduler pipedream: a unit meets the same weight version on all stages, which stores more versions."""
     schedule_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the schedule by their names, such as {deepseek_drain: true} for dualpipe-v; `vpipe schedules --json`
-    lists them. depths, vertical_sync, waves and training.update_interval are older keys for some of them."""
+    """Options of the schedule by their names, such as {update_interval: 4} for pipedream (units per update) or
+    {num_waves: 2} for hanayo; `vpipe schedules --json` lists them."""
     transport: Literal["auto", "inprocess", "shm", "distributed"] = "auto"
     """How ranks exchange tensors: threads of one process, shared memory of one machine, or TCP and gloo."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -72,12 +64,10 @@ class ParallelConfig(Section):
     """Where ranks compute: cpu, an accelerator's type (cuda, xpu, …: a device for every rank of a machine), one device
     that all ranks of a machine share (cuda:0), or auto (the accelerator where torch finds one, else the CPU)."""
     timeout: Annotated[float, Field(gt=0, le=86400)] = 300.0
-    """Seconds without a message after which a rank ends the run and says what it waited for."""
+    """Seconds without a message after which a rank ends the run and says what it waited for. A rank whose process gives
+    no sign at all is taken for stopped after 60, or after this if that is less."""
     exact_reduction: bool = True
     """Sum the gradients of replicas in a fixed order, so that results do not change by a bit; false may be faster."""
-    early_reduction: bool = False
-    """Let a stage's gradients travel to its replicas as soon as they are complete, beside the backwards of the rank's
-    other stages. Of use where a rank holds several stages; results do not change by a bit."""
     priority: Literal["none", "first-hp", "fifo", "critical-path"] = "none"
     """Which work goes first on a shared device: microbatch 0, lower microbatches, or what others wait for. Ranks share
     one with transport: inprocess, or under Orion."""

@@ -12,7 +12,12 @@ from pydantic import Field
 
 from vpipe.config.base import Count, Interval, PlainName, Section, Text, worded
 
-MachineName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}(:[0-9]{1,5})?$")]
+MachineName = Annotated[
+    str,
+    Field(
+        pattern=r"^([A-Za-z_][A-Za-z0-9_.-]{0,63}@)?([A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\])(:[0-9]{1,5})?$"
+    ),
+]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:=@%+/\[\]-]{0,255}$")]
 Bind = Annotated[str, Field(max_length=4096, pattern=r"^[/~.A-Za-z0-9][^\x00-\x1f\x7f,]*$")]
 WORD = "a word without spaces that does not begin with a dash, or null"
@@ -29,11 +34,11 @@ class CheckpointConfig(Section):
     """How many of the latest checkpoints are kept."""
     blocking: bool = False
     """Train on only when a checkpoint is on disk; false writes it beside training, from a copy in memory."""
-    on_exit: bool = False
-    """For launch.elastic: when the run, or the process that started it, is killed, the newest copy in memory is written
-    as a checkpoint."""
+    on_exit: bool = True
+    """For launch.elastic: when the run does not end in order, or the process that started it is killed, the newest copy
+    in memory is written as a checkpoint."""
     resume: Text | None = worded(None, "latest, a directory, or null")
-    """Go on from this checkpoint directory, or from the latest of checkpoint.directory; null starts anew."""
+    """Go on from this checkpoint directory, or from the latest run, as --resume does; null starts anew."""
 
 
 class ObserveConfig(Section):
@@ -41,6 +46,8 @@ class ObserveConfig(Section):
 
     directory: Text = worded("runs", "a path")
     """Parent of the run directories, relative to the working directory."""
+    private: bool = True
+    """Only you can read the run directories that are made; false lets others as your umask does."""
     log_interval: Annotated[int, Field(ge=0, le=2**31)] = 10
     """Iterations between two lines with loss and throughput; 0 prints none."""
     verbose_interval: Annotated[int, Field(ge=0, le=2**31)] = 0
@@ -107,8 +114,8 @@ class LaunchConfig(Section):
     machines: Annotated[tuple[MachineName, ...], Field(strict=False, max_length=65536)] = worded(
         (), "a list of host:gpu, one per rank"
     )
-    """One host:gpu per rank (of an elastic run: of the most), started by ssh, in the order of the ranks; empty runs all
-    ranks on this machine."""
+    """One host:gpu, user@host:gpu or [IPv6]:gpu per rank (of an elastic run: of the most), started by ssh, in the order
+    of the ranks; empty runs all ranks on this machine."""
     through: Literal["ssh", "srun"] = "ssh"
     """How an elastic run reaches its machines: by ssh; or by a step of srun on each node of the SLURM job that it runs
     in: these are its machines then, whatever `machines` lists. `vpipe submit` sets it."""

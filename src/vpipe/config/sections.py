@@ -19,12 +19,12 @@ class ModelConfig(Section):
     name: PlainName
     """Which model: gpt, gpt2, llama, bert, translation, cpm-medium, cpm-large, huggingface, emulated, or a registered
     one."""
-    hidden_size: Size = 512
-    """Width of a layer's output."""
-    num_layers: LayerCount = 16
-    """Number of transformer layers (per side, for an encoder-decoder)."""
-    num_heads: Size = 16
-    """Attention heads per layer."""
+    hidden_size: Size | None = worded(None, "a whole number, at least 1, or null")
+    """Width of a layer's output; null: the model's own (512 of gpt, 1024 of bert, 2560 of cpm-large)."""
+    num_layers: LayerCount | None = worded(None, "a whole number, at least 1, at most 16384, or null")
+    """Number of transformer layers (per side, for an encoder-decoder); null: the model's own."""
+    num_heads: Size | None = worded(None, "a whole number, at least 1, or null")
+    """Attention heads per layer; null: the model's own."""
     sequence_length: Size = 128
     """Tokens per sequence; longer documents are cut."""
     vocab_size: Annotated[int, Field(ge=-1, le=2**26)] = worded(
@@ -58,13 +58,20 @@ class DatasetConfig(Section):
     """Background workers that prepare batches ahead; 0 prepares them in the training loop."""
     test_size: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the data that is held out for evaluation where the data set has no split of its own."""
+    split_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides which examples are held out; training.seed does not."""
+    read_by: Literal["each", "one"] = "each"
+    """Who reads: each rank that needs the data, by itself (their units are compared); or one, which sends them to the
+    others: for data that two processes do not read alike."""
+    may_differ: bool = False
+    """Whether a run may go on from a checkpoint that was trained on other data."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Options of this data set alone, such as tokenizer or language."""
 
 
 class TrainingConfig(Section):
     """How it is trained. One iteration is one batch: num_microbatches units; an update follows gradient_accumulation
-    iterations (synchronous schedules) or update_interval units (asynchronous ones)."""
+    iterations (synchronous schedules), or as many units as the options of an asynchronous one say."""
 
     learning_rate: Annotated[float, Field(gt=0, le=1e6)] = 1e-4
     """Peak learning rate."""
@@ -82,18 +89,18 @@ class TrainingConfig(Section):
     """End the run after the profiled iteration."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides initial weights, dropout and the order of the data."""
-    optimizer: Text = worded("adam", "sgd, adam, adamw, lamb, or a registered one")
-    """Which optimizer updates the weights: sgd, adam, adamw, lamb, or one that a plugin registers."""
+    optimizer: Text = worded("adam", "sgd, adam, adamw, adafactor, lamb, or a registered one")
+    """Which optimizer updates the weights: sgd, adam, adamw, adafactor, lamb, or one that a plugin
+    registers."""
     optimizer_options: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of the optimizer by their names, such as {amsgrad: true}; a registered one gets these and lr."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Momentum of sgd."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = listed(
-        (0.9, 0.999), "a list of two numbers, each at least 0 and less than 1"
+    """Arguments of the optimizer by their names, such as {betas: [0.9, 0.95]} or, of sgd, {momentum: 0.9}; a registered
+    one gets these and lr. The rate itself is learning_rate."""
+    parameter_groups: Annotated[tuple[dict[str, Any], ...], Field(strict=False, max_length=1000)] = listed(
+        (), "a list of mappings, each with match, and options of the optimizer, learning_rate or frozen"
     )
-    """Decay of the two moments of adam, adamw and lamb."""
-    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
-    """Added to the denominator of adam, adamw and lamb."""
+    """What is otherwise for some parameters: match is a pattern of names (`<layer>.<name>`, or Hugging Face's own),
+    several with |, or `vectors` for those of fewer than two dimensions; then options of the optimizer (weight_decay,
+    …), learning_rate as a part of that of all, or frozen: true. --print-config shows which parameters fall where."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     """Pull of the weights towards zero (decoupled in adamw and lamb)."""
     learning_rate_policy: Literal["constant", "linear", "polynomial", "cosine", "step", "inverse_sqrt"] = "constant"
@@ -120,8 +127,12 @@ class TrainingConfig(Section):
         "dynamic", "dynamic, or a number above 0"
     )
     """For fp16: factor on the loss, agreed by all stages; dynamic halves it on overflow and raises it slowly."""
-    update_interval: Count = 1
-    """For scheduler pipedream: units per update."""
+    on_nan: Literal["stop", "skip", "roll-back"] = "stop"
+    """What follows when the loss or a gradient is not finite nan_limit times in a row (each such update is skipped):
+    the run ends with exit code 65; it goes on; or it goes back to its latest checkpoint with half the learning rate,
+    three times at most."""
+    nan_limit: Count = 3
+    """For on_nan: how many times."""
     evaluation_interval: Interval = worded(0, "-1 (never), 0 (after each epoch) or a whole number of iterations")
     """Iterations between two evaluations on held-out data; 0 evaluates after each epoch, -1 never."""
     evaluation_batches: Interval = worded(16, "-1 (all) or a whole number, at least 1")

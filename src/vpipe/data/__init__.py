@@ -5,8 +5,8 @@ is the same examples on both, and no label has to travel through the stages betw
 
     data = vpipe.data.load("code_search_net", path="data/code", sequence_length=128)
     order = data.order(batch_size=32, seed=1)
-    for batch in vpipe.data.Loader(data, order):        # the rest of the epoch, from wherever ``order`` stands
-        batch.inputs, batch.targets, batch.num_tokens
+    for indices in order.batches(epoch=0):
+        batch = data.batch(indices)                    # batch.inputs, batch.targets, batch.num_tokens
 
 Importing this package costs nothing: torch, h5py and tokenizers are loaded when a data set that needs them is.
 
@@ -19,9 +19,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vpipe.data.builders import build, builder_names
-    from vpipe.data.dataset import Batch, DataSet, dataset_names, load
-    from vpipe.data.loader import Loader
+    from vpipe.data.builders import build
+    from vpipe.data.dataset import Batch, DataSet, load
     from vpipe.data.manifest import Manifest
     from vpipe.data.order import BatchOrder
 
@@ -29,15 +28,12 @@ _HOMES = {
     "Batch": "vpipe.data.dataset",
     "BatchOrder": "vpipe.data.order",
     "DataSet": "vpipe.data.dataset",
-    "Loader": "vpipe.data.loader",
     "Manifest": "vpipe.data.manifest",
     "build": "vpipe.data.builders",
-    "builder_names": "vpipe.data.builders",
-    "dataset_names": "vpipe.data.dataset",
     "load": "vpipe.data.dataset",
 }
 
-__all__ = ["Batch", "BatchOrder", "DataSet", "Loader", "Manifest", "build", "builder_names", "dataset_names", "load"]
+__all__ = ["Batch", "BatchOrder", "DataSet", "Manifest", "build", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -83,7 +83,7 @@ class BertShards(DataSet):
             "mask": torch.from_numpy(rows["input_mask"]).bool(),
         }
         targets = {"masked_labels": labels, "next_sentence": torch.from_numpy(rows["next_sentence_labels"])}
-        return Batch(inputs, targets, int((labels != self.ignore_index).sum()))
+        return Batch(inputs, targets)
 
     def _read(self, home: int) -> Arrays:
         with self._lock:  # a loader's threads may ask at once

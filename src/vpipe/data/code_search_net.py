@@ -53,6 +53,9 @@ def load(
             f"or build one with: vpipe data build code --out {root / 'code'}"
         )
 
+    if limit is not None and limit < 1:
+        raise UserError(f"dataset.extra.limit is {limit}; it must be 1 or more")
+
     def functions(split: str) -> Iterator[str]:
         return islice(read_functions(files, root, split, language), limit)
 

@@ -11,22 +11,21 @@ option is a sentence before anything is read.
 
 from __future__ import annotations
 
-import types
+import random
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.data.order import BatchOrder, Indices
-from vpipe.errors import UserError, nearest
-from vpipe.registry import DATASET_REGISTRY
+from vpipe.errors import UserError
+from vpipe.registry import DATASET_REGISTRY, check_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,16 +38,13 @@ skips.
 """
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Some examples as tensors; the first dimension of each is the example."""
 
     inputs: Tensors
     """What the first stage reads: a tensor, or a dict whose keys are the names that the model's layers read."""
     targets: Tensors
-    """What the last stage's loss reads."""
-    num_tokens: int
-    """How many targets count in the loss: the weight of this batch among others when a mean over tokens is wanted."""
+    """What the last stage's loss reads. How many of them count, the model says."""
 
 
 class DataSet(ABC):
@@ -66,16 +62,14 @@ class DataSet(ABC):
     """Tokens per example, where batches can be made by tokens."""
     groups: tuple[int, ...] | None = None
     """Sizes of consecutive runs that are cheap to read together; see ``BatchOrder``."""
+    draws: bool = False
+    """Whether ``batch`` may draw random numbers: from torch's, numpy's and Python's generators, as everybody does."""
     valid: DataSet | None = None
     """Held-out examples with the same vocabulary; None where there are too few to hold any out."""
 
-    @property
-    def train(self) -> DataSet:
-        """The training split: a data set that was loaded is its own."""
-        return self
-
     @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """How many examples there are; of a stream ``ENDLESS``."""
 
     @abstractmethod
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -91,12 +85,7 @@ class DataSet(ABC):
         batch_size: int | None = None,
         max_tokens: int | None = None,
         seed: int = 0,
-        epoch: int = 0,
-        batch: int = 0,
-        num_replicas: int = 1,
-        replica: int = 0,
         shuffle: bool = True,
-        drop_last: bool = True,
     ) -> BatchOrder:
         """The order of this data set's batches, by its lengths and groups where it has them."""
         return BatchOrder(
@@ -104,13 +93,8 @@ class DataSet(ABC):
             batch_size=batch_size,
             max_tokens=max_tokens,
             seed=seed,
-            epoch=epoch,
-            batch=batch,
-            num_replicas=num_replicas,
-            replica=replica,
             groups=self.groups,
             shuffle=shuffle,
-            drop_last=drop_last,
         )
 
     def split(self, test_size: float = 0.1, seed: int = 1024) -> tuple[DataSet, DataSet]:
@@ -120,7 +104,7 @@ class DataSet(ABC):
         if len(self) < 2:
             raise UserError(f"{len(self)} examples cannot be split in two; use more data or a shorter sequence_length")
         num_held_out = min(len(self) - 1, max(1, round(len(self) * test_size)))
-        drawn = np.asarray(BatchOrder(len(self), batch_size=len(self), seed=seed).indices(0), dtype=np.int64)
+        (drawn,) = BatchOrder(len(self), batch_size=len(self), seed=seed)
         return Subset(self, drawn[num_held_out:]), Subset(self, drawn[:num_held_out])
 
 
@@ -141,6 +125,25 @@ class Subset(DataSet):
 
     def batch(self, indices: Sequence[int]) -> Batch:
         return self._whole.batch([int(i) for i in self._members[np.asarray(indices, dtype=np.int64)]])
+
+
+@contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """Within, what torch's, numpy's and Python's own generators draw follows from ``numbers``; afterwards they go on as
+    if nothing had been drawn."""
+    import torch
+
+    words = np.random.SeedSequence(list(numbers)).generate_state(4)
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
+    np.random.seed(words)
+    random.seed(words.tobytes())
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 def hold_out(whole: DataSet, test_size: float = 0.1, seed: int = 1024) -> DataSet:
@@ -167,14 +170,6 @@ def check_vocabulary(ids: NDArray[Any], vocab_size: int, where: str) -> None:
         )
 
 
-_READERS = DATASET_REGISTRY.built_in
-
-
-def dataset_names() -> list[str]:
-    """What ``dataset.name`` may be, aliases left out."""
-    return sorted(_READERS)
-
-
 def options(name: str) -> dict[str, Any]:
     """The options of a data set with their defaults: what ``dataset.extra`` may hold beside ``path``."""
     parameters = signature(_reader(name)).parameters.values()
@@ -199,36 +194,10 @@ def load(
     if place is not None and not isinstance(place, str | Path):
         raise UserError(f"dataset.extra.path is {place!r}; it must be the path of a folder or a file")
     reader = _reader(name)
-    _check_options(name, reader, given)
+    check_options(name, reader, given, "dataset.extra", ["path", *options(name)])
     return typing.cast("DataSet", reader(None if place is None else Path(place), sequence_length, seed=seed, **given))
 
 
 def _reader(name: str) -> Callable[..., Any]:
-    address = _READERS.get(DATASET_REGISTRY.aliases.get(name, name))
-    if address is None:
-        raise UserError(
-            f"there is no data set {name!r}: choose from {', '.join(dataset_names())}{nearest(name, _READERS)}"
-        )
-    module, _, function = address.partition(":")
-    return typing.cast("Callable[..., Any]", getattr(import_module(module), function))
-
-
-def _check_options(name: str, reader: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    known, hints = options(name), typing.get_type_hints(reader)
-    for key, value in given.items():
-        if key not in known:
-            raise UserError(
-                f"the data set {name!r} has no option {key!r}: it has "
-                f"{', '.join(['path', *known])}{nearest(key, known)}"
-            )
-        if not _fits(value, hints[key]):
-            wanted = getattr(hints[key], "__name__", str(hints[key]))
-            raise UserError(f"dataset.extra.{key} is {value!r} ({type(value).__name__}); it must be {wanted}")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if isinstance(hint, types.UnionType):
-        return any(_fits(value, part) for part in typing.get_args(hint))
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, hint) and (hint is not int or not isinstance(value, bool))
+    reader: Callable[..., Any] = DATASET_REGISTRY.get(DATASET_REGISTRY.meant(name))
+    return reader

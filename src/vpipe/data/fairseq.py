@@ -11,8 +11,7 @@ is opened: a wrong offset would otherwise come back as another sentence, silentl
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.data.files import existing, lines, unreadable
-from vpipe.data.tokenizer import SPECIAL, UNKNOWN
+from vpipe.data.tokenizer import SPECIAL
 from vpipe.errors import UserError
 
 MAGIC = b"TNTIDX\0\0"
@@ -150,51 +149,16 @@ def _damaged(path: Path, what: str) -> UserError:
     return UserError(f"{path} is damaged: {what}; copy it again, or binarise the text again")
 
 
-def write_sentences(prefix: Path, sentences: Iterable[Sequence[int] | NDArray[Any]]) -> int:
-    """Writes the pair ``<prefix>.idx``, ``<prefix>.bin`` and returns the number of sentences."""
-    sizes = []
-    with prefix.with_name(prefix.name + ".bin").open("wb") as data:
-        for sentence in sentences:
-            data.write((np.asarray(sentence, dtype=np.int64) + 1).astype("<i4").tobytes())
-            sizes.append(len(sentence))
-    offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype("<i8")
-    with prefix.with_name(prefix.name + ".idx").open("wb") as index:
-        index.write(_HEADER.pack(MAGIC, 1, 4, 4, len(sizes), len(sizes)))
-        index.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes() + offsets.tobytes())
-        index.write(np.asarray(sizes, dtype="<i8").tobytes())
-    return len(sizes)
-
-
-@dataclass(frozen=True)
-class Dictionary:
-    """The symbols of one language by id; the first four are special and not in the file."""
-
-    symbols: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.symbols)
-
-    def encode(self, words: Iterable[str]) -> list[int]:
-        known = {symbol: i for i, symbol in enumerate(self.symbols)}
-        return [known.get(word, UNKNOWN) for word in words]
-
-    @classmethod
-    def read(cls, path: Path) -> Dictionary:
-        """``symbol count`` per line."""
-        existing(path)
-        symbols: dict[str, int] = dict.fromkeys(SPECIAL, 0)
-        for number, line in lines(path):
-            symbol, _, count = line.removesuffix(" #fairseq:overwrite").rpartition(" ")
-            if not symbol or not count.isdigit():
-                raise UserError(
-                    f"{path}:{number}: {line[:40]!r} is not a symbol and its count; binarise the text again"
-                )
-            if symbol in symbols and not line.endswith(" #fairseq:overwrite"):
-                raise UserError(f"{path}:{number}: the symbol {symbol!r} stands there twice; binarise the text again")
-            symbols[symbol] = 0
-        return cls(tuple(symbols))
-
-    def write(self, path: Path, counts: Sequence[int] | NDArray[Any]) -> None:
-        """``counts`` by id, the special symbols' included."""
-        text = "".join(f"{symbol} {int(counts[i])}\n" for i, symbol in enumerate(self.symbols) if i >= len(SPECIAL))
-        path.write_text(text, encoding="utf-8")
+def read_dictionary(path: Path) -> tuple[str, ...]:
+    """The symbols of one language by id: ``symbol count`` per line of the file; the first four are special and not in
+    it."""
+    existing(path)
+    symbols: dict[str, int] = dict.fromkeys(SPECIAL, 0)
+    for number, line in lines(path):
+        symbol, _, count = line.removesuffix(" #fairseq:overwrite").rpartition(" ")
+        if not symbol or not count.isdigit():
+            raise UserError(f"{path}:{number}: {line[:40]!r} is not a symbol and its count; binarise the text again")
+        if symbol in symbols and not line.endswith(" #fairseq:overwrite"):
+            raise UserError(f"{path}:{number}: the symbol {symbol!r} stands there twice; binarise the text again")
+        symbols[symbol] = 0
+    return tuple(symbols)

@@ -145,7 +145,7 @@ def _decode(raw: bytes, path: Path, position: int) -> str:
     if nul >= 0:
         raise UserError(f"{path} is a binary file, not text (byte 0x00 at {position + nul}); leave it out")
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8" if position else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not UTF-8 text (byte 0x{raw[error.start]:02x} at {position + error.start}); "

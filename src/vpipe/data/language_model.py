@@ -36,7 +36,7 @@ class TokenBlocks(DataSet):
         starts = np.asarray(indices, dtype=np.int64) * self._length
         rows = self._stream[starts[:, None] + np.arange(self._length + 1)]
         block = torch.from_numpy(rows.astype(np.int64))
-        return Batch(block[:, :-1].contiguous(), block[:, 1:].contiguous(), len(indices) * self._length)
+        return Batch(block[:, :-1].contiguous(), block[:, 1:].contiguous())
 
 
 class PaddedDocuments(DataSet):
@@ -67,15 +67,13 @@ class PaddedDocuments(DataSet):
     def batch(self, indices: Sequence[int]) -> Batch:
         inputs = torch.full((len(indices), self._length), self._pad_id, dtype=torch.int64)
         targets = torch.full((len(indices), self._length), IGNORE, dtype=torch.int64)
-        num_tokens = 0
         for row, index in enumerate(indices):
             document = torch.from_numpy(self._documents[index].astype(np.int64))
             last = len(document) - 1
             first = last - 1 if self._last_only else 0
             inputs[row, :last] = document[:-1]
             targets[row, first:last] = document[first + 1 :]
-            num_tokens += last - first
-        return Batch(inputs, targets, num_tokens)
+        return Batch(inputs, targets)
 
 
 def from_documents(

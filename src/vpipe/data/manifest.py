@@ -59,10 +59,10 @@ class Manifest:
 def checksums(folder: Path) -> dict[str, str]:
     """The sha256 of every file under ``folder`` but the manifest, by its path inside."""
     found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    return {path.relative_to(folder).as_posix(): _sha256(path) for path in found}
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in found}
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -40,7 +40,7 @@ class Synthetic(DataSet):
     def batch(self, indices: Sequence[int]) -> Batch:
         chosen = torch.tensor(list(indices), dtype=torch.int64)
         inputs, targets = _pick(self._inputs, chosen), _pick(self._targets, chosen)
-        return Batch(inputs, targets, int((_counted(targets) != self.ignore_index).sum()))
+        return Batch(inputs, targets)
 
 
 def _counted(targets: Tensors) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.data.manifest import umask
+from vpipe.data.manifest import sha256_of, umask
 
 Tokens = NDArray[np.int32]
 
@@ -58,10 +58,10 @@ class TokenCache:
 
 
 def cache_for(root: Path, files: Sequence[Path], tokenizer: Any, *options: object) -> TokenCache:
-    """The cache of the corpus ``files``, read with ``options``. A file that is written to again is another corpus."""
-    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    if sum(size for _, size, _ in states) < SMALLEST:
+    """The cache of the corpus ``files``, read with ``options``. Another text is another corpus, whatever its time."""
+    if sum(file.stat().st_size for file in files) < SMALLEST:
         return TokenCache(None)
+    states = [(str(file), sha256_of(file)) for file in files]
     key = hashlib.sha256(repr((states, options, tokenizer.to_str())).encode()).hexdigest()[:32]
     return TokenCache((root if root.is_dir() else root.parent) / FOLDER / f"{key}.tokens")
 

@@ -103,7 +103,7 @@ def load(path: Path) -> Any:
 
 def end_of_text(tokenizer: Any) -> int | None:
     """The id that separates documents, in our tokenizers and in GPT-2's; None in others."""
-    for token in ("</s>", "<|endoftext|>", "<|end_of_text|>", "[SEP]"):
+    for token in ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "[SEP]"):
         number = tokenizer.token_to_id(token)
         if number is not None:
             return int(number)
@@ -130,6 +130,8 @@ def encode(tokenizer: Any, texts: Iterable[str], chunk: int = 512) -> Iterator[N
 def _plain(tokenizer: Any) -> Any:
     """A text that happens to contain ``</s>`` is a text: only we may end one."""
     tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()  # a file may say how others cut and pad; documents are cut into sequences here
+    tokenizer.no_padding()
     return tokenizer
 
 

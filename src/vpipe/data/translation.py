@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vpipe.data.dataset import Batch, DataSet, check_vocabulary, hold_out
-from vpipe.data.fairseq import Dictionary, Sentences, read_sentences
+from vpipe.data.fairseq import Sentences, read_dictionary, read_sentences
 from vpipe.data.files import existing, lines
 from vpipe.data.tokenizer import EOS, PAD, choose, encode
 from vpipe.errors import UserError
@@ -71,7 +71,7 @@ class ParallelSentences(DataSet):
         targets = [self._target[i] for i in members]
         shifted = [np.concatenate([[EOS], sentence[:-1]]) for sentence in targets]
         inputs = {"source": _padded(sources), "target_in": _padded(shifted)}
-        return Batch(inputs, _padded(targets), sum(len(sentence) for sentence in targets))
+        return Batch(inputs, _padded(targets))
 
 
 def _sizes(sentences: Sequence[Sentence]) -> NDArray[np.int64]:
@@ -130,7 +130,7 @@ def _from_name(file: Path, source: str | None, target: str | None) -> tuple[str,
 
 
 def _binarised(root: Path, languages: tuple[str, str], sequence_length: int) -> Iterator[DataSet]:
-    dictionaries = [Dictionary.read(root / f"dict.{language}.txt") for language in languages]
+    dictionaries = [read_dictionary(root / f"dict.{language}.txt") for language in languages]
     stem = next(iter(sorted(root.glob("train.*-*.*.idx")))).name.split(".")[1]
     for split in ("train", "valid"):
         prefixes = [root / f"{split}.{stem}.{language}" for language in languages]

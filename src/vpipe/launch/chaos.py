@@ -3,7 +3,8 @@
 One run is left alone; others of the same config lose ranks at random moments: killed, stopped, now and then while the
 run is still recovering from the loss before; and their layers are moved to other ranks, now and then with a rank killed
 on the way. Each must end well, leave no process behind, and have written the same
-bytes: every layer's weights, buffers and optimizer state, where it stands, and the loss of every iteration.
+bytes: every layer's weights, buffers and optimizer state, where it stands, and told the same: loss, rate, norm, tokens
+of every iteration, evaluations, the summary.
 
 The judge shares nothing with what it judges: it compares files by their bytes.
 """
@@ -27,10 +28,11 @@ from typing import Any
 import psutil
 
 from vpipe.errors import UserError
-from vpipe.rundir import writing
-from vpipe.rundir.crew import Roster, want_layout
-from vpipe.rundir.layout import CHECKPOINTS, CREW, METRICS, RUN
+from vpipe.process import AS_MODULE
+from vpipe.rundir import lineage, writing
+from vpipe.rundir.layout import CHECKPOINTS, CREW, METRICS, RUN, SUMMARY
 from vpipe.rundir.manifest import MANIFEST, checkpoints
+from vpipe.rundir.roster import Roster, want_layout
 
 MARK = "VPIPE_CHAOS"
 """A variable that all processes of a broken run carry, so that none can hide."""
@@ -42,6 +44,14 @@ MOVE = "move"
 Blow = signal.Signals | str
 PATIENCE = 30.0
 """Seconds after which a move is asked for again."""
+TOLD = ("train", "evaluation")
+TIMED = {
+    *("time", "seconds", "tokens_per_second", "throughput_tokens_per_second", "samples_per_second", "mfu"),
+    *("total_time_seconds", "effective_time_seconds", "time_per_iteration_seconds"),
+}
+"""Figures of a clock: no two runs tell the same."""
+TOTALS = ("total_iterations", "total_tokens", "effective_iterations", "effective_tokens", "warmup_iterations")
+"""Of a run that goes on from another these count its own part."""
 HANG = 600.0
 """Seconds without a new iteration or epoch that mean a hang."""
 
@@ -175,7 +185,7 @@ class Breaker:
         blows.pop()
 
     def _started(self, directory: Path, name: str, more: Sequence[str]) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "vpipe", *self.command, *more, "--output-dir", str(directory)]
+        words = [sys.executable, AS_MODULE, "vpipe", *self.command, *more, "--output-dir", str(directory)]
         with (self.folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
                 words,
@@ -225,7 +235,7 @@ def differences(left: Path, right: Path) -> list[str]:
     first, second = (checkpoints(each / CHECKPOINTS) for each in (left, right))
     if not first or not second:
         return [f"{(right if first else left)} has no checkpoint to compare"]
-    return [*_of_checkpoints(first[-1], second[-1]), *_of_losses(left, right)]
+    return [*_of_checkpoints(first[-1], second[-1]), *_of_what_is_told(left, right)]
 
 
 def _of_checkpoints(left: Path, right: Path) -> Iterator[str]:
@@ -254,22 +264,35 @@ def _parsed(path: Path) -> tuple[dict[str, Any], bytes]:
     return {name: facts["data_offsets"] for name, facts in header.items() if name != "__metadata__"}, data[8 + size :]
 
 
-def _of_losses(left: Path, right: Path) -> Iterator[str]:
-    first, second = losses(left), losses(right)
-    for iteration in sorted(first.keys() | second.keys()):
-        if first.get(iteration) != second.get(iteration):
-            yield (f"{right} has loss {second.get(iteration)} at iteration {iteration}, not {first.get(iteration)}")
-            return
+def _of_what_is_told(left: Path, right: Path) -> Iterator[str]:
+    """The first figure of each kind that differs. The norm of an asynchronous run is that of rank 0's stages, which
+    moves change."""
+    entries = [lineage.current(each) for each in (left, right)]
+    first, second = told(left), told(right)
+    resumed = any(entry is not None and entry.line.ancestors for entry in entries)
+    rank_0 = (writing.read(left / RUN) or {}).get("synchronous") is False
+    seen = {("summary", name) for name in (*TOTALS, *TIMED) if resumed} | {
+        ("train", "gradient_norm") for _ in range(rank_0)
+    }
+    for kind, iteration in sorted(first.keys() | second.keys()):
+        ones, others = first.get((kind, iteration), {}), second.get((kind, iteration), {})
+        for name in sorted(ones.keys() | others.keys()):
+            if ones.get(name) != others.get(name) and (kind, name) not in seen:
+                seen.add((kind, name))
+                where = f"of iteration {iteration}" if iteration else "of the whole run"
+                yield f"{right} tells {others.get(name)} as {name} {where} ({kind}), not {ones.get(name)}"
 
 
-def losses(directory: Path) -> dict[int, float]:
-    """Iteration → the loss that was told last: a step that was run again has told its loss twice."""
-    found: dict[int, float] = {}
-    for line in (directory / METRICS).read_text().splitlines():
-        facts = json.loads(line)
-        if facts.get("kind") == "train":
-            found[int(facts["iteration"])] = facts["loss"]
-    return found
+def told(directory: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """(train, evaluation or summary; iteration) → the figures that were told last, as a step that was run again has
+    told its own twice. Of what a clock says only whether it says anything."""
+    lines = [json.loads(line) for line in (directory / METRICS).read_text().splitlines()]
+    found = {(str(line["kind"]), int(line["iteration"])): line for line in lines if line["kind"] in TOLD}
+    summary = writing.read(directory / SUMMARY) or {}
+    summary.pop("ranks_lost", None)
+    ending = summary.pop("ending", None) or {}
+    found["summary", 0] = {**summary, "run": None, "ending": ending.get("kind"), "sentence": ending.get("sentence")}
+    return {key: {name: bool(x) if name in TIMED else x for name, x in line.items()} for key, line in found.items()}
 
 
 def recoveries(directory: Path) -> list[dict[str, float]]:

@@ -1,6 +1,6 @@
 """A container is a prefix of a command: words in, words out.
 
-    wrap(container, ["python3", "-m", "vpipe"])  ->  ["apptainer", "exec", ..., image, "python3", "-m", "vpipe"]
+    wrap(container, ["python3", "-Pm", "vpipe"])  ->  ["apptainer", "exec", ..., image, "python3", "-Pm", "vpipe"]
 
 Nothing here runs anything. Variables go in by name only (docker) or by inheritance (the others), so that a token never
 appears in the list of processes. The working directory is bound and kept, so that relative paths mean the same inside.
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vpipe.errors import UserError, nearest
-from vpipe.launch import valid
+from vpipe.launch import command_words as valid
 from vpipe.launch.environment import carried
+from vpipe.process import AS_MODULE
 
 PYTHON = "python3"
 """Python inside an image; outside it is the interpreter that runs vpipe."""
@@ -68,7 +69,7 @@ def command_inside(
     do: no container, or already inside. The caller sets ``MARK`` in the environment and becomes this command."""
     if container.kind == "none" or MARK in environ:
         return None
-    return wrap(container, [PYTHON, "-m", "vpipe", *arguments], directory, {MARK, *carried(environ)})
+    return wrap(container, [PYTHON, AS_MODULE, "vpipe", *arguments], directory, {MARK, *carried(environ)})
 
 
 def _none(container: Container, directory: str, names: list[str]) -> list[str]:

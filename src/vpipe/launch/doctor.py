@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import shutil
 import socket
 import subprocess
@@ -25,7 +26,9 @@ from typing import Literal
 import psutil
 
 from vpipe.launch.hosts import free_port
-from vpipe.network import interface_of, is_loopback
+from vpipe.launch.process import files_for
+from vpipe.network import interface_of, interface_towards, is_loopback
+from vpipe.process import num_cores
 
 SECONDS = 5
 """How long another program may take to answer."""
@@ -69,10 +72,13 @@ def examine() -> list[Finding]:
         _torch,
         _accelerators,
         _cores,
+        _files,
+        _compiler,
         _memory,
         _shared_memory,
         _disk,
         _network,
+        _meeting,
         _ports,
         _slurm,
         _ssh,
@@ -108,9 +114,12 @@ def _torch() -> Iterator[Finding]:
     yield Finding("torch", "found", f"{build}, built {kind}")
 
 
+_OFFERED = "import json; from vpipe.train.proof.device import offered; print(json.dumps(offered()))"
+
+
 def _accelerators() -> Iterator[Finding]:
     """What torch finds, asked in a process of its own, beside what the vendor's tool lists: they may disagree."""
-    told = _lines([sys.executable, "-m", "vpipe", "doctor", "--accelerators"], TORCH_SECONDS)
+    told = _lines([sys.executable, "-P", "-c", _OFFERED], TORCH_SECONDS)
     facts = json.loads(told[-1]) if told else {}
     listed = _lines(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
     seen = f"nvidia-smi lists {len(listed)}: {'; '.join(listed)}"
@@ -127,11 +136,41 @@ def _accelerators() -> Iterator[Finding]:
 
 
 def _cores() -> Iterator[Finding]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = num_cores()
     load = os.getloadavg()[0]
-    yield Finding("cores", "found", f"{usable} usable of {os.cpu_count()}, load {load:.1f}")
+    yield Finding("cores", "found", f"{usable} usable of {os.cpu_count()}, load {load:.1f}; more ranks share them")
     if load > usable:
         yield Finding("load", "note", f"{load:.1f} processes want {usable} cores: times measured now mean little")
+
+
+def _files() -> Iterator[Finding]:
+    """Launchers of ours raise the soft limit."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    few = most != resource.RLIM_INFINITY and most < files_for(128)
+    shown = "as many as wanted" if most == resource.RLIM_INFINITY else str(most)
+    mend = "raise it: limits.conf, or docker run --ulimit nofile=65536" if few else ""
+    yield Finding("open files", "note" if few else "found", f"{shown} (ulimit -Hn); 128 ranks need 1056", mend)
+
+
+def _compiler() -> Iterator[Finding]:
+    names = (os.environ.get("CXX", "c++"), "g++", "clang++")
+    compiler = next((path for name in names if (path := shutil.which(name))), None)
+    if compiler is None:
+        yield Finding("compiler", "missing", "none for C++: model.compile cannot be used", "apt-get install g++")
+    else:
+        yield Finding("compiler", "found", f"{compiler}, which model.compile needs")
+
+
+def _meeting() -> Iterator[Finding]:
+    """Where a launcher's variables, or the user's, say that the ranks meet."""
+    host = os.environ.get("MASTER_ADDR")
+    if host is None:
+        return
+    interface = interface_towards(host)
+    if interface is None:
+        yield Finding("MASTER_ADDR", "missing", f"{host} leads nowhere from here", "give the address of rank 0's node")
+    else:
+        yield Finding("MASTER_ADDR", "found", f"{host}, by {interface}")
 
 
 def _memory() -> Iterator[Finding]:

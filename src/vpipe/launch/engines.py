@@ -8,18 +8,40 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.config import PipelineConfig, load
-from vpipe.errors import UserError
+from vpipe.config.running import SlurmConfig
+from vpipe.errors import UserError, nearest
 from vpipe.launch import kubernetes, ray_cluster
 from vpipe.launch.container import PYTHON
 from vpipe.launch.job import Load
+from vpipe.process import AS_MODULE
 
 Show = Callable[[str], None]
 
 KNOWN = {
-    "ray": {"address", "gpus_per_task", "spread", "cpus_per_task", "python"},
-    "kubernetes": {"image", "volume", "gpus_per_task", "cpus_per_task", "memory", "name"},
+    "slurm": (*sorted(SlurmConfig.model_fields.keys() - {"nodes"}), "name", "array", "python", "cancel_on_interrupt"),
+    "ray": ("address", "gpus_per_task", "spread", "cpus_per_task", "python"),
+    "kubernetes": ("image", "volume", "gpus_per_task", "cpus_per_task", "memory", "name"),
 }
-"""Engine → the options that it understands."""
+"""Engine → what it may be asked for."""
+_COUNTS, _FLAGS = ("cpus_per_task", "gpus_per_task", "ntasks_per_node"), {"true": True, "false": False}
+_TRUE_OR_FALSE = ("spread", "requeue", "cancel_on_interrupt")
+
+
+def asked_for(to: str, words: Sequence[str]) -> dict[str, Any]:
+    """``NAME=VALUE`` of ``vpipe submit --with``, as values."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or name not in KNOWN[to]:
+            hint = nearest(name, KNOWN[to]) if equals else "; it is NAME=VALUE"
+            raise UserError(f"--with {word} says nothing to {to}, which understands {', '.join(KNOWN[to])}{hint}")
+        if name in _COUNTS and not (value.isascii() and value.isdigit()):
+            raise UserError(f"--with {name} is {value[:40]!r}, but it is a whole number")
+        if name in _TRUE_OR_FALSE and value not in _FLAGS:
+            raise UserError(f"--with {name} is {value[:40]!r}, but it is true or false")
+        found[name] = int(value) if name in _COUNTS else _FLAGS.get(value, value)
+    return found
 
 
 def submit(
@@ -34,17 +56,17 @@ def submit(
 ) -> int:
     """Hand the config to the engine, or with ``dry_run`` show what would be handed in; the exit code."""
     given = {name: value for name, value in options.items() if value is not None}
-    for name in given.keys() - KNOWN[to]:
-        understood = ", ".join(f"--{each.replace('_', '-')}" for each in sorted(KNOWN[to]))
-        raise UserError(f"--{name.replace('_', '-')} says nothing to {to.capitalize()}, which understands {understood}")
+    for name in given.keys() - set(KNOWN[to]):
+        raise UserError(f"--{name.replace('_', '-')} says nothing to {to.capitalize()}; leave it out")
     loaded = load(path, overrides, scheduler)
     if loaded.config.launch.elastic is not None:
         raise UserError(
             f"launch.elastic is {loaded.config.launch.elastic}, but ranks that {to.capitalize()} starts cannot come "
             "and go; remove it, or submit to SLURM"
         )
-    for warning in loaded.warnings:
-        show(f"vpipe: warning: {warning}")
+    lost = "every restart begins anew, its checkpoints go with the pods; --with volume=CLAIM keeps them"
+    for warning in (*loaded.warnings, *([lost] if to == "kubernetes" and "volume" not in given else ())):
+        show(f"{'# ' if to == 'kubernetes' else ''}vpipe: warning: {warning}")  # a remark where it is read as YAML
     if to == "kubernetes":
         return _to_kubernetes(loaded.config, path, given, dry_run, show)
     return _to_ray(loaded.config, path, overrides, scheduler, given, dry_run, show)
@@ -53,12 +75,18 @@ def submit(
 def _to_kubernetes(config: PipelineConfig, path: str, given: Mapping[str, Any], dry_run: bool, show: Show) -> int:
     image = given.get("image") or config.launch.container.image
     if image is None:
-        raise UserError("Kubernetes runs images; give --image, or launch.container.image in the config")
+        raise UserError("Kubernetes runs images; give --with image=NAME, or launch.container.image in the config")
     if not dry_run:
         raise UserError(
             "vpipe does not talk to Kubernetes itself; "
             "pipe the manifest: vpipe submit … --to kubernetes --dry-run | kubectl apply -f -"
         )
+    for plugin in config.plugins:
+        if plugin.endswith(".py"):
+            raise UserError(
+                f"plugins: {plugin} is a file of this machine, which no pod has; install it in the image as a module "
+                "and name that: plugins: [package.module]"
+            )
     asked = kubernetes.KubernetesJob(
         name=given.get("name") or kubernetes.name_of(f"vpipe-{Path(path).stem}"),
         image=image,
@@ -87,15 +115,17 @@ def _to_ray(
     words = [word for override in overrides for word in ("--set", override)]
     chosen = ("--scheduler", scheduler) if scheduler else ()
     job = ray_cluster.RayJob(
-        command=(python, "-m", "vpipe", "train", str(Path(path).resolve()), *words, *chosen),
+        command=(AS_MODULE, "vpipe", "train", str(Path(path).resolve()), *words, *chosen),
         num_ranks=config.num_ranks,
         directory=str(Path.cwd()),
+        python=python,
         address=given.get("address", "auto"),
         cpus_per_task=given.get("cpus_per_task", config.launch.slurm.cpus_per_task or 1),
         gpus_per_task=given.get("gpus_per_task", 0),
         spread=bool(given.get("spread")),
         interface=config.launch.interface,
         threads=config.launch.threads,
+        grace=config.launch.grace,
     )
     if config.launch.container.kind != "none":
         raise UserError(
@@ -103,6 +133,6 @@ def _to_ray(
         )
     if dry_run:
         show(f"{job.num_ranks} actors with {job.cpus_per_task} CPUs and {job.gpus_per_task} GPUs each run")
-        show(" ".join(job.command))
+        show(" ".join((job.python, *job.command)))
         return 0
     return ray_cluster.run(job, show)

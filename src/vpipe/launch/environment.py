@@ -27,16 +27,12 @@ import subprocess
 import time
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from pathlib import Path
 
 from vpipe import network
 from vpipe.errors import UserError
-from vpipe.launch import valid
+from vpipe.launch import command_words as valid
 from vpipe.launch.hosts import DEVICES
 from vpipe.process import told_rank
-
-SECRET = "VPIPE_SECRET"
-"""The secret of a run: see ``runtime.ranks.secret``. It goes through pipes and environments, never into argv."""
 
 Ask = Callable[[Sequence[str]], str]
 """Command → what it prints."""
@@ -196,22 +192,6 @@ def run(command: Sequence[str]) -> str:
     if done.returncode:
         raise UserError(f"{' '.join(command)} failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout
-
-
-def orion_preload(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the environment of ranks needs that use Orion: ``ORION_LIBRARY`` goes into the ranks' LD_PRELOAD, and only
-    there."""
-    library = environ.get("ORION_LIBRARY")
-    if not library:
-        return {}
-    if not Path(library).is_file():
-        raise UserError(
-            f"ORION_LIBRARY is {valid.shown(library)}, where there is no file; give the path of liborion.so"
-        )
-    if any(letter in library for letter in " :"):
-        raise UserError(f"ORION_LIBRARY is {valid.shown(library)}; LD_PRELOAD takes no path with a space or a colon")
-    others = environ.get("LD_PRELOAD", "")
-    return {"LD_PRELOAD": f"{Path(library).resolve()}{':' if others else ''}{others}"}
 
 
 def interface_variables(interface: str | None) -> dict[str, str]:

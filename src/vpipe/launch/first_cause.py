@@ -12,13 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vpipe.launch.process import signal_name
-from vpipe.rundir.journal import CODES, MISTAKE, RESUME_ME, UNSAVED, Ending, EndingKind
+from vpipe.rundir.journal import CODES, DIVERGED, MISTAKE, MOST_DETAILS, RESUME_ME, UNSAVED, Ending, EndingKind
 
-IN_ORDER = (UNSAVED, RESUME_ME, 128 + signal.SIGINT, 128 + signal.SIGHUP)
+IN_ORDER = (DIVERGED, UNSAVED, RESUME_ME, 128 + signal.SIGINT, 128 + signal.SIGHUP)
 """Exit codes of a rank that came to its end in order: it has said what there is to say."""
-
-
-MOST_DETAILS = 8_000
 
 
 @dataclass(frozen=True)
@@ -30,16 +27,6 @@ class Report:
     sentence: str
     traceback: str = ""
     cause: dict[str, Any] | None = None
-
-    @classmethod
-    def parse(cls, found: dict[str, Any]) -> Report:
-        return cls(
-            int(found["rank"]),
-            str(found["kind"]),
-            str(found["sentence"]),
-            str(found.get("traceback", "")),
-            found.get("cause"),
-        )
 
 
 @dataclass
@@ -54,13 +41,17 @@ class Verdict:
     """The ranks of which something went wrong that we did not do."""
     _ours: set[int] = field(default_factory=set)
     """The ranks that our signal has ended."""
+    _lost: dict[int, str] = field(default_factory=dict)
+    """How ranks went that are lost with their machine."""
 
     def report(self, report: Report) -> None:
         self.reports.setdefault(report.rank, report)
         self._note(report.rank)
 
-    def ended(self, rank: int, status: int) -> None:
+    def ended(self, rank: int, status: int, how: str = "") -> None:
         self.statuses[rank] = status
+        if how:
+            self._lost[rank] = how
         if self.ended_by_us and status in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT):
             self._ours.add(rank)
         elif status not in (0, *IN_ORDER):
@@ -116,7 +107,7 @@ class Verdict:
             code = MISTAKE if report.kind == "user" else None
             return Ending.of(EndingKind.FAILED, why, code, rank=rank, details=report.traceback[-MOST_DETAILS:])
         sentence = why if why.startswith("rank ") else f"rank {rank} failed: {why}"
-        if self._seen_as(rank, "silent", "missing"):
+        if rank in self._lost or self._seen_as(rank, "silent", "missing"):
             return Ending.of(EndingKind.LOST, sentence, rank=rank)
         status = self.statuses.get(rank, 0)
         if status > 0:
@@ -150,6 +141,8 @@ class Verdict:
                 return str(report.cause["sentence"])
         if rank in self.reports:
             return self.reports[rank].sentence
+        if rank in self._lost:
+            return f"rank {rank} {self._lost[rank]}"
         status = self.statuses.get(rank)
         if status is None or status == 0 or rank in self._ours:
             named = (

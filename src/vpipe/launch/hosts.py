@@ -8,17 +8,19 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vpipe.errors import UserError
-from vpipe.launch import valid
-from vpipe.network import is_loopback
+from vpipe.launch import command_words as valid
+from vpipe.network import family_of, is_loopback
 
 DEVICES = "VPIPE_DEVICES"
 """An index for every local rank: see ``runtime.device.DEVICES``, which a launcher does not load."""
-LOCAL = frozenset({"localhost", "127.0.0.1"})
+LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+_MACHINE = re.compile(r"(?P<user>([^@:]*@)?)(?P<host>\[[0-9A-Fa-f:.]+\]|[^@:\[]*)(:(?P<gpu>[0-9]{1,5}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,15 @@ class Node:
 
 
 def nodes(machines: Sequence[str]) -> list[Node]:
-    """The nodes of a list of ``host:gpu``; a host alone means its GPU 0."""
+    """The nodes of a list of ``host:gpu``, ``user@host:gpu`` or ``[IPv6]:gpu``; a host alone means its GPU 0."""
     found: dict[str, list[tuple[int, int]]] = {}
     for rank, machine in enumerate(machines):
-        host, colon, gpu = machine.partition(":")
-        valid.host(host, f"launch.machines[{rank}]")
-        if colon and not (gpu.isascii() and gpu.isdigit() and len(gpu) <= 5):
-            raise UserError(f"launch.machines[{rank}] is {valid.shown(machine)} but must be host:gpu, such as node1:0")
-        found.setdefault(host, []).append((rank, int(gpu or 0)))
+        where = f"launch.machines[{rank}]"
+        match = _MACHINE.fullmatch(machine)
+        if match is None:
+            raise UserError(f"{where} is {valid.shown(machine)} but must be host:gpu, such as node1:0 or [fe80::1]:0")
+        host = valid.destination(match["user"] + match["host"].strip("[]"), where)
+        found.setdefault(host, []).append((rank, int(match["gpu"] or 0)))
     return [
         Node(index, host, tuple(rank for rank, _ in places), tuple(gpu for _, gpu in places))
         for index, (host, places) in enumerate(found.items())
@@ -63,11 +66,6 @@ def all_local(machines: Sequence[str]) -> bool:
     return all(node.host in LOCAL for node in nodes(machines))
 
 
-def machinefile(machines: Sequence[str]) -> str:
-    """VPipe's ``machinefile``: one ``host:gpu`` a line, in the order of the ranks."""
-    return "".join(f"{machine}\n" for machine in machines)
-
-
 def meeting_point(addresses: Sequence[str]) -> str:
     """The address of node 0, at which all ranks meet; each node's address is the one by which it was reached."""
     loopback = [is_loopback(address) for address in addresses]
@@ -82,6 +80,6 @@ def meeting_point(addresses: Sequence[str]) -> str:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that nobody listens on at this moment."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    with socket.socket(family_of(host)) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -16,6 +16,8 @@ from vpipe.errors import UserError
 from vpipe.launch.container import PYTHON, Container
 from vpipe.launch.slurm import SlurmJob, limit_warning, sweep
 
+AS_GIVEN = ("partition", "account", "qos", "gres", "cpus_per_task", "memory", "time", "requeue")
+"""Keys of launch.slurm that SLURM is told as they are."""
 Load = Callable[[str, Sequence[str], str | None], Loaded]
 """Reads a config with overrides and a schedule, and raises where it is wrong."""
 
@@ -56,14 +58,7 @@ def plan_job(
         run_directory=loaded.config.observe.directory,
         checkpoint_directory=loaded.config.checkpoint.directory,
         container=container,
-        partition=slurm["partition"],
-        account=slurm["account"],
-        qos=slurm["qos"],
-        gres=slurm["gres"],
-        cpus_per_task=slurm["cpus_per_task"],
-        memory=slurm["memory"],
-        time=slurm["time"],
-        requeue=slurm["requeue"],
+        **{name: slurm[name] for name in AS_GIVEN},
         interface=launch.interface,
         port=launch.master_port,
         points=points,
@@ -86,23 +81,23 @@ def _places(config: PipelineConfig, least_nodes: int, num_nodes: int, tasks_per_
             f"--nodes {least_nodes}-{num_nodes} lets SLURM choose, but this run has {config.num_ranks} ranks; give one "
             "number, or launch.elastic: MIN:MAX"
         )
-    return shape(config, num_nodes, tasks_per_node)[1]
+    return shape(config, num_nodes, tasks_per_node)
 
 
 def _check_array(array: str, num_points: int) -> None:
-    """``--array`` chooses among the runs of the sweep."""
+    """``--with array`` chooses among the runs of the sweep."""
     wanted = 0
     for first, last, stride in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", array.partition("%")[0]):
         wanted = max(wanted, max(range(int(first), int(last or first) + 1, int(stride or 1)), default=0))
     if wanted >= num_points:
         raise UserError(
-            f"--array {array} asks for run {wanted}, but the sweep has {num_points}, 0 to {num_points - 1}; "
-            "give fewer, or leave --array away to run all"
+            f"--with array={array} asks for run {wanted}, but the sweep has {num_points}, 0 to {num_points - 1}; "
+            "give fewer, or leave it away to run all"
         )
 
 
-def shape(config: PipelineConfig, num_nodes: int, tasks_per_node: int | None) -> tuple[int, int]:
-    """(nodes, ranks per node), which must make the ranks of the pipeline."""
+def shape(config: PipelineConfig, num_nodes: int, tasks_per_node: int | None) -> int:
+    """Ranks per node, which must make the ranks of the pipeline."""
     ranks = config.num_ranks
     if tasks_per_node is None:
         if ranks % num_nodes:
@@ -110,13 +105,13 @@ def shape(config: PipelineConfig, num_nodes: int, tasks_per_node: int | None) ->
                 f"{ranks} ranks cannot be spread evenly over {num_nodes} nodes; give --nodes a divisor of {ranks}, or "
                 "change parallel.model_parallel_size"
             )
-        return num_nodes, ranks // num_nodes
+        return ranks // num_nodes
     if num_nodes * tasks_per_node != ranks:
         raise UserError(
-            f"--nodes {num_nodes} x --ntasks-per-node {tasks_per_node} are {num_nodes * tasks_per_node} ranks, but the "
+            f"--nodes {num_nodes} x ntasks_per_node {tasks_per_node} are {num_nodes * tasks_per_node} ranks, but the "
             f"config has {ranks} (parallel.model_parallel_size x data_parallel_size); change one of them"
         )
-    return num_nodes, tasks_per_node
+    return tasks_per_node
 
 
 def node_range(nodes: int | str) -> tuple[int, int]:
@@ -136,7 +131,7 @@ def elastic_shape(elastic: str, least_nodes: int, num_nodes: int, tasks_per_node
         if count * places < ranks:
             raise UserError(
                 f"{count} nodes x {places} places are {count * places}, but launch.elastic is {elastic}; give more "
-                f"nodes (--nodes), more places (--ntasks-per-node), or lower {name}"
+                f"nodes (--nodes), more places (--with ntasks_per_node), or lower {name}"
             )
     return places
 

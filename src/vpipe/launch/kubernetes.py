@@ -10,16 +10,21 @@ Nothing here talks to a cluster: ``vpipe submit --to kubernetes --dry-run`` prin
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
+from vpipe.door import SECRET
 from vpipe.errors import UserError
-from vpipe.launch import valid
+from vpipe.launch import command_words as valid
+from vpipe.process import AS_MODULE
+from vpipe.rundir.lineage import new_id
 
 GROUP = "ranks"
 FOLDER = "/vpipe"
+TOKENS, TOKEN = "vpipe-tokens", "HF_TOKEN"
 PORT = 29500
 """Every pod has an address of its own, so that one port serves all jobs."""
 
@@ -42,13 +47,20 @@ class KubernetesJob:
     restarts: int = 3
     volume: str | None = None
     """A PersistentVolumeClaim for data, runs and checkpoints, mounted as the working directory."""
+    run: str = field(default_factory=new_id)
+    """Names the run directory: jobs of one name, one after the other, are not one run."""
 
     def __post_init__(self) -> None:
         valid.image(self.image)
+        if self.volume is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", self.volume):
+            raise UserError(
+                f"--with volume={valid.shown(self.volume)} is no name of a PersistentVolumeClaim: small letters, "
+                "digits, dashes and dots that begin and end with a letter or digit"
+            )
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", self.name):
             raise UserError(
-                f"--name {valid.shown(self.name)} is no name for Kubernetes; take up to 40 small letters, digits and "
-                "dashes that begin and end with a letter or digit"
+                f"--with name={valid.shown(self.name)} is no name for Kubernetes; take up to 40 small letters, digits "
+                "and dashes that begin and end with a letter or digit"
             )
 
 
@@ -59,7 +71,7 @@ def name_of(text: str) -> str:
 
 def manifest(asked: KubernetesJob) -> str:
     """The documents: the config, and the set of jobs."""
-    documents = [_config_map(asked), _job_set(asked)]
+    documents = [_config_map(asked), _secret(asked), _job_set(asked)]
     return yaml.safe_dump_all(documents, sort_keys=False, width=120)
 
 
@@ -69,6 +81,16 @@ def _config_map(asked: KubernetesJob) -> dict[str, Any]:
         "kind": "ConfigMap",
         "metadata": {"name": asked.name},
         "data": {"config.yaml": asked.config},
+    }
+
+
+def _secret(asked: KubernetesJob) -> dict[str, Any]:
+    """By which the pods know each other. A Secret of the user's, ``vpipe-tokens``, may hold HF_TOKEN."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": asked.name},
+        "stringData": {SECRET: secrets.token_hex(32)},
     }
 
 
@@ -96,14 +118,14 @@ def _pod(asked: KubernetesJob) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [{"name": "config", "configMap": {"name": asked.name}}]
     mounts: list[dict[str, Any]] = [{"name": "config", "mountPath": f"{FOLDER}/config", "readOnly": True}]
     if asked.volume is not None:
-        volumes.append({"name": "work", "persistentVolumeClaim": {"claimName": valid.option(asked.volume, "--volume")}})
+        volumes.append({"name": "work", "persistentVolumeClaim": {"claimName": asked.volume}})
         mounts.append({"name": "work", "mountPath": f"{FOLDER}/work"})
     container: dict[str, Any] = {
         "name": "rank",
         "image": asked.image,
         "command": [
-            *("python3", "-m", "vpipe", "train", f"{FOLDER}/config/config.yaml", *asked.arguments),
-            *("--output-dir", f"{asked.run_directory}/{asked.name}", "--resume", "latest"),
+            *("python3", AS_MODULE, "vpipe", "train", f"{FOLDER}/config/config.yaml", *asked.arguments),
+            *("--output-dir", f"{asked.run_directory}/{asked.name}-{asked.run}", "--resume", "latest"),
         ],
         "env": _variables(asked),
         "volumeMounts": mounts,
@@ -130,4 +152,6 @@ def _variables(asked: KubernetesJob) -> list[dict[str, Any]]:
     return [
         {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
         *({"name": name, "value": value} for name, value in fixed.items()),
+        {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": asked.name, "key": SECRET}}},
+        {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": TOKENS, "key": TOKEN, "optional": True}}},
     ]

@@ -1,35 +1,36 @@
 """Ranks on this machine: start them, show one output, end them all.
 
-``run`` is one event loop without threads. Around it three things can end early, and none may leave the others behind:
-
-    launcher ──socket──▶ zygote ──fork──▶ ranks, store
-       │  killed: the socket closes, the zygote kills its group
-       └─ zygote killed: the kernel kills the ranks (prctl), the launcher kills the group
-
 Everything listens on the loopback interface only. The port is bound here and passed on as a descriptor, so no other
 program can take it in between.
 """
 
 from __future__ import annotations
 
+import secrets
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from vpipe.door import SECRET
 from vpipe.errors import UserError
-from vpipe.launch.early import PRELOAD, settings
-from vpipe.launch.elastic import Elastic, ElasticLaunch
-from vpipe.launch.loop import Grace, Launch
+from vpipe.launch.epochs import Elastic
+from vpipe.launch.launcher import Launcher
+from vpipe.launch.local_place import LocalPlace, make_shelves
 from vpipe.launch.output import Output, Stream
+from vpipe.launch.process import allow_files
+from vpipe.launch.stopping import Grace
+from vpipe.launch.zygote_start import LATE, PRELOAD, settings
 from vpipe.rundir.journal import Ending
+from vpipe.store import STORE
 
 COMPILER = "torch._dynamo"
 """A user's own optimizer imports it in its first step: a second of processor time, here once for all ranks. Ours do
 without (``runtime.updates.optimizing``)."""
+RESCUE = "vpipe.train.rescue:save"
 STOP_GRACE = 10.0
 """Seconds from the first Ctrl-C to the end of patience."""
 
@@ -72,6 +73,7 @@ def run(
             raise UserError("there is no script to run; name one, as in 'vpipe run --nproc 4 script.py'")
         if target[0] != "-m" and not Path(target[0]).is_file():
             raise UserError(f"there is no file {target[0]!r} to run")
+    allow_files(num_ranks)
     output = Output(
         stdout or sys.stdout.buffer,
         stderr or sys.stderr.buffer,
@@ -79,29 +81,49 @@ def run(
         Path(log_dir) if log_dir is not None else None,
         quiet,
     )
-    with ExitStack() as stack:
-        stack.callback(output.close)
-        patience = grace if isinstance(grace, Grace) else Grace(lambda: grace)
-        launch = ElasticLaunch(num_ranks, output, patience, elastic) if elastic else Launch(num_ranks, output, patience)
-        stack.callback(launch.close)
-        launch.start(
-            {
-                "target": target,
-                "arguments": dict(arguments or {}),
-                "preload": list(preload),
-                "check": dict(check) if check else None,
-                "rescue": elastic.rescue if elastic else "",
-            },
-            environment_of(num_ranks, threads, environment or {}),
-            port,
+    try:
+        launcher = Launcher(num_ranks, output, grace, elastic)
+        own = environment_of(num_ranks, threads, environment or {})
+        listeners = [_listener(wanted, num_ranks) for wanted in (0, port)]
+        launcher.place = LocalPlace(
+            launcher.events,
+            launcher,
+            own,
+            leads=elastic is not None,
+            shelves=make_shelves(elastic.most) if elastic is not None else (),
+            saver=RESCUE,
+            listeners=listeners,
+            terminals=[sink.is_terminal for sink in output.sinks],
         )
-        stack.enter_context(launch.catching_signals())
-        code = launch.loop()
-        if launch.ending is not None and concluded is not None:
-            said = concluded(launch.ending)
-            if said:
-                output.say(f"vpipe: {said}")
-        return code
+        spec = {
+            "target": target,
+            "arguments": dict(arguments or {}),
+            "preload": list(preload),
+            "check": dict(check) if check else None,
+            "rescue": RESCUE if elastic is not None and elastic.saves else "",
+            "environment": {
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(listeners[1].getsockname()[1]),
+                STORE: f"127.0.0.1:{listeners[0].getsockname()[1]}",
+                SECRET: secrets.token_hex(32),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                **{name: own[name] for name in LATE if name in own},
+            },
+        }
+        return launcher.run(spec, concluded)
+    finally:
+        output.close()
+
+
+def _listener(port: int, num_ranks: int) -> socket.socket:
+    """The socket at which the ranks will meet."""
+    try:
+        return socket.create_server(("127.0.0.1", port), backlog=max(128, num_ranks * 4))
+    except OSError as error:
+        raise UserError(f"the ranks cannot meet at port {port}: {error.strerror}; choose another, or 0") from None
 
 
 def environment_of(num_ranks: int, threads: int, given: Mapping[str, str]) -> dict[str, str]:

@@ -61,8 +61,13 @@ class Sink:
         self._open = b""
 
     def _put(self, data: bytes) -> None:
-        self._stream.write(data)
-        self._stream.flush()
+        try:
+            self._stream.write(data)
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass  # redirected to a disk that is full
 
 
 def tagged(rank: int, text: bytes) -> bytes:
@@ -78,6 +83,8 @@ class Output:
         self._quiet = quiet
         self.sinks = (Sink(stdout, obeys(stdout)), Sink(stderr, obeys(stderr)))
         self._logs: list[BinaryIO] = []
+        self._num_lost = 0
+        """Bytes that the log files did not take."""
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
             self._logs = [(log_dir / f"rank{rank}.log").open("ab", buffering=0) for rank in range(num_ranks)]
@@ -91,8 +98,14 @@ class Output:
 
     def log(self, rank: int, data: bytes) -> None:
         """Bytes for the rank's log file alone."""
-        if self._logs:
-            self._logs[rank].write(data)
+        if not self._logs:
+            return
+        try:
+            self._num_lost += len(data) - (self._logs[rank].write(data) or 0)
+        except OSError as error:  # a full disk costs the log, not the run
+            if not self._num_lost:
+                self.say(f"vpipe: warning: {self._logs[rank].name}: {error.strerror}; the run goes on without it")
+            self._num_lost += len(data)
 
     def say(self, text: str) -> None:
         """Lines of the launcher itself, to stderr."""
@@ -106,3 +119,5 @@ class Output:
     def close(self) -> None:
         for log in self._logs:
             log.close()
+        if self._num_lost:
+            self.say(f"vpipe: warning: {self._num_lost} bytes of the ranks' log files could not be written")

@@ -1,30 +1,45 @@
-"""What the operating system must know about a process that must not outlive its parent.
+"""What a launcher asks the operating system: which cores there are, and how its processes are ended.
 
-A launcher that is killed with SIGKILL cannot clean up. So the kernel is asked to do it (``prctl``), and every
-descendant is in one process group that whoever survives can kill at once.
+A launcher that is killed with SIGKILL cannot clean up. So the kernel is asked to do it (``process.die_with_parent``),
+and every descendant is in one process group that any survivor can kill at once.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
+import resource
 import signal
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-_PR_SET_PDEATHSIG = 1
+from vpipe.errors import UserError
+
 MOST_DESCRIPTORS = 64
 """Of one message over a socket."""
 
 
-def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send ``signum`` when ``parent`` ends; 0 takes it back. Leaves at once if it has ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
+_MOST_FILES = 1 << 16
+
+
+def files_for(num_ranks: int) -> int:
+    """About how many open files the launcher of so many ranks, or one of them, has."""
+    return 32 + 8 * num_ranks
+
+
+def allow_files(num_ranks: int = 0) -> None:
+    """Let this process and its children have as many open files as they may; refuse ranks that need more."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if most == resource.RLIM_INFINITY else min(most, _MOST_FILES)
+    if limit == resource.RLIM_INFINITY:
+        return
+    if limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    if max(limit, wanted) < files_for(num_ranks):
+        raise UserError(
+            f"{num_ranks} ranks need up to {files_for(num_ranks)} open files in a process, but no more than {wanted} "
+            "are allowed (ulimit -Hn); raise that limit, or take fewer ranks on this machine"
+        )
 
 
 def kill_group(group: int) -> None:
@@ -53,11 +68,3 @@ def signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return f"signal {signum}"
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1

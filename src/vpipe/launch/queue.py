@@ -21,6 +21,9 @@ GOING_ON = frozenset(
     | {"REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 )
 """States after which others follow."""
+_IMPOSSIBLE = "Requested node configuration is not available"
+_UNKNOWN = "Invalid job id"
+"""SLURM's words for a job that it does not know; whatever else it says is about itself."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +43,28 @@ class QueuedJob:
 
 
 def submit(script: str) -> int:
-    """Hand in a job script; the number of the job."""
-    try:
-        done = subprocess.run(
-            ["sbatch", "--parsable"], input=script, capture_output=True, text=True, timeout=60, check=False
+    """Hand in a job script; the number of the job. What no node can ever give is refused: SLURM would let it wait."""
+    if _IMPOSSIBLE in _sbatch("--test-only", script).stderr:
+        raise UserError(
+            "SLURM has no such nodes as the job asks for (how many; cores, memory, gres of each): the job would wait "
+            "for ever; 'sinfo -o \"%P %D nodes, %c cores, %m MB, %G\"' lists what there is"
         )
+    done = _sbatch("--parsable", script)
+    match = re.match(r"\d+", done.stdout)
+    if done.returncode or match is None:
+        raise UserError(f"sbatch refused the job: {done.stderr.strip() or done.stdout.strip()}")
+    return int(match[0])
+
+
+def _sbatch(option: str, script: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(["sbatch", option], input=script, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:
         raise UserError(
             "sbatch is not on this machine: submit from a login node of the cluster, or see the script with --dry-run"
         ) from None
     except subprocess.TimeoutExpired:
         raise UserError("sbatch did not answer within 60 s; is SLURM's controller up? 'vpipe doctor' asks it") from None
-    match = re.match(r"\d+", done.stdout)
-    if done.returncode or match is None:
-        raise UserError(f"sbatch refused the job: {done.stderr.strip() or done.stdout.strip()}")
-    return int(match[0])
 
 
 def cancel(job: int) -> None:
@@ -93,11 +103,15 @@ class Follower:
         self._seen: dict[str, QueuedJob] = {}
         self._read: dict[str, int] = {}
         self._last: list[QueuedJob] = []
+        self._is_silent = False
 
     def lines(self) -> Iterator[str]:
         """State changes and output, as they come."""
         while True:
+            was_silent = self._is_silent
             current = self._last = self._current()
+            if self._is_silent and not was_silent:
+                yield f"vpipe: SLURM does not answer; job {self._job} is followed again when it does"
             for task in current:
                 yield from self._news(task, several=len(current) > 1)
             if all(task.ended for task in current):
@@ -111,11 +125,15 @@ class Follower:
         return next((task.exit_code for task in failed if task.exit_code), 1) if failed else 0
 
     def _current(self) -> list[QueuedJob]:
+        self._is_silent = False
         try:
             return tasks(self._job, self._ask)
-        except UserError:
+        except UserError as error:
             if not self._last:
                 raise
+            self._is_silent = _UNKNOWN not in str(error)
+            if self._is_silent:
+                return self._last
             return [  # SLURM forgets ended jobs after a while
                 task if task.ended else QueuedJob(task.label, "FORGOTTEN", "", task.output, task.exit_code)
                 for task in self._last

@@ -19,6 +19,7 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from vpipe.errors import UserError
+from vpipe.process import AS_MODULE
 
 _OUR_FRAMES = (str(Path(__file__).parent), "<frozen runpy>")
 _GLOO = ("third_party/gloo", "gloo/transport")
@@ -54,18 +56,18 @@ class Departure:
 DEPARTURE = Departure()
 
 
-def become_rank(spec: dict[str, Any], rank: int) -> None:
-    """Run the target as ``rank``; returns, or raises what the target raises."""
-    stdout, stderr, report, *control = spec["fds"][rank]
+def become_rank(spec: dict[str, Any], order: dict[str, Any], given: Sequence[int]) -> None:
+    """Run the target as the rank that was ordered; returns, or raises what the target raises."""
+    rank = int(order["fork"])
+    stdout, stderr, report, *control = given
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     os.close(stdout)
     os.close(stderr)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.environ.update(
-        spec["environment"] | {"RANK": str(rank), "LOCAL_RANK": str(rank), "VPIPE_REPORT_FD": str(report)}
-    )
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "VPIPE_REPORT_FD": str(report)}
+    os.environ.update(spec["environment"] | own | order["variables"])
     if control:  # of an elastic run: rank is a slot, and the launcher will say which rank it is
         os.environ.update({"VPIPE_CONTROL_FD": str(control[0]), "VPIPE_SLOT": str(rank)})
     if "numpy" in sys.modules:
@@ -84,14 +86,20 @@ def call_target(spec: dict[str, Any]) -> None:
         code = getattr(import_module(module), name)(**spec["arguments"])
         DEPARTURE.code = code if isinstance(code, int) else 0
         sys.exit(DEPARTURE.code)
-    elif target[0] == "-m":
+    elif target[0] in ("-m", AS_MODULE):
         sys.argv = list(target[1:])
-        sys.path[0] = os.getcwd()
+        if target[0] == "-m":
+            _put_first(os.getcwd())
         runpy.run_module(target[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(target)
-        sys.path[0] = str(Path(target[0]).resolve().parent)
+        _put_first(str(Path(target[0]).resolve().parent))
         runpy.run_path(target[0], run_name="__main__")
+
+
+def _put_first(folder: str) -> None:
+    """Import from this folder first, as Python does for a script; the zygote may have the current one there."""
+    sys.path[: not sys.flags.safe_path] = [folder]
 
 
 class Reporter:

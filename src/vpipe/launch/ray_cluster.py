@@ -1,10 +1,10 @@
 """Ranks as actors of a Ray cluster: one actor a rank, placed together or not at all.
 
-Ray finds the places (a placement group: all of them, or the job waits), the actors start the ranks as processes of
-their own, as the far end of an ssh connection does (``launch.remote``), and this process shows what they say.
+Ray finds the places (a placement group: all of them, or the job waits) and is the connection: in each actor runs the
+same node as at the far end of an ssh connection (``node``), and the same launcher leads them.
 
-    vpipe submit --to ray ──▶ placement group ──▶ actor 0 ──▶ rank 0 ──┐
-                                             └──▶ actor 1 ──▶ rank 1 ──┴── meet at actor 0's address
+    vpipe submit --to ray ──▶ placement group ──▶ actor 0 ── node ── rank 0 ──┐
+                                             └──▶ actor 1 ── node ── rank 1 ──┴── meet at actor 0's address
 
 The ranks are processes, not threads of actors: a rank whose run has failed elsewhere leaves by ending its process, and
 an actor that is killed takes its rank along.
@@ -13,21 +13,30 @@ an actor that is killed takes its rank along.
 from __future__ import annotations
 
 import os
-import queue
+import socket
+import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
 
 from vpipe.errors import UserError
-from vpipe.launch.environment import carried, interface_variables
-from vpipe.launch.hosts import DEVICES, free_port
-from vpipe.launch.remote import NodeRanks, Order
+from vpipe.launch.host_link import HostLink
+from vpipe.launch.hosts import Node
+from vpipe.launch.machines import run as run_on
+from vpipe.launch.ssh import SshLaunch
+from vpipe.launch.stopping import Grace
+from vpipe.process import AS_MODULE
 
 Show = Callable[[str], None]
 
 PLACES_WITHIN = 60.0
 """Seconds until it is said what the job waits for."""
+ANSWERS_WITHIN = 5.0
+"""Seconds in which something must listen at the address of a cluster."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +44,10 @@ class RayJob:
     """What is asked of the cluster."""
 
     command: tuple[str, ...]
-    """What each rank runs."""
+    """What each rank runs: words after the Python program."""
     num_ranks: int
     directory: str
+    python: str
     address: str = "auto"
     """Of the cluster; ``auto`` takes the one that this machine belongs to."""
     cpus_per_task: int = 1
@@ -46,45 +56,80 @@ class RayJob:
     """Whether ranks go to as many machines as there are, instead of as few."""
     interface: str | None = None
     threads: int = 0
+    grace: float | None = None
 
 
-class RayRank:
-    """One rank's place in the cluster."""
+class RayNode:
+    """The actor: a node in the cluster, and its pipes."""
 
-    def __init__(self) -> None:
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._stopped = threading.Event()
+    def address(self) -> str:
+        """This machine's address in the cluster."""
+        return str(load().util.get_node_ip_address())
 
-    def address(self) -> tuple[str, int]:
-        """This machine's address in the cluster, and a port that is free on it."""
-        host = str(load().util.get_node_ip_address())
-        return host, free_port(host)
-
-    def run(self, order: str) -> int:
-        """Start the rank and wait for its end; the exit code."""
-        return NodeRanks(Order.parse(order), self).wait(self._stopped)
-
-    def write(self, text: str) -> int:
-        """What the rank says, line by line."""
-        self._said.put(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Every line is on its way as soon as it is written."""
-
-    def said(self) -> list[str]:
-        """What was said since the last call; waits a moment for the first line."""
-        lines: list[str] = []
+    def start(self, python: str, directory: str) -> str:
+        """Start the node; why that cannot be."""
+        words = [python, AS_MODULE, "vpipe.launch.node", self.address()]
+        pipe = subprocess.PIPE
         try:
-            lines.append(self._said.get(timeout=0.5))
-            while True:
-                lines.append(self._said.get_nowait())
-        except queue.Empty:
-            return lines
+            self._process = subprocess.Popen(words, cwd=directory, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
+        except OSError as error:
+            return f"{error.filename}: {error.strerror}"
+        return ""
 
-    def stop(self) -> None:
-        """End the rank."""
-        self._stopped.set()
+    def hear(self, data: bytes) -> None:
+        """What the launcher says; nothing at its end."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            if data:
+                self._process.stdin.write(data)
+                self._process.stdin.flush()
+            else:
+                self._process.stdin.close()
+
+    def say(self) -> bytes:
+        """What the node has said since the last call; waits for it, and is empty at the end."""
+        assert self._process.stdout is not None
+        return os.read(self._process.stdout.fileno(), 1 << 16)
+
+
+class RayConnection:
+    """What an ssh process is elsewhere: pipes to a node, and its end."""
+
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self._ray, self._actor = ray, actor
+        hears, told = os.pipe()
+        said, says = os.pipe()
+        self.stdin: IO[bytes] | None = os.fdopen(told, "wb")
+        self.stdout: IO[bytes] | None = os.fdopen(said, "rb", buffering=0)
+        os.set_blocking(said, False)
+        self._ended = threading.Event()
+        for work, fd in ((self._pass_orders, hears), (self._pass_words, says)):
+            threading.Thread(target=work, args=(fd,), daemon=True).start()
+
+    def _pass_orders(self, fd: int) -> None:
+        with os.fdopen(fd, "rb", buffering=0) as orders:
+            while data := orders.read(1 << 16):
+                self._actor.hear.options(concurrency_group="orders").remote(data)
+        with suppress(self._ray.exceptions.RayError):
+            self._ray.get(self._actor.hear.options(concurrency_group="orders").remote(b""))
+
+    def _pass_words(self, fd: int) -> None:
+        with suppress(self._ray.exceptions.RayError, OSError), os.fdopen(fd, "wb", buffering=0) as words:
+            while data := self._ray.get(self._actor.say.remote()):
+                words.write(data)
+        self._ended.set()
+
+    def poll(self) -> int | None:
+        return 1 if self._ended.is_set() else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired(["ray"], timeout or 0.0)
+        return 1
+
+    def kill(self) -> None:
+        self._ray.kill(self._actor)
+        self._ended.set()
 
 
 def load() -> Any:
@@ -96,48 +141,40 @@ def load() -> Any:
     return ray
 
 
-def orders(job: RayJob, hosts: Sequence[str], port: int, environ: Mapping[str, str]) -> list[Order]:
-    """What each seat is asked to run: torch's variables, local ranks counted machine by machine."""
-    common = carried(environ) | interface_variables(job.interface)
-    if job.threads:
-        common["OMP_NUM_THREADS"] = str(job.threads)
-    common |= {
-        "WORLD_SIZE": str(job.num_ranks),
-        "MASTER_ADDR": hosts[0],
-        "MASTER_PORT": str(port),
-        "PYTHONUNBUFFERED": "1",
-    }
-    found = []
-    for rank, host in enumerate(hosts):
-        own = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(hosts[:rank].count(host)),
-            "LOCAL_WORLD_SIZE": str(hosts.count(host)),
-        }
-        if job.gpus_per_task:  # Ray shows each its own alone
-            own[DEVICES] = ",".join(["0"] * hosts.count(host))
-        found.append(Order(job.command, job.directory, common, {str(rank): own}))
-    return found
-
-
 def run(job: RayJob, show: Show) -> int:
-    """Run the job to its end; the first bad exit code. Ctrl-C ends all ranks and gives the places back."""
+    """Run the job to its end; the exit code. Ctrl-C ends all ranks and gives the places back."""
     ray = load()
+    _refuse_silent(job.address)
     try:
         ray.init(address=job.address, log_to_driver=False, logging_level="ERROR")
     except ConnectionError:
-        raise UserError(
-            f"there is no Ray cluster at {job.address}; start one with 'ray start --head', or name it with --address"
-        ) from None
+        raise UserError(_no_cluster(job.address)) from None
     places = None
     try:
         places = _places(ray, job, show)
-        seats = _seats(ray, job, places)
-        return _follow(ray, job, seats, show)
+        where = (job.directory, Path(job.directory), job.python)
+        launch = SshLaunch((), *where, interface=job.interface, threads=job.threads, through="ray")
+        ways = partial(_connections, ray, job, places)
+        grace = None if job.grace is None else Grace(lambda: job.grace or 0.0)
+        return run_on(launch, job.command, job.num_ranks, grace=grace, connections=ways)
     finally:
         if places is not None:
             ray.util.remove_placement_group(places)  # with it end the actors that are left
         ray.shutdown()
+
+
+def _no_cluster(address: str) -> str:
+    return f"there is no Ray cluster at {address}; start one with 'ray start --head', or give --with address=…"
+
+
+def _refuse_silent(address: str) -> None:
+    """Raise where nothing listens: Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), ANSWERS_WITHIN).close()
+        except (OSError, OverflowError):
+            raise UserError(_no_cluster(address)) from None
 
 
 def _places(ray: Any, job: RayJob, show: Show) -> Any:
@@ -151,71 +188,28 @@ def _places(ray: Any, job: RayJob, show: Show) -> Any:
     return places
 
 
-def _seats(ray: Any, job: RayJob, places: Any) -> list[Any]:
+def _connections(ray: Any, job: RayJob, places: Any) -> list[HostLink]:
+    """An actor with a node for each rank; local ranks are counted machine by machine."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    actor = ray.remote(RayRank)
-    return [
+    actor = ray.remote(concurrency_groups={"orders": 1})(RayNode)
+    seats = [
         actor.options(
             num_cpus=job.cpus_per_task,
             num_gpus=job.gpus_per_task,
-            max_concurrency=4,
             scheduling_strategy=PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=rank),
         ).remote()
         for rank in range(job.num_ranks)
     ]
+    hosts = ray.get([seat.address.remote() for seat in seats])
+    problems = ray.get([seat.start.remote(job.python, job.directory) for seat in seats])
+    for host, problem in zip(hosts, problems, strict=True):
+        if problem:
+            raise UserError(f"a rank cannot be started on {host}: {problem}; see --with python=…")
+    nodes = nodes_of(hosts)
+    return [HostLink(node, RayConnection(ray, seat)) for node, seat in zip(nodes, seats, strict=True)]
 
 
-def _follow(ray: Any, job: RayJob, seats: Sequence[Any], show: Show) -> int:
-    """Start the ranks, show what they say, and end together."""
-    found = ray.get([seat.address.remote() for seat in seats])
-    hosts = [host for host, _ in found]
-    asked = orders(job, hosts, found[0][1], os.environ)
-    ends = {seat.run.remote(order.line()): rank for rank, (seat, order) in enumerate(zip(seats, asked, strict=True))}
-    talks = {seat.said.remote(): rank for rank, seat in enumerate(seats)}
-    code = 0
-    try:
-        while ends:
-            (ready,), _ = ray.wait([*ends, *talks], num_returns=1)
-            rank = ends.get(ready, talks.get(ready, 0))
-            try:
-                answer = ray.get(ready)
-            except ray.exceptions.RayActorError:
-                ends = {end: other for end, other in ends.items() if other != rank}
-                talks = {talk: other for talk, other in talks.items() if other != rank}
-                show(f"vpipe: the place of rank {rank} on {hosts[rank]} is lost; the other ranks are ended")
-                code = code or 1
-                _stop(ray, seats)
-                continue
-            if ready in talks:
-                del talks[ready]
-                _show(answer, show)
-                talks[seats[rank].said.remote()] = rank
-            else:
-                del ends[ready]
-                code = code or int(answer)
-        for talk in talks:
-            _show(_last(ray, talk), show)
-    except KeyboardInterrupt:
-        _stop(ray, seats)
-        ray.wait(list(ends), num_returns=len(ends), timeout=10)
-        raise
-    return code
-
-
-def _show(lines: Sequence[str], show: Show) -> None:
-    for line in lines:
-        show(line.rstrip("\n"))
-
-
-def _last(ray: Any, talk: Any) -> list[str]:
-    try:
-        return list(ray.get(talk, timeout=5))
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-        return []
-
-
-def _stop(ray: Any, seats: Sequence[Any]) -> None:
-    del ray
-    for seat in seats:
-        seat.stop.remote()
+def nodes_of(hosts: Sequence[str]) -> list[Node]:
+    """A node for each rank. Ray shows each its own devices alone, so that every local rank takes the first."""
+    return [Node(rank, host, (rank,), (0,) * hosts.count(host)) for rank, host in enumerate(hosts)]

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from vpipe.errors import UserError
-from vpipe.launch import valid
+from vpipe.launch import command_words as valid
 from vpipe.launch.container import NONE, Container, wrap
+from vpipe.process import AS_MODULE
 
 GRACE = 60
 """Seconds before the end at which SLURM sends USR1: time for an iteration and a checkpoint."""
@@ -84,9 +85,9 @@ class SlurmJob:
             if getattr(self, name) is not None:
                 valid.option(getattr(self, name), f"--{name}")
         if self.time is not None:
-            valid.duration(self.time, "--time")
+            valid.duration(self.time, "launch.slurm.time")
         if self.array is not None:
-            valid.array(self.array, "--array")
+            valid.array(self.array, "--with array")
         for argument in (*self.arguments, *(word for point in self.points for word in point)):
             valid.argument(argument, "an argument of the job")
 
@@ -208,7 +209,7 @@ def limit_warning(job: SlurmJob) -> str | None:
     if useful >= USEFUL:
         return None
     return (
-        f"--time {job.time} leaves {max(0, useful)} s before SLURM announces the end ({GRACE} s ahead), and starting "
+        f"the time {job.time} leaves {max(0, useful)} s before SLURM announces the end ({GRACE} s ahead), and starting "
         f"takes some of it: the job may be queued again without progress; give at least {GRACE + USEFUL} s"
     )
 
@@ -246,7 +247,7 @@ def _resume(job: SlurmJob) -> list[str]:
 def _launch(job: SlurmJob) -> list[str]:
     python = "python3" if job.container.kind != "none" and job.python == "python" else job.python
     variables = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *_SLURM, *_SECRETS)
-    inside = [python, "-m", "vpipe", "train", job.config, *job.arguments]
+    inside = [python, AS_MODULE, "vpipe", "train", job.config, *job.arguments]
     if job.elastic:
         places = f"launch.slurm.ntasks_per_node={job.tasks_per_node}"
         command = shlex.join([*inside, "--set", "launch.through=srun", "--set", places])
@@ -256,7 +257,7 @@ def _launch(job: SlurmJob) -> list[str]:
         command = shlex.join(wrap(job.container, inside, _HERE, variables)).replace(_HERE, '"$PWD"')
     cpus = f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else ""
     srun = (
-        f"srun --kill-on-bad-exit=1 --nodes={job.num_nodes} --ntasks={job.num_ranks} "
+        f"srun --export=ALL --kill-on-bad-exit=1 --nodes={job.num_nodes} --ntasks={job.num_ranks} "
         f"--ntasks-per-node={job.tasks_per_node}{cpus} --distribution=block \\"
     )
     last = f'{"" if job.elastic else "  "}{command} --output-dir "$run" "${{overrides[@]}}" "${{resume[@]}}"'

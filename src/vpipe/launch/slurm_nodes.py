@@ -4,7 +4,7 @@
                                                                   ═srun═ n2: node ── slots 2, 3
 
 One step for each node: where a node is lost, or given back, SLURM ends its step and no other. A node is the same
-program as on machines that ssh reaches (``elastic_node``), with the same lease, and so are the copies.
+program as on machines that ssh reaches (``node``), with the same lease, and so are the copies.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.errors import UserError
-from vpipe.launch import environment, valid
+from vpipe.launch import command_words as valid
+from vpipe.launch import environment
 from vpipe.launch.container import wrap
 from vpipe.launch.environment import Ask, carried
+from vpipe.process import AS_MODULE
 
 if TYPE_CHECKING:
     from vpipe.launch.hosts import Node
@@ -37,13 +39,21 @@ def names(environ: Mapping[str, str], ask: Ask = environment.run) -> list[str]:
     return [valid.host(name, "SLURM_JOB_NODELIST") for name in ask(["scontrol", "show", "hostnames", listed]).split()]
 
 
-def command(node: Node, launch: SshLaunch, module: str, ask: Ask = environment.run) -> list[str]:
+def command(node: Node, launch: SshLaunch, ask: Ask = environment.run) -> list[str]:
     """The step of one node. Its task may use what the job has there, and is told the address that SLURM knows."""
     address = environment.node_address(node.host, ask)
-    inside = [launch.python, "-m", module, address]
+    inside = [launch.python, AS_MODULE, "vpipe.launch.node", address]
     words = wrap(launch.container, inside, launch.directory, carried(os.environ))
     options = ("--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--unbuffered", "--cpu-bind=none", "--mpi=none")
-    return ["srun", f"--nodelist={valid.host(node.host)}", *options, f"--chdir={launch.directory}", "--", *words]
+    return [
+        "srun",
+        "--export=ALL",
+        f"--nodelist={valid.host(node.host)}",
+        *options,
+        f"--chdir={launch.directory}",
+        "--",
+        *words,
+    ]
 
 
 def shrink(kept: Sequence[str], folder: Path) -> None:

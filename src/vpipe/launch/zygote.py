@@ -8,11 +8,11 @@ and make the end of every rank a second longer.
 
 It speaks with the launcher over a socket, one JSON object a line:
 
-    launcher → zygote   descriptors, behind empty lines, and the spec, which numbers them; then {"signal": 15} for all
-                        living ranks; the end of the stream means: kill everything
-                        in an elastic run also {"kill": rank}, {"fork": rank} with the descriptors of a new one, and
-                        {"rescue": function}: what is called when the stream ends; where all went well, nothing
-    zygote → launcher   {"started": [pids]}, {"forked": rank, "pid": pid}, {"ended": rank, "status": code}; instead
+    launcher → zygote   the spec, with the descriptors of the sockets at which ranks meet; when it
+                        is ready {"fork": slot} with the descriptors of a rank; {"signal": 15} for all living ranks,
+                        or that of a "slot"; {"rescue": function}: what is called when the stream ends. The end of the
+                        stream means: kill everything
+    zygote → launcher   {"ready": true}, {"forked": slot, "pid": pid}, {"ended": slot, "status": code}; instead
                         {"failed": sentence} where it cannot start them, {"refused": sentence} where the user must mend
                         something first
 
@@ -31,25 +31,29 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, NoReturn
 
+from vpipe.door import SECRET
 from vpipe.errors import UserError
-from vpipe.launch.process import MOST_DESCRIPTORS, die_with_parent, kill_own_group
+from vpipe.launch.process import MOST_DESCRIPTORS, kill_own_group
 from vpipe.launch.rank import DEPARTURE, become_rank
-
-SAVE_AND_LEAVE = json.dumps({"signal": int(signal.SIGUSR1)}).encode()
+from vpipe.process import die_with_parent
+from vpipe.store import Store
 
 
 class Zygote:
     """The parent of the ranks."""
 
-    def __init__(self, control: socket.socket, spec: dict[str, Any], rest: bytes) -> None:
+    def __init__(self, control: socket.socket, spec: dict[str, Any], listeners: Sequence[int]) -> None:
         self._control = control
         self._spec = spec
-        self._unread = rest
+        self._listeners = listeners
+        """Where the stores listen: ours, and on one machine torch's."""
+        self._unread = b""
         self._given: list[int] = []
         """Descriptors that came for ranks that are not forked yet."""
         self._ranks: dict[int, int] = {}
@@ -76,14 +80,11 @@ class Zygote:
             os.close(reader)
             answer(self._spec["check"], writer)
         os.close(writer)
-        said, heard = b"", [reader, self._control.fileno()]
+        said = b""
         while True:
-            ready, _, _ = select.select(heard, [], [])
-            if self._control.fileno() in ready:
-                if SAVE_AND_LEAVE not in self._control.recv(4096, socket.MSG_PEEK):  # nobody wants to know any more
-                    kill_own_group()
-                heard = [reader]
-                continue
+            ready = _readable(reader, self._control.fileno())
+            if self._control.fileno() in ready:  # the launcher says nothing before we are ready: it has gone
+                kill_own_group()
             data = os.read(reader, 65536)
             if not data:
                 break
@@ -92,43 +93,34 @@ class Zygote:
         os.waitpid(pid, 0)
         return said.decode(errors="replace")
 
-    def fork(self) -> int | None:
-        """Start everything. Returns a rank in the child of that rank, None in the zygote."""
-        gc.freeze()
-        gc.enable()
+    def _fork_keeper(self, others: Iterable[int]) -> None:
+        """A process that keeps the store; ``others`` are descriptors that it must not hold. The port stays this
+        process's: who connects while there is no keeper waits for the next one."""
         zygote = os.getpid()
-        fds = self._spec["fds"]
-        listener = self._spec["listener"]
         self._keeper = os.fork()
         if self._keeper == 0:
             _be_child(zygote)
             self._control.close()
-            _close(fd for three in fds for fd in three)
-            keep_store(listener, self._spec["port"])
-        pids = []
-        for rank in range(self._spec["num_ranks"]):
-            pid = os.fork()
-            if pid == 0:
-                _be_child(zygote)
-                self._control.close()
-                _close([listener, *(fd for other, three in enumerate(fds) if other != rank for fd in three)])
-                return rank
-            self._ranks[pid] = rank
-            pids.append(pid)
-        _close([listener, *(fd for three in fds for fd in three)])
-        self.tell({"started": pids})
-        return None
+            _close(others)
+            keep_store(self._listeners, self._spec["environment"])
 
-    def serve(self) -> int | None:
-        """Reap and pass signals on, until the launcher goes. Returns a rank in the child that was forked for it."""
+    def serve(self) -> tuple[dict[str, Any], list[int]]:
+        """Fork, reap and pass signals on, until the launcher goes. Returns in a rank, with the order that it was forked
+        for and its descriptors."""
+        gc.freeze()
+        gc.enable()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         os.set_blocking(reader, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._fork_keeper([reader, writer])
+        self.tell({"ready": True})
         while True:
             self._reap()
-            ready, _, _ = select.select([self._control.fileno(), reader], [], [], 1.0)
+            if not self._keeper:
+                self._fork_keeper([reader, writer, *self._given])
+            ready = _readable(self._control.fileno(), reader, patience=1.0)
             if reader in ready:
                 os.read(reader, 4096)
             if self._control.fileno() in ready:
@@ -153,51 +145,57 @@ class Zygote:
         return data, given
 
     def _reap(self) -> None:
+        """Tell of ranks that have ended; the keeper of the store is woken where it was stopped, and replaced where it
+        was killed: ranks of an elastic run meet at the store again after each loss."""
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
-            if pid in self._ranks:
+            if os.WIFSTOPPED(status):
+                if pid == self._keeper:
+                    os.kill(pid, signal.SIGCONT)
+            elif pid == self._keeper and os.WIFSIGNALED(status):  # one that fails by itself would fail again
+                self._keeper = 0
+            elif pid in self._ranks:
                 self.tell({"ended": self._ranks.pop(pid), "status": os.waitstatus_to_exitcode(status)})
 
-    def _obey(self) -> int | None:
-        """Do what the launcher says. Returns a rank in the child that was forked for it."""
+    def _obey(self) -> tuple[dict[str, Any], list[int]] | None:
+        """Do what the launcher says; in the child that was forked for a rank: its order and descriptors."""
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
             order = json.loads(line)
             if "rescue" in order:
                 self._spec["rescue"] = order["rescue"]
-                continue
-            if "fork" in order:
-                if self._fork_one(int(order["fork"])):
-                    return int(order["fork"])
-                continue
-            chosen = [pid for pid, rank in self._ranks.items() if order.get("kill", rank) == rank]
-            signum = int(order.get("signal", signal.SIGKILL))
-            for pid in chosen:
+            elif "fork" in order:
+                given, self._given = self._given[: order["fds"]], self._given[order["fds"] :]
+                if self._is_rank(int(order["fork"]), given):
+                    return order, given
+            else:
+                self._signal(int(order["signal"]), order.get("slot"))
+        return None
+
+    def _signal(self, signum: int, slot: int | None) -> None:
+        for pid, its_slot in self._ranks.items():
+            if slot in (None, its_slot):
                 os.kill(pid, signum)
                 if signum != signal.SIGKILL:
                     os.kill(pid, signal.SIGCONT)  # a stopped rank could not obey
-        return None
 
-    def _fork_one(self, rank: int) -> bool:
-        """A new process for a rank, with the streams that came along; whether this is it."""
-        count = self._spec["num_fds"]
-        given, self._given = self._given[:count], self._given[count:]
+    def _is_rank(self, slot: int, given: Sequence[int]) -> bool:
+        """Fork the process of a slot; whether this is it."""
         zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
             _be_child(zygote)
             self._control.close()
-            _close(self._given)
-            self._spec["fds"] = {rank: given}
+            _close([*self._listeners, *self._given])
             return True
         _close(given)
-        self._ranks[pid] = rank
-        self.tell({"forked": rank, "pid": pid})
+        self._ranks[pid] = slot
+        self.tell({"forked": slot, "pid": pid})
         return False
 
     def tell(self, event: dict[str, Any]) -> None:
@@ -221,6 +219,8 @@ class Zygote:
                     os.environ.update(self._spec["environment"])
                     module, _, name = rescue.partition(":")
                     getattr(import_module(module), name)(**self._spec["arguments"])
+                except BaseException as error:
+                    sys.stderr.write(f"vpipe: what the copies hold could not be saved: {error}\n")
                 finally:
                     os._exit(0)
             os.waitpid(pid, 0)
@@ -249,31 +249,45 @@ def _be_child(zygote: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _readable(*fds: int, patience: float | None = None) -> set[int]:
+    """Those of some descriptors that have something to read. (``select`` knows none above 1,023.)"""
+    events = select.poll()
+    for fd in fds:
+        events.register(fd, select.POLLIN)
+    return {fd for fd, _ in events.poll(None if patience is None else 1000 * patience)}
+
+
 def _close(fds: Any) -> None:
     for fd in set(fds):
         os.close(fd)
 
 
-def keep_store(listener: int, port: int) -> None:
-    """Keep the store at which the ranks meet. It outlives every rank, so that a rank's last words can be read."""
+def keep_store(listeners: Sequence[int], environment: Mapping[str, str]) -> None:
+    """Keep the store at which the ranks meet. It outlives every rank, so that a rank's last words can be read. On one
+    machine torch's is beside it, for scripts that make process groups of their own."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    distributed = import_module("torch.distributed")
-    store = distributed.TCPStore(
-        "127.0.0.1",
-        port,
-        None,
-        True,
-        timedelta(seconds=60),
-        wait_for_workers=False,
-        master_listen_fd=listener,
-        use_libuv=False,  # torch 2.6 refuses a socket of ours otherwise
-    )
-    while store is not None:
-        signal.pause()
+    meeting, *others = listeners
+    torchs = [
+        import_module("torch.distributed").TCPStore(
+            "127.0.0.1",
+            int(environment["MASTER_PORT"]),
+            None,
+            True,
+            timedelta(seconds=60),
+            wait_for_workers=False,
+            master_listen_fd=listener,
+            use_libuv=not import_module("torch").__version__.startswith("2.6."),  # refuses a socket of ours with it
+        )
+        for listener in others
+    ]
+    Store(socket.socket(fileno=meeting), environment[SECRET]).serve()
+    del torchs
 
 
-def receive(control: socket.socket) -> tuple[dict[str, Any], bytes] | None:
-    """The spec with the numbers that its descriptors have here, and what came after it; None: the launcher has gone."""
+def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """The spec, and the sockets at which the ranks meet; None: the launcher has gone. Orders come when we are ready."""
     received, given = b"", []
     while b"\n" not in received:
         data, fds, _, _ = socket.recv_fds(control, 65536, MOST_DESCRIPTORS)
@@ -281,11 +295,7 @@ def receive(control: socket.socket) -> tuple[dict[str, Any], bytes] | None:
             return None
         given += fds
         received = (received + data).lstrip(b"\n")
-    line, rest = received.split(b"\n", 1)
-    spec = json.loads(line)
-    spec["fds"] = [[given[number] for number in theirs] for theirs in spec["fds"]]
-    spec["listener"] = given[spec["listener"]]
-    return spec, rest
+    return json.loads(received), given
 
 
 def main() -> None:
@@ -300,11 +310,11 @@ def main() -> None:
     for name in sys.argv[3:]:
         with suppress(Exception):  # asked for again, and told, by the spec
             import_module(name)
-    found = receive(control)
-    if found is None:
+    received = receive(control)
+    if received is None:
         return
-    spec, rest = found
-    zygote = Zygote(control, spec, rest)
+    spec, listeners = received
+    zygote = Zygote(control, spec, listeners)
     problem = zygote.preload()
     if problem:
         zygote.tell({"failed": problem})
@@ -314,11 +324,8 @@ def main() -> None:
         zygote.tell({"refused": refused})
         return
     die_with_parent(launcher, 0)  # from here on the end of the stream tells, and the whole group goes
-    rank = zygote.fork()
-    if rank is None:
-        rank = zygote.serve()
-    if rank is not None:
-        become_rank(spec, rank)
+    order, given = zygote.serve()
+    become_rank(spec, order, given)
 
 
 if __name__ == "__main__":

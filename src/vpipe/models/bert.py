@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe.layer import Layer, TiedWeight
-from vpipe.models.gpt import initialised
-from vpipe.models.losses import PretrainingCount, PretrainingLoss
+from vpipe.models.gpt import Make, initialised
+from vpipe.models.losses import PretrainingLoss
 from vpipe.models.model import Model, fits, head_size_of, positive, seed_layers, tie
 
 EPS = 1e-12
@@ -74,9 +74,9 @@ class Attention(nn.Module):
 class FirstBlock(nn.Module):
     """The embeddings and the first attention half."""
 
-    def __init__(self, embeddings: nn.Module, attention: nn.Module) -> None:
+    def __init__(self, embeddings: Make, attention: Make) -> None:
         super().__init__()
-        self.embeddings, self.attention = embeddings, attention
+        self.embeddings, self.attention = embeddings(), attention()
 
     def forward(self, tokens: Tensor, segments: Tensor, mask: Tensor) -> Tensor:
         y: Tensor = self.attention(self.embeddings(tokens, segments), mask)
@@ -116,10 +116,6 @@ class Heads(nn.Module):
         return tokens, sentence
 
 
-def _first_block(embeddings: partial[Embeddings], attention: partial[Attention]) -> FirstBlock:
-    return FirstBlock(embeddings(), attention())
-
-
 def bert(
     *,
     vocab_size: int = 30522,
@@ -142,7 +138,7 @@ def bert(
     embeddings = partial(Embeddings, vocab_size, sequence_length, hidden_size, dropout)
     attention = partial(Attention, hidden_size, num_heads, dropout)
     feed_forward = partial(FeedForward, hidden_size, intermediate_size or 4 * hidden_size, dropout)
-    first = partial(_first_block, embeddings, attention)
+    first = partial(FirstBlock, embeddings, attention)
     layers = [Layer(first, reads=("tokens", "segments", "mask"), name="embeddings and attention 0")]
     for half in range(1, 2 * num_layers):
         name = f"{'feed-forward' if half % 2 else 'attention'} {half // 2}"
@@ -155,7 +151,6 @@ def bert(
     return Model(
         layers=tie(seed_layers(layers, seed), weights),
         loss=PretrainingLoss(),
-        count=PretrainingCount(),
         tied=weights,
         sequence_length=sequence_length,
         vocab_size=vocab_size,

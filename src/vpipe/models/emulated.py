@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer
-from vpipe.models.losses import ElementCount, SquaredError
+from vpipe.models.losses import SquaredError
 from vpipe.models.model import Model, positive, seed_layers
 
 Gradients = tuple[Tensor | None, ...]
@@ -159,7 +159,6 @@ def emulated(
     return Model(
         layers=seed_layers(layers, seed),
         loss=SquaredError(),
-        count=ElementCount(),
         sequence_length=sequence_length,
         vocab_size=vocab_size,
         hidden_size=hidden_size,

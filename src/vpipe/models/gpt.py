@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe.layer import Layer, TiedWeight
-from vpipe.models.losses import TokenCount, TokenLoss
+from vpipe.models.losses import TokenLoss
 from vpipe.models.model import Model, fits, head_size_of, positive, seed_layers, tie
 
 Make = Callable[[], nn.Module]
@@ -89,11 +89,11 @@ class FeedForward(nn.Module):
 
 
 class Head(nn.Module):
-    """The final norm and the projection onto the vocabulary."""
+    """The final norm and the projection onto the vocabulary, also of LLaMA and of the translator."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, std: float = 0.02) -> None:
+    def __init__(self, norm: Make, hidden_size: int, vocab_size: int, std: float = 0.02) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(hidden_size)
+        self.norm = norm()
         self.projection = initialised(nn.Linear(hidden_size, vocab_size, bias=False), std)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,17 +120,13 @@ def projection(size_in: int, size_out: int, low_rank: int, std: float, last_std:
 class Block(nn.Module):
     """Attention, then feed-forward."""
 
-    def __init__(self, attention: nn.Module, feed_forward: nn.Module) -> None:
+    def __init__(self, attention: Make, feed_forward: Make) -> None:
         super().__init__()
-        self.attention, self.feed_forward = attention, feed_forward
+        self.attention, self.feed_forward = attention(), feed_forward()
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.feed_forward(self.attention(x))
         return y
-
-
-def _block(attention: Make, feed_forward: Make) -> Block:
-    return Block(attention(), feed_forward())
 
 
 def causal(
@@ -152,12 +148,10 @@ def causal(
             layers.append(Layer(attention, name=f"attention {block}", cost_key="attention"))
             layers.append(Layer(feed_forward, name=f"feed-forward {block}", cost_key="feed-forward"))
         else:
-            layers.append(Layer(partial(_block, attention, feed_forward), name=f"block {block}", cost_key="block"))
+            layers.append(Layer(partial(Block, attention, feed_forward), name=f"block {block}", cost_key="block"))
     layers.append(Layer(head, name="head"))
     weights = (TiedWeight(((0, "tokens.weight"), (len(layers) - 1, "projection.weight"))),) if tied else ()
-    return Model(
-        layers=tie(seed_layers(layers, seed), weights), loss=TokenLoss(), count=TokenCount(), tied=weights, **facts
-    )
+    return Model(layers=tie(seed_layers(layers, seed), weights), loss=TokenLoss(), tied=weights, **facts)
 
 
 def sized(base: Callable[..., Model], summary: str, **defaults: Any) -> Callable[..., Model]:
@@ -195,6 +189,7 @@ def gpt(
     """
     positive(vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, sequence_length=sequence_length)
     head_size = head_size or head_size_of(hidden_size, num_heads)
+    positive(head_size=head_size)
     std = 0.02
     residual_std = std / (2 * num_layers) ** 0.5 if scaled_residuals else std
     attention = partial(Attention, hidden_size, num_heads, head_size, dropout, std, residual_std)
@@ -203,7 +198,7 @@ def gpt(
         partial(Embedding, vocab_size, sequence_length, hidden_size, dropout),
         attention,
         feed_forward,
-        partial(Head, hidden_size, vocab_size),
+        partial(Head, partial(nn.LayerNorm, hidden_size), hidden_size, vocab_size),
         num_layers=num_layers,
         split=split,
         tied=tied,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe.errors import UserError
-from vpipe.models.gpt import causal, initialised
+from vpipe.models.gpt import Head, causal, initialised
 from vpipe.models.model import Model, head_size_of, positive
 
 
@@ -101,19 +101,6 @@ class SwiGLU(nn.Module):
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))  # type: ignore[no-any-return]
 
 
-class Head(nn.Module):
-    """The final norm and the projection onto the vocabulary."""
-
-    def __init__(self, hidden_size: int, vocab_size: int, eps: float) -> None:
-        super().__init__()
-        self.norm = RMSNorm(hidden_size, eps)
-        self.projection = linear(hidden_size, vocab_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.projection(self.norm(x))
-        return logits
-
-
 def linear(size_in: int, size_out: int) -> nn.Linear:
     """A map without bias, as everywhere in LLaMA."""
     return initialised(nn.Linear(size_in, size_out, bias=False), 0.02)
@@ -156,7 +143,7 @@ def llama(
         partial(TokenEmbedding, vocab_size, hidden_size),
         attention,
         feed_forward,
-        partial(Head, hidden_size, vocab_size, rms_norm_eps),
+        partial(Head, partial(RMSNorm, hidden_size, rms_norm_eps), hidden_size, vocab_size),
         num_layers=num_layers,
         split=split,
         tied=tied,

@@ -37,65 +37,59 @@ def masked_cross_entropy(logits: Tensor, targets: Tensor, ignored: int, smoothin
     return total / (targets != ignored).sum().clamp(min=1)
 
 
+class CountedLoss:
+    """What our losses are: they say which labels count (``Model.count``) and which value does not."""
+
+    ignored: int
+
+    def labels(self, targets: Any) -> Tensor:
+        """Those that count, of targets that may have more."""
+        made: Tensor = targets
+        return made
+
+    def count(self, targets: Any) -> int:
+        return int((self.labels(targets) != self.ignored).sum())
+
+
 @dataclass(frozen=True)
-class TokenLoss:
-    """Cross entropy of logits ``(..., vocab)`` with targets ``(...)``."""
+class TokenLoss(CountedLoss):
+    """Cross entropy of logits ``(..., vocab)`` with targets ``(...)``; where the output is ``(logits, extra)``, as of
+    models with experts, the extra loss is added."""
 
     ignored: int = IGNORED
     smoothing: float = 0.0
     """Label smoothing as in torch: this share of the probability is spread evenly over the vocabulary."""
 
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return masked_cross_entropy(logits, targets, self.ignored, self.smoothing)
-
-
-@dataclass(frozen=True)
-class BalancedLoss:
-    """Cross entropy of logits with targets; where the output is ``(logits, extra)``, as of models with experts, the
-    extra loss is added."""
-
-    ignored: int = IGNORED
-
     def __call__(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
         logits, extra = output if isinstance(output, tuple | list) else (output, None)
-        loss = masked_cross_entropy(logits, targets, self.ignored)
+        loss = masked_cross_entropy(logits, targets, self.ignored, self.smoothing)
         return loss if extra is None else loss + extra
 
 
 @dataclass(frozen=True)
-class TokenCount:
-    """How many targets are not ``ignored``."""
+class MaskedLoss(CountedLoss):
+    """Cross entropy over the masked tokens; of targets with a next sentence, that is left out."""
 
-    ignored: int = IGNORED
+    ignored: int = -1
 
-    def __call__(self, targets: Tensor) -> int:
-        return int((targets != self.ignored).sum())
+    def labels(self, targets: Any) -> Tensor:
+        return targets if isinstance(targets, Tensor) else split_targets(targets)[0]
+
+    def __call__(self, output: Any, targets: Any) -> Tensor:
+        return masked_cross_entropy(output, self.labels(targets), self.ignored)
 
 
 @dataclass(frozen=True)
-class PretrainingLoss:
+class PretrainingLoss(MaskedLoss):
     """BERT's: cross entropy over the masked tokens plus cross entropy of the next-sentence question.
 
     The output is ``(token logits, sentence logits)``; the targets are ``masked_labels (B, L)``, ``ignored`` where
     nothing is masked, and ``next_sentence (B,)``. Each part is a mean over its own count, as in the original."""
 
-    ignored: int = -1
-
-    def __call__(self, output: tuple[Tensor, Tensor], targets: Any) -> Tensor:
+    def __call__(self, output: Any, targets: Any) -> Tensor:
         tokens, sentences = output
-        labels, next_sentence = split_targets(targets)
-        token_loss = masked_cross_entropy(tokens, labels, self.ignored)
-        return token_loss + masked_cross_entropy(sentences, next_sentence, self.ignored)
-
-
-@dataclass(frozen=True)
-class PretrainingCount:
-    """How many tokens are masked."""
-
-    ignored: int = -1
-
-    def __call__(self, targets: Any) -> int:
-        return int((split_targets(targets)[0] != self.ignored).sum())
+        token_loss = masked_cross_entropy(tokens, self.labels(targets), self.ignored)
+        return token_loss + masked_cross_entropy(sentences, split_targets(targets)[1], self.ignored)
 
 
 def split_targets(targets: Any) -> tuple[Tensor, Tensor]:
@@ -109,61 +103,24 @@ def split_targets(targets: Any) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class SquaredError:
-    """The mean squared difference; targets of any number type."""
+    """The mean squared difference; targets of any number type, all of which count."""
 
     def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
         return (output - targets.to(output.dtype)).square().mean()
 
-
-@dataclass(frozen=True)
-class ElementCount:
-    """The number of targets, where all are valid."""
-
-    def __call__(self, targets: Tensor) -> int:
+    def count(self, targets: Tensor) -> int:
         return int(torch.as_tensor(targets).numel())
 
 
 @dataclass(frozen=True)
-class MaskedLoss:
-    """Cross entropy over the masked tokens; of targets with a next sentence, that is left out."""
-
-    ignored: int = -1
-
-    def __call__(self, logits: Tensor, targets: Any) -> Tensor:
-        return masked_cross_entropy(logits, masked_labels(targets), self.ignored)
-
-
-@dataclass(frozen=True)
-class MaskedCount:
-    """How many tokens are masked."""
-
-    ignored: int = -1
-
-    def __call__(self, targets: Any) -> int:
-        return int((masked_labels(targets) != self.ignored).sum())
-
-
-def masked_labels(targets: Any) -> Tensor:
-    """The labels of masked tokens, given alone or with the next sentence."""
-    return targets if isinstance(targets, Tensor) else split_targets(targets)[0]
-
-
-@dataclass(frozen=True)
 class OwnLoss:
-    """The loss that the model has computed by itself."""
+    """The loss that the model has computed by itself, a mean over examples."""
 
     def __call__(self, output: Tensor, targets: Any) -> Tensor:
         return output
 
-
-@dataclass(frozen=True)
-class RowCount:
-    """The number of examples."""
-
-    def __call__(self, targets: Any) -> int:
-        while isinstance(targets, dict | tuple | list):
-            targets = next(iter(targets.values() if isinstance(targets, dict) else targets))
-        return int(targets.shape[0])
+    def count(self, targets: Any) -> int:
+        return _rows(targets)
 
 
 MOST_NUMBERS = 1 << 23

@@ -21,26 +21,23 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vpipe.errors import UserError, nearest
+from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight, input_names
-from vpipe.registry import MODEL_REGISTRY
+from vpipe.registry import MODEL_REGISTRY, check_options
 
 if TYPE_CHECKING:
     from vpipe.config import ModelConfig
 
 Factory = Callable[[], nn.Module]
-BUILDERS = MODEL_REGISTRY.built_in
-"""Name in a config → ``module:function``; a module is imported when its model is asked for."""
 
-_random_state = Lock()
+_random_state = RLock()
 """The CPU generator is one per process; ranks that are threads build one after the other."""
 
 
@@ -51,14 +48,21 @@ class Model:
     layers: list[Layer]
     loss: Callable[[Any, Any], Tensor]
     """``loss(output, targets)``: a scalar, the mean over the valid targets; zero where none is valid."""
-    count: Callable[[Any], int]
-    """``count(targets)``: how many targets are valid."""
+    counts: Callable[[Any], int] | None = None
+    """``count(targets)``, where the loss has no ``count`` of its own."""
     tied: tuple[TiedWeight, ...] = ()
     sequence_length: int = 0
     vocab_size: int = 0
     hidden_size: int = 0
     attention_flops: float = 0.0
     """FLOPs per token, forward and backward, of the products that have no weight (scores and weighted sums)."""
+
+    def count(self, targets: Any) -> int:
+        """How many targets are valid: the only answer to what a unit weighs among others."""
+        counts = self.counts or getattr(self.loss, "count", None)
+        if counts is None:
+            raise UserError(f"nothing says which targets of {self.loss!r} count; give Model(..., counts=...)")
+        return int(counts(targets))
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -281,21 +285,10 @@ def fits(length: int, sequence_length: int) -> None:
         )
 
 
-def builder(name: str) -> Callable[..., Model]:
-    """The function that makes the model ``name``."""
-    if name not in BUILDERS:
-        raise UserError(
-            f"model.name {name!r} is not a model{nearest(name, BUILDERS)}; the models are {', '.join(BUILDERS)}"
-        )
-    module, _, function = BUILDERS[name].partition(":")
-    made: Callable[..., Model] = getattr(import_module(module), function)
-    return made
-
-
 def model_options(section: ModelConfig, known: Collection[str]) -> dict[str, Any]:
     """The options of a config for a builder that takes ``known``: a size it does not have is left out, unless somebody
     set it. What is set but not known stays in, so that the builder can refuse it by name."""
-    fields = {name: value for name, value in section if name not in ("name", "compile", "extra")}
+    fields = {name: value for name, value in section if name not in ("name", "compile", "extra") and value is not None}
     default = {name: field.default for name, field in type(section).model_fields.items()}
     return {key: value for key, value in fields.items() if key in known or value != default[key]} | section.extra
 
@@ -303,24 +296,26 @@ def model_options(section: ModelConfig, known: Collection[str]) -> dict[str, Any
 def build(
     name: str, section: Mapping[str, Any] | None = None, *, vocab_size: int | None = None, seed: int = 0
 ) -> Model:
-    """The model ``name`` with the options of ``section`` (``extra`` is folded in; ``name`` is left out).
+    """The model ``name``, ours or a registered function's, with the options of ``section`` (``extra`` is folded in;
+    ``name`` is left out).
 
-    ``vocab_size`` is the data set's, taken where the section has none or −1.
+    ``vocab_size`` is the data set's, taken where the section has none or −1. Where a function has no ``seed``, its
+    layers are seeded here, so that every rank starts with the same weights.
     """
-    make = builder(name)
+    make = MODEL_REGISTRY.get(name)
+    known = inspect.signature(make).parameters
     options = {key: value for key, value in (section or {}).items() if key not in ("name", "extra")}
     options.update((section or {}).get("extra") or {})
     if options.get("vocab_size", -1) == -1:
         options.pop("vocab_size", None)
-        if vocab_size is not None:
+        if vocab_size is not None and "vocab_size" in known:
             options["vocab_size"] = vocab_size
-    known = inspect.signature(make).parameters
-    for key in options:
-        if key not in known:
-            raise UserError(
-                f"model.{key} is not an option of {name!r}{nearest(key, known)}; it takes {', '.join(known)}"
-            )
+    check_options(name, make, options, "model", [*known])
     missing = [key for key, option in known.items() if option.default is option.empty and key not in options]
+    missing = [key for key in missing if key != "seed"]
     if missing:
         raise UserError(f"model.{missing[0]} is missing and {name!r} needs it; give it, or a data set that knows it")
-    return make(**{"seed": seed, **options})
+    made = make(**({"seed": seed} | options if "seed" in known else options))
+    if not isinstance(made, Model):
+        raise UserError(f"the model {name!r} must be a ModelInterface or a function that gives a Model, not {made!r}")
+    return made if "seed" in known else replace(made, layers=tie(seed_layers(made.layers, seed), made.tied))

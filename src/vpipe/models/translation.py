@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe.layer import Layer, TiedWeight
-from vpipe.models.losses import TokenCount, TokenLoss
+from vpipe.models.gpt import Head
+from vpipe.models.losses import TokenLoss
 from vpipe.models.model import Model, head_size_of, positive, seed_layers, tie
 
 PAD = 1
@@ -123,20 +124,6 @@ class Decoder(nn.Module):
         return z
 
 
-class Head(nn.Module):
-    """The final norm and the projection onto the vocabulary."""
-
-    def __init__(self, hidden_size: int, vocab_size: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(hidden_size)
-        self.projection = nn.Linear(hidden_size, vocab_size, bias=False)
-        nn.init.normal_(self.projection.weight, std=hidden_size**-0.5)
-
-    def forward(self, y: Tensor) -> Tensor:
-        logits: Tensor = self.projection(self.norm(y))
-        return logits
-
-
 def xavier(size_in: int, size_out: int) -> nn.Linear:
     """A linear map that starts with Glorot's uniform weights."""
     made = nn.Linear(size_in, size_out)
@@ -190,7 +177,8 @@ def translation(
     for index in range(num_decoder_layers):
         reads = ("y", "memory", "source_mask")
         layers.append(Layer(partial(Decoder, *sizes), reads, ("y",), name=f"decoder {index}", cost_key="decoder"))
-    layers.append(Layer(partial(Head, hidden_size, target_vocab_size), reads=("y",), writes=("y",), name="head"))
+    head = partial(Head, partial(nn.LayerNorm, hidden_size), hidden_size, target_vocab_size, hidden_size**-0.5)
+    layers.append(Layer(head, reads=("y",), writes=("y",), name="head"))
     owners = [(num_layers + 1, "tokens.weight"), (len(layers) - 1, "projection.weight")]
     if target_vocab_size == vocab_size:
         owners.insert(0, (0, "tokens.weight"))
@@ -198,7 +186,6 @@ def translation(
     return Model(
         layers=tie(seed_layers(layers, seed), weights),
         loss=TokenLoss(ignored=pad, smoothing=label_smoothing),
-        count=TokenCount(ignored=pad),
         tied=weights,
         sequence_length=sequence_length,
         vocab_size=target_vocab_size,

@@ -8,6 +8,7 @@ Every idle moment gets one cause:
     communication   the action that makes the awaited message had ended, and the message was not there;
                     or the rank was posting, sending or swapping
     overhead        between two actions, neither working nor waiting: the runtime itself
+    a core          the rank could have run and the machine ran something else: more ranks, or threads, than cores
     a peer          the rank waits for an action of another rank that has not ended (or, after its own last action,
                     for the rank that ends last): then the cause is what that rank is doing at this moment
 
@@ -16,10 +17,10 @@ at a rank that works, ``replay`` runs the step again with free links and tells t
 
     warm-up/drain   up to what this rank would idle if every action took the mean of its kind: the schedule's own bubble
     imbalance       up to what it would idle beyond that with the durations measured: stages, or units, that differ
-    the remainder   delays that were handed on and put the ranks out of step: it goes to communication, data and
-                    overhead in proportion to what they cost the whole step
+    the remainder   delays that were handed on and put the ranks out of step: it goes to communication, data, overhead
+                    and cores in proportion to what they cost the whole step
 
-The five parts are whole nanoseconds and sum to the idle time exactly.
+The six parts are whole nanoseconds and sum to the idle time exactly.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +41,7 @@ from vpipe.observe.replay import idle_times
 from vpipe.rundir.reader import Event
 from vpipe.schedule.action import Action, Kind
 
-CAUSES = ("warmup_drain", "imbalance", "communication", "data", "overhead")
+CAUSES = ("warmup_drain", "imbalance", "communication", "data", "overhead", "cores")
 """In the order in which tables show them."""
 NAMES = {
     "warmup_drain": "warm-up and drain",
@@ -47,6 +49,7 @@ NAMES = {
     "communication": "communication",
     "data": "waiting for data",
     "overhead": "runtime overhead",
+    "cores": "waiting for a core",
 }
 
 
@@ -55,7 +58,8 @@ class _Doing(IntEnum):
     COMMUNICATION = 1
     DATA = 2
     OVERHEAD = 3
-    PEER = 4
+    CORES = 4
+    PEER = 5
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,17 @@ class Bubbles:
         return sum(part[cause] for part in self.parts)
 
 
+def medians(bubbles: Sequence[Bubbles]) -> list[list[float]]:
+    """What stands for several steps: per rank, and last for all of them, the share of the window that it was busy, then
+    of each cause; the medians."""
+    shares = []
+    for each in bubbles:
+        rows = [[busy, *part.values()] for busy, part in zip(each.busy, each.parts, strict=True)]
+        rows.append([sum(column) / len(rows) for column in zip(*rows, strict=True)])
+        shares.append([[part / each.window if each.window else 0.0 for part in row] for row in rows])
+    return [[median(parts) for parts in zip(*steps, strict=True)] for steps in zip(*shares, strict=True)]
+
+
 Tile = tuple[int, int, _Doing, int]
 """From, until, doing what, waiting for which rank."""
 
@@ -94,15 +109,16 @@ def attribute(step: Measured) -> Bubbles:
     starts, doing = _resolved(tiles)
     length = np.append(starts[1:], step.span) - starts
     spent = [{what: int(length[row == what].sum()) for what in _Doing} for row in doing]
-    busy = [_worked(row) for row in tiles]
+    busy = [sum(until - start for start, until, what, _ in row if what is _Doing.WORK) for row in tiles]
     even, real = _without_delays(step, met)
-    delays = [sum(each[what] for each in spent) for what in (_Doing.COMMUNICATION, _Doing.DATA, _Doing.OVERHEAD)]
+    causes = (_Doing.COMMUNICATION, _Doing.DATA, _Doing.OVERHEAD, _Doing.CORES)
+    delays = [sum(each[what] for each in spent) for what in causes]
     parts = []
     for rank, each in enumerate(spent):
         behind_work = each[_Doing.WORK] - busy[rank]
         structural = min(behind_work, even[rank])
         uneven = min(behind_work - structural, max(0, real[rank] - even[rank]))
-        communication, data, overhead = _shared(behind_work - structural - uneven, delays)
+        communication, data, overhead, cores = _shared(behind_work - structural - uneven, delays)
         parts.append(
             {
                 "warmup_drain": structural,
@@ -110,6 +126,7 @@ def attribute(step: Measured) -> Bubbles:
                 "communication": each[_Doing.COMMUNICATION] + each[_Doing.PEER] + communication,
                 "data": each[_Doing.DATA] + data,
                 "overhead": each[_Doing.OVERHEAD] + overhead,
+                "cores": each[_Doing.CORES] + cores,
             }
         )
     return Bubbles(step.span + step.lead, tuple(busy), tuple(parts))
@@ -122,7 +139,7 @@ def _without_delays(step: Measured, met: Meetings) -> tuple[list[int], list[int]
     for rank, row in enumerate(step.ranks):
         for index, event in enumerate(row):
             if computes(event):
-                work[rank, index] = event.end - event.ready
+                work[rank, index] = event.work
                 by_kind[event.action.kind].append(work[rank, index])
     mean = {kind: round(sum(times) / len(times)) for kind, times in by_kind.items()}
     even = idle_times(step, met, lambda rank, index: mean[step.ranks[rank][index].action.kind])
@@ -137,10 +154,6 @@ def _shared(amount: int, weights: Sequence[int]) -> list[int]:
     return shares
 
 
-def _worked(tiles: Sequence[Tile]) -> int:
-    return sum(until - start for start, until, what, _ in tiles if what is _Doing.WORK)
-
-
 def _tiles(step: Measured, rank: int, met: Meetings, ends: dict[Action, tuple[int, int]]) -> list[Tile]:
     """The window of one rank without gaps: what it does, and for whom it waits."""
     last = max(range(len(step.ranks)), key=lambda each: step.ranks[each][-1].end if step.ranks[each] else 0)
@@ -149,12 +162,13 @@ def _tiles(step: Measured, rank: int, met: Meetings, ends: dict[Action, tuple[in
     for index, event in enumerate(step.ranks[rank]):
         tiles.append((at, event.begin, _Doing.OVERHEAD, rank))
         if not computes(event):
-            tiles.append((event.begin, event.end, _Doing.COMMUNICATION, rank))
+            tiles.append((event.begin, event.end - event.stalled, _Doing.COMMUNICATION, rank))
         else:
             meeting = met.get((rank, index))
             made = [ends[each] for each in step.producers.get(event.action, ())]
             tiles += _waiting(rank, event, [(meeting.came, meeting.last)] if meeting is not None else made)
-            tiles.append((event.ready, event.end, _Doing.WORK, rank))
+            tiles.append((event.ready, event.end - event.stalled, _Doing.WORK, rank))
+        tiles.append((event.end - event.stalled, event.end, _Doing.CORES, rank))
         at = event.end
     tiles.append((at, step.span, _Doing.PEER if last != rank else _Doing.OVERHEAD, last))
     return [tile for tile in tiles if tile[1] > tile[0]]
@@ -164,12 +178,12 @@ def _waiting(rank: int, event: Event, made: Sequence[tuple[int, int]]) -> list[T
     """The wait of an action: for that rank until the last of what it needs is ``made`` (when, by whom), then for the
     message."""
     action, begin, ready, *_ = event
-    if not made:
-        first = action.stage == 0 and action.kind is Kind.F
-        return [(begin, ready, _Doing.DATA if first else _Doing.COMMUNICATION, rank)]
-    end, who = max(made)
+    first = action.stage == 0 and action.kind is Kind.F
+    end, who = max(made, default=(begin, rank))
     turn = min(max(end, begin), ready)
-    return [(begin, turn, _Doing.PEER, who), (turn, ready, _Doing.COMMUNICATION, rank)]
+    awake = max(turn, ready - event.late)
+    missed = _Doing.DATA if first and not made else _Doing.COMMUNICATION
+    return [(begin, turn, _Doing.PEER, who), (turn, awake, missed, rank), (awake, ready, _Doing.CORES, rank)]
 
 
 def _ends(step: Measured) -> dict[Action, tuple[int, int]]:

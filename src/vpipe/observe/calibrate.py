@@ -15,6 +15,7 @@ from statistics import median
 from vpipe.observe.measured import Measured, computes
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.program import Program
+from vpipe.schedule.semantics import PRICE
 from vpipe.schedule.timeline import Costs, StageCosts
 
 NS = 1e-9
@@ -39,7 +40,7 @@ def _medians(steps: Sequence[Measured]) -> Medians:
         computed = (event for row in step.ranks for event in row if computes(event))
         swapped = (event for lane in step.swaps for event in lane)
         for event in chain(computed, swapped):
-            taken[event.action.stage, event.action.kind].append(event.end - event.ready)
+            taken[event.action.stage, event.action.kind].append(event.work)
     return {place: median(times) * NS for place, times in taken.items()}
 
 
@@ -49,19 +50,15 @@ def _stage(medians: Medians, stage: int, program: Program) -> StageCosts:
     def of(kind: Kind) -> float:
         return medians.get((stage, kind), 0.0)
 
-    whole = of(Kind.B)
-    input_grad, weight_grad = of(Kind.I), of(Kind.W)
+    parts = {part: max(map(of, kinds)) for part, kinds in _ALONE.items()}
     if (stage, Kind.I) not in medians:
-        input_grad, weight_grad = whole / 2, whole / 2
-    return StageCosts(
-        of(Kind.F),
-        input_grad,
-        weight_grad,
-        recompute=of(Kind.R),
-        swap=max(of(Kind.OUT), of(Kind.IN)),
-        reduce=of(Kind.REDUCE),
-        step=of(Kind.STEP) + of(Kind.AGREE),  # an agreement is the first part of a rank's first update
-    )
+        parts["input_grad"] = parts["weight_grad"] = of(Kind.B) / 2
+    parts["step"] += of(Kind.AGREE)  # an agreement is the first part of a rank's first update
+    return StageCosts(**parts)
+
+
+_ALONE = {price[0]: [kind for kind in Kind if PRICE[kind] == price] for price in PRICE.values() if len(price) == 1}
+"""Time of a stage → the kinds that take it and no other."""
 
 
 def _latency(steps: Sequence[Measured]) -> float:
@@ -73,7 +70,7 @@ def _latency(steps: Sequence[Measured]) -> float:
             for event in row:
                 made = [ends[each] for each in step.producers.get(event.action, ())]
                 if made and max(made) > event.begin and event.ready >= max(made):
-                    taken.append(event.ready - max(made))
+                    taken.append(max(0, event.ready - event.late - max(made)))
     return median(taken) * NS if taken else 0.0
 
 

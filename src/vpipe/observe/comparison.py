@@ -172,7 +172,7 @@ def write(output: Path, results: Sequence[ResultDocument], about: Mapping[str, A
     data = {"title": title, "about": dict(about), "groups": found, "caveats": caveats(results, found)}
     table, page = output / "results.csv", output / REPORT
     try:
-        for path, text in ((table, to_csv(results)), (page, page_html.comparison(data))):
+        for path, text in ((table, to_csv(results)), (page, page_html.page("comparison", data))):
             writing.put(path, text.encode())
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}") from None

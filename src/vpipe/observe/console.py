@@ -20,20 +20,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from vpipe.plan.units import format_bytes
 from vpipe.process import obeys
 from vpipe.rundir.facts import RunFacts
 
 MetricsRow = Mapping[str, Any]
 
-_HEADINGS = {"stopped": "stopped", "interrupted": "interrupted"}
-"""How the last line begins, by the ending."""
-
 
 class Console:
     """Tells a person how the run goes.
 
-    ``metrics`` are lines of metrics.jsonl; ``bubble`` (a fraction), ``busy`` (a fraction per
-    rank) and ``memory`` (bytes per rank) are shown where they are given.
+    ``metrics`` are lines of metrics.jsonl; ``busy`` (a fraction per rank) and ``memory`` (bytes per rank) are shown
+    where they are given.
     """
 
     def __init__(
@@ -58,6 +56,11 @@ class Console:
         self._began = self._epoch_began = monotonic()
         self._epoch: int | None = None
         self._first_iteration: int | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether ranks are drawn."""
+        return self._live is not None
 
     def start(self, facts: RunFacts) -> None:
         """The run begins: one line that says what is trained, and how."""
@@ -87,7 +90,9 @@ class Console:
     def evaluation(self, metrics: MetricsRow) -> None:
         """An evaluation ended."""
         self._evaluated = metrics
-        self._say(f"iteration {metrics.get('iteration', 0)}  evaluation loss {_number(metrics.get('loss'), '.4f')}")
+        over = f" over {metrics['examples']:,} examples, {metrics['targets']:,} targets" if "targets" in metrics else ""
+        loss = _number(metrics.get("loss"), ".4f")
+        self._say(f"iteration {metrics.get('iteration', 0)}  evaluation loss {loss}{over}")
 
     def message(self, text: str) -> None:
         """A sentence, above the live view."""
@@ -105,13 +110,16 @@ class Console:
         loss = summary.get("final_loss", self._last.get("loss"))
         parts.append(f"loss {_number(loss, '.4f')}")
         if (rate := summary.get("throughput_tokens_per_second")) is not None:
-            parts.append(f"{_number(rate, ',.0f')} tokens/s")
+            parts.append(_rate({**self._last, "tokens_per_second": rate}))
         if isinstance(mfu := summary.get("mfu"), int | float):
             parts.append(f"MFU {mfu:.1%}")
+        if lost := summary.get("ranks_lost"):
+            parts.append(f"{lost} rank{'s' * (lost > 1)} lost on the way")
         if (directory := self._facts.directory) is not None:
             parts.append(f"'vpipe report {directory}' shows it")
         ending = summary.get("ending") or {}
-        self._say(f"{_HEADINGS.get(str(ending.get('kind')), 'done')}: " + ", ".join(parts))
+        how = ending["kind"] if ending.get("kind") in ("stopped", "interrupted") else "done"
+        self._say(f"{how}: " + ", ".join(parts))
         if ending.get("kind") != "finished" and summary.get("remedy"):
             self._say(f"{ending.get('sentence')}; {summary['remedy']}")
 
@@ -144,12 +152,10 @@ class Console:
         parts.append(f"epoch {metrics.get('epoch', 0)}")
         parts.append(f"loss {_number(metrics.get('loss'), '.4f')}")
         parts.append(f"lr {_number(metrics.get('learning_rate'), '.3g')}")
-        parts.append(f"{_number(metrics.get('tokens_per_second'), ',.0f')} tokens/s")
+        parts.append(_rate(metrics))
         parts.append(f"{_milliseconds(metrics.get('seconds'))} per iteration")
-        if (bubble := metrics.get("bubble")) is not None:
-            parts.append(f"bubble {float(bubble):.1%}")
         if held := metrics.get("memory"):
-            parts.append(f"memory {memory(max(_list(held)))}")
+            parts.append(f"memory {format_bytes(max(_list(held)))}")
         if skipped := metrics.get("skipped"):
             parts.append(f"{int(skipped)} updates skipped: a gradient was not finite")
         if (left := self._left()) is not None:
@@ -164,13 +170,12 @@ class Console:
         seconds, loss = self._means["seconds"], self._means["loss"]
         hours = (monotonic() - self._epoch_began) / 3600
         held = [value / 2**30 for value in _list(metrics.get("memory") or 0)]
-        peaks = [value / 2**30 for value in _list(metrics.get("peak_memory") or metrics.get("memory") or 0)]
         stage = (self._facts.num_stages or 1) - 1
         fields = [
             f"Stage: [{stage}] Epoch: [{metrics.get('epoch', 0)}][{place}/{per_epoch}]",
             f"Time: {_number(metrics.get('seconds'), '.3f')} ({seconds.value:.3f})",
             f"Epoch time [hr]: {hours:.3f} ({seconds.value * per_epoch / 3600:.3f})",
-            f"Memory: {held[-1]:.3f} ({peaks[-1]:.3f})",
+            f"Memory: {held[-1]:.3f} ({held[-1]:.3f})",
             f"Loss: {_number(metrics.get('loss'), '.4f')} ({loss.value:.4f})",
         ]
         return "\t".join(fields)
@@ -186,20 +191,18 @@ class Console:
             Text(f"{duration(left)} left" if left is not None else ""),
         )
         figures = Table.grid(padding=(0, 3))
-        bubble = metrics.get("bubble")
         evaluated = f"evaluation {_number(self._evaluated.get('loss'), '.4f')}" if self._evaluated else ""
         figures.add_row(
             Text(f"loss {_number(metrics.get('loss'), '.4f')}", style="bold"),
             Text(evaluated),
-            Text(f"{_number(metrics.get('tokens_per_second'), ',.0f')} tokens/s"),
-            Text(f"bubble {float(bubble):.1%}" if bubble is not None else ""),
+            Text(_rate(metrics)),
             Text(f"lr {_number(metrics.get('learning_rate'), '.3g')}"),
         )
         return Group(head, figures, self._ranks(metrics))
 
     def _ranks(self, metrics: MetricsRow) -> Table:
         bars = Table.grid(padding=(0, 1))
-        busy, held = _list(metrics.get("busy") or []), _list(metrics.get("memory") or [])
+        busy, held = metrics.get("busy") or [], _list(metrics.get("memory") or [])
         for rank, stages in enumerate(stages_of(self._facts)):
             share = busy[rank] if rank < len(busy) else None
             bars.add_row(
@@ -207,7 +210,7 @@ class Console:
                 Text("stage " + ",".join(map(str, stages)), style="dim"),
                 ProgressBar(total=1.0, completed=share or 0.0, width=24),
                 Text(f"{share:4.0%} busy" if share is not None else ""),
-                Text(memory(held[rank]) if rank < len(held) else ""),
+                Text(format_bytes(held[rank]) if rank < len(held) else ""),
             )
         return bars
 
@@ -249,6 +252,15 @@ class _Mean:
     @property
     def value(self) -> float:
         return self._sum / self._count if self._count else 0.0
+
+
+def unit(metrics: MetricsRow) -> str:
+    """What a rate counts: of pictures and the like an example has no tokens."""
+    return "examples" if metrics.get("samples") == metrics.get("tokens") is not None else "tokens"
+
+
+def _rate(metrics: MetricsRow) -> str:
+    return f"{_number(metrics.get('tokens_per_second'), ',.0f')} {unit(metrics)}/s"
 
 
 def _told(fact: str | int | None) -> str:
@@ -312,25 +324,6 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m {whole % 60:02d}s"
     return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-
-
-def time(seconds: float) -> str:
-    """A short time with the unit that suits it: ``1.25 s``, ``12.5 ms``, ``80 µs``."""
-    size = abs(seconds)
-    if size >= 1:
-        return f"{seconds:.2f} s"
-    if size >= 1e-3:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds * 1e6:.0f} µs"
-
-
-def memory(size: float) -> str:
-    """Bytes in binary units: ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def count(number: float) -> str:

@@ -1,7 +1,8 @@
 """Start and stop the live page: for ``vpipe dashboard``, and beside ``vpipe train`` while a run lasts.
 
 A run's page is served by a process of its own: what strangers do to it (see ``guard``), and what it costs, is not done
-to rank 0. The process ends with its run: it reads from a pipe that only the run holds open.
+to rank 0. Our launcher starts it, or rank 0 where another launcher has started the ranks. It ends with its run: it
+reads from a pipe that only the run holds open.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
+from vpipe.process import AS_MODULE, is_terminal
+from vpipe.rundir import writing
+from vpipe.rundir.layout import PAGE
 
 LOOPBACK = "127.0.0.1"
 NEEDED = ("uvicorn", "starlette")
@@ -116,16 +122,20 @@ class Dashboard:
 
 
 class PageProcess:
-    """The page of a run, in a process of its own that ends with ours. The token goes through a pipe: arguments of a
-    process can be read by every user of the machine."""
+    """The page of a run, in a process of its own that ends with ours. The token goes through a pipe and into a file of
+    the user's own: others read the arguments of a process, and often what is written to a log. ``where`` says where the
+    page is."""
 
     def __init__(self, directory: str | Path) -> None:
         require()
         token = secrets.token_urlsafe(16)
+        self._file = Path(directory) / PAGE
         with listen(0) as found:
-            self.url = address(found.getsockname()[1], token)
+            url = address(found.getsockname()[1], token)
+            writing.put(self._file, f"{url}\n".encode(), mode=0o600)
+            self.where = url if is_terminal(sys.stdout) else f"its address is in {self._file}"
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "vpipe.observe.dashboard"],
+                [sys.executable, AS_MODULE, "vpipe.observe.dashboard"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -143,8 +153,26 @@ class PageProcess:
 
     def stop(self) -> None:
         """Let it go: it takes a last look and ends by itself."""
+        self._file.unlink(missing_ok=True)
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+
+@contextmanager
+def served(config: PipelineConfig, directory: Path, quiet: bool) -> Iterator[PipelineConfig]:
+    """Serve the page of a run, if the config asks for it, from the process that starts its ranks: one address, however
+    many of them come and go. Yields the config for the ranks, which serve none."""
+    if not config.observe.dashboard:
+        yield config
+        return
+    page = PageProcess(directory)
+    if not quiet:
+        sys.stdout.write(f"live page: {page.where}\n")
+        sys.stdout.flush()
+    try:
+        yield config.model_copy(update={"observe": config.observe.model_copy(update={"dashboard": False})})
+    finally:
+        page.stop()
 
 
 def listen(port: int) -> socket.socket:

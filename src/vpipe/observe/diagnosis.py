@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.observe import estimate
-from vpipe.observe.bubbles import CAUSES, Bubbles, attribute
+from vpipe.observe.bubbles import CAUSES, attribute, medians
 from vpipe.observe.measured import Measured
 from vpipe.observe.timelines import simulated, typical
 from vpipe.plan.costs import Profile
@@ -46,13 +46,16 @@ def verdict(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any] | No
     simulations, _ = simulated(steps)
     chosen = typical(steps, simulations)
     bubbles = [attribute(step) for step in chosen.steps]
-    shares = {cause: median(each.total(cause) / (each.window * len(each.busy)) for each in bubbles) for cause in CAUSES}
-    idle = median(each.fraction for each in bubbles)
+    *by_rank, (busy, *causes) = medians(bubbles)
+    shares, idle = dict(zip(CAUSES, causes, strict=True)), 1 - busy
     worst = max(shares, key=lambda cause: shares[cause])
     found: dict[str, Any] = {"cause": worst, "bubble": idle, "remedy": None}
     if idle < LITTLE:
         return found | {"cause": None, "says": f"All ranks work {1 - idle:.0%} of the step: there is little to gain."}
-    says = _what(worst, shares[worst], run, bubbles)
+    crowded = _crowded(run, shares["cores"])
+    if crowded or worst == "cores":  # what these ranks would take with a core each was not measured
+        return found | {"cause": "cores", "says": crowded or _what("cores", shares["cores"], run, by_rank)}
+    says = _what(worst, shares[worst], run, by_rank)
     simulation = chosen.simulation
     profile = estimate.profile_of(run, simulation.costs) if simulation else None
     best = max(_tried(run, profile), key=lambda each: round(each.gain, 2), default=None) if profile else None
@@ -62,11 +65,22 @@ def verdict(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any] | No
     return found | {"says": f"{says} {best.words}", "remedy": remedy}
 
 
-def _what(cause: str, share: float, run: RunDirectory, bubbles: Sequence[Bubbles]) -> str:
+def _crowded(run: RunDirectory, share: float) -> str:
+    """The sentence where ranks wait because rank 0's machine has fewer cores than ranks; empty where it has enough."""
+    hosts, cores = run.facts.hosts or (), run.facts.cores
+    ranks = hosts.count(hosts[0]) if hosts else run.num_ranks
+    if cores is None or ranks <= cores or share < LITTLE:
+        return ""
+    return (
+        f"More ranks than cores: {ranks} ranks on {cores} cores wait {share:.0%} of their time for one. Train with "
+        f"{cores} ranks, or where each has a core; until then another schedule or cut cannot be judged."
+    )
+
+
+def _what(cause: str, share: float, run: RunDirectory, by_rank: Sequence[Sequence[float]]) -> str:
     """The sentence about what costs most."""
-    ranks = range(len(bubbles[0].busy))
-    busy = [median(each.busy[rank] / each.window for each in bubbles) for rank in ranks]
-    low, high = min(ranks, key=busy.__getitem__), max(ranks, key=busy.__getitem__)
+    busy = [row[0] for row in by_rank]
+    low, high = min(range(len(busy)), key=busy.__getitem__), max(range(len(busy)), key=busy.__getitem__)
     if cause == "imbalance":
         held = run.program.placement.stages_of[high]
         name = f"stage {held[0]}" if len(held) == 1 else f"its stages {' '.join(map(str, held))}"
@@ -81,6 +95,8 @@ def _what(cause: str, share: float, run: RunDirectory, bubbles: Sequence[Bubbles
         "communication": f"Messages cost {share:.0%} of the ranks' time.",
         "data": f"The ranks wait {share:.0%} of the time for data, or between two steps.",
         "overhead": f"The runtime itself takes {share:.0%} of the ranks' time: the actions are short.",
+        "cores": f"The ranks wait {share:.0%} of their time for a core, though there is one for each: something else "
+        "runs on this machine, or each rank computes with several threads (launch.threads).",
     }
     return sentences[cause]
 

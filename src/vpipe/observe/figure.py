@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError
-from vpipe.schedule.draw import NAMES
+from vpipe.schedule.semantics import NAMES, TRAITS
 from vpipe.schedule.simulate import Simulation
-from vpipe.schedule.svg import FILLS
 
-HATCHES = {"B": "//", "I": "||", "W": "--", "R": "\\\\", "OUT": "xx", "IN": "++"}
-"""Kind → texture, so that greyscale prints can be read."""
 ROW = 0.55
 """Height of a rank's line in centimetres."""
 
@@ -54,8 +51,8 @@ def _draw(simulation: Simulation, axes: Any) -> None:
                 axes.plot([span.begin - origin] * 2, [rank - 0.45, rank + 0.45], color="0.25", linewidth=0.8)
                 continue
             style: dict[str, Any] = {
-                "facecolor": FILLS[span.action.kind][0],
-                "hatch": HATCHES.get(kind),
+                "facecolor": TRAITS[span.action.kind].fills[0],
+                "hatch": TRAITS[span.action.kind].hatch or None,
                 "edgecolor": "0.7",
             }
             axes.barh(rank, length, 0.9, span.begin - origin, linewidth=0.25, **style)

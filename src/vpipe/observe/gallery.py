@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError
-from vpipe.rundir.layout import CONFIG, METRICS, RUN
+from vpipe.rundir.layout import CONFIG, RUN
 from vpipe.rundir.reader import open_run
 from vpipe.rundir.story import begun, story
 
@@ -42,9 +40,10 @@ def _line(name: str, path: Path) -> dict[str, Any]:
     told = story(path)
     found: dict[str, Any] = {"name": name, "state": {key: told[key] for key in ("kind", "sentence", "bad")}}
     try:
-        facts = open_run(path).facts
+        run = open_run(path)
     except UserError:
         return found
+    facts = run.facts
     found |= {
         "schedule": facts.schedule,
         "num_ranks": facts.num_ranks,
@@ -53,20 +52,8 @@ def _line(name: str, path: Path) -> dict[str, Any]:
         "started": facts.started,
         "model": facts.model.name,
     }
-    last = next((line for line in _latest(path / METRICS) if line.get("kind") == "train"), {})
+    last: dict[str, Any] = next((line for line in reversed(run.metrics(TAIL)) if line.get("kind") == "train"), {})
     return found | {key: last.get(key) for key in ("iteration", "loss", "tokens_per_second")}
-
-
-def _latest(path: Path) -> Iterator[dict[str, Any]]:
-    """The last lines of a file, the newest first."""
-    with suppress(OSError, ValueError):
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL))
-            tail = file.read(TAIL).decode("utf-8", errors="replace").split("\n")
-        for text in reversed(tail[:-1]):
-            found = json.loads(text)
-            if isinstance(found, dict):
-                yield found
 
 
 def _started(path: Path) -> float:

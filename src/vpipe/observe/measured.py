@@ -69,9 +69,14 @@ class Measured:
         return max((row[-1].end for row in self.ranks if row), default=0)
 
     @cached_property
+    def took(self) -> int:
+        """First work to last end: a rank that waits for the first unit has not begun it."""
+        return self.span - min((event.ready for row in self.ranks for event in row if computes(event)), default=0)
+
+    @cached_property
     def busy(self) -> list[int]:
-        """Per rank, the time its compute actions took once they had what they needed."""
-        return [sum(event.end - event.ready for event in row if computes(event)) for row in self.ranks]
+        """Per rank, the time its compute actions ran once they had what they needed."""
+        return [sum(event.work for event in row if computes(event)) for row in self.ranks]
 
 
 def producers(program: Program, action: Action) -> Iterator[Action]:
@@ -136,8 +141,7 @@ def from_simulation(simulation: Simulation, scale: float = 1e9) -> Measured:
         tuple(
             Event(line.flat.action(event), at(line.begin[event]), at(line.begin[event]), at(line.end[event]))
             for event in lane
-            if LANE[line.flat.action(event).kind] is Lane.SWAP
         )
-        for lane in line.lanes[program.num_ranks : 2 * program.num_ranks]  # of gradients, where nobody swaps
+        for lane in line.lanes[program.num_ranks : 2 * program.num_ranks]
     )
     return Measured(program, tuple(ranks), swaps=swaps)

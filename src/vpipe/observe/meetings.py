@@ -2,8 +2,7 @@
 
 Most waits are for messages (``Measured.producers``). Two kinds of action need none and wait all the same: the replicas
 of a stage meet at ``REDUCE``, and all ranks at ``AGREE`` (``semantics.rounds`` says who meets where). How long a rank
-waits there its record tells, as of every action (``Event.ready``); here is said for whom. A REDUCE whose gradients were
-sent ahead is no meeting: it waits for the ``SEND_W`` of its members (``semantics.sent_ahead``).
+waits there its record tells, as of every action (``Event.ready``); here is said for whom.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from vpipe.observe.measured import Measured
-from vpipe.schedule.semantics import rounds, sent_ahead
+from vpipe.schedule.semantics import rounds
 
 InRow = tuple[int, int]
 """(rank, index in its row)"""
@@ -37,12 +36,10 @@ def meetings(step: Measured) -> Meetings:
     """What every REDUCE and AGREE waits for. One that a rank has left before the last one came was none: nothing is
     exchanged where nothing is clipped and no update skipped."""
     found: Meetings = {}
-    executed = step.program
-    ahead, known = sent_ahead(executed), sent_ahead(step.planned)
-    for meeting, places in rounds(executed).items():
-        if len(places) < 2 or (meeting in known and meeting not in ahead):  # a simulation draws no SEND_W
+    for places in rounds(step.program).values():
+        if len(places) < 2:
             continue
-        awaited = tuple(ahead.get(meeting, places).items())
+        awaited = tuple(places.items())
         came, last = max((step.ranks[rank][index].begin, -rank) for rank, index in awaited)
         if all(step.ranks[rank][index].end >= came for rank, index in places.items()):
             for place in places.items():

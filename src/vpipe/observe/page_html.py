@@ -13,54 +13,28 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-SCRIPTS = ("dom.js", "timeline.js", "charts.js", "panels.js", "curves.js", "app.js")
-LIVE = ("whatif.js",)
-COMPARISON = ("dom.js", "charts.js", "compare.js")
-LIST = ("dom.js", "runs.js")
-PLAYGROUND = ("dom.js", "timeline.js", "charts.js", "panels.js", "playground.js")
-OFFLINE = ("dom.js", "timeline.js", "charts.js", "panels.js", "pipes.js", "offline.js", "playground.js")
-PAIR = ("dom.js", "timeline.js", "charts.js", "panels.js", "pair.js")
+DRAWING = ("dom.js", "timeline.js", "charts.js", "panels.js")
+PAGES: dict[str, tuple[str, ...]] = {
+    "run": (*DRAWING, "curves.js", "app.js"),
+    "vpipe": (*DRAWING, "curves.js", "app.js", "whatif.js"),
+    "runs": ("dom.js", "runs.js"),
+    "two runs": (*DRAWING, "pair.js"),
+    "playground": (*DRAWING, "playground.js"),
+    "comparison": ("dom.js", "charts.js", "compare.js"),
+}
+"""Title → scripts. ``vpipe`` is the live page of a run, ``two runs`` lie side by side."""
 
 
-def report(data: Mapping[str, Any]) -> str:
-    """The page of a run with its data inside."""
-    return document(str(data.get("title", "run")), SCRIPTS, data)
+def page(name: str, data: Mapping[str, Any] | None = None) -> str:
+    """One of ``PAGES`` with its data inside; without any, it asks its own server."""
+    return document(str((data or {}).get("title", name)), PAGES[name], data)
 
 
-def live() -> str:
-    """The page without data: it asks its own server."""
-    return document("vpipe", (*SCRIPTS, *LIVE), None)
-
-
-def list_of_runs() -> str:
-    """The page of a directory of runs."""
-    return document("runs", LIST, None)
-
-
-def pair() -> str:
-    """Two runs of a directory, side by side."""
-    return document("two runs", PAIR, None)
-
-
-def playground() -> str:
-    """The page of ``vpipe playground``."""
-    return document("playground", PLAYGROUND, None)
-
-
-def static_playground(data: Mapping[str, Any]) -> str:
-    """The page of ``vpipe playground --static``: schedules inside, no server."""
-    return document("playground", OFFLINE, data)
-
-
-def comparison(data: Mapping[str, Any]) -> str:
-    """The page of ``vpipe compare``."""
-    return document(str(data.get("title", "comparison")), COMPARISON, data)
-
-
-def document(title: str, scripts: Sequence[str], data: Mapping[str, Any] | None) -> str:
-    """The whole file."""
+def document(title: str, scripts: Sequence[str | Path], data: Mapping[str, Any] | None) -> str:
+    """The whole file; scripts are parts of the page, or files."""
     style = part("style.css")
     code = '"use strict";\n' + "\n".join(map(part, scripts)) + "\nstart();\n"
     embedded = "" if data is None else f'<script type="application/json" id="data">{inert(data)}</script>\n'
@@ -86,8 +60,9 @@ def document(title: str, scripts: Sequence[str], data: Mapping[str, Any] | None)
     )
 
 
-def part(name: str) -> str:
-    return (files("vpipe.observe") / "page" / name).read_text(encoding="utf-8")
+def part(name: str | Path) -> str:
+    found = name if isinstance(name, Path) else files("vpipe.observe") / "page" / name
+    return found.read_text(encoding="utf-8")
 
 
 def digest(code: str) -> str:

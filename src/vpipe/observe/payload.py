@@ -9,18 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from vpipe.observe.bubbles import CAUSES, NAMES
+from vpipe.observe.console import unit
 from vpipe.observe.diagnosis import verdict
 from vpipe.observe.measured import Measured, join
 from vpipe.observe.memory import memory_table
+from vpipe.observe.playground_look import look
 from vpipe.observe.timelines import timelines
-from vpipe.observe.trend import trend
+from vpipe.observe.trend import thinned, trend
 from vpipe.rundir.facts import RunFacts
 from vpipe.rundir.reader import MAX_BYTES, RunDirectory
 from vpipe.rundir.story import story
-from vpipe.schedule import draw, svg
 
 MAX_POINTS = 1500
 """Of a curve; a longer run is thinned out."""
@@ -43,23 +44,21 @@ def payload(
     short lines.
     """
     lines = run.metrics()
-    found = {
+    found: dict[str, Any] = {
         "format": 1,
         "title": run.path.resolve().name,
         "state": story(run.path),
         "facts": {key: told for key, told in asdict(run.facts).items() if key in FACTS and told is not None},
-        "kinds": {kind.value: name for kind, name in draw.NAMES.items()},
-        "colours": {kind.value: fills for kind, fills in svg.FILLS.items()},
-        "textures": {kind.value: lines for kind, lines in svg.TEXTURES.items()},
-        "causes": [[cause, NAMES[cause]] for cause in CAUSES],
         "metrics": curves(lines),
         "layouts": layouts(lines),
         "recoveries": recoveries(lines),
         "summary": run.summary(),
         "config": run.config_text(),
         "plan": run.plan(),
-    }
+    } | look()
     found |= timelines(steps)
+    if (prediction := found["prediction"]) is not None:
+        prediction["iteration_seconds"] = _iteration_seconds(lines, prediction.pop("iterations"))
     found["trend"] = trend(run, most_bytes)
     found["verdict"] = advice or verdict(run, steps)
     found["memory"] = memory_table(run, steps)
@@ -99,13 +98,21 @@ def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     train = [line for line in lines if line.get("kind") == "train"]
     evaluations = [line for line in lines if line.get("kind") == "evaluation"]
     names = ("iteration", "epoch", "loss", "learning_rate", "tokens_per_second", "seconds", "gradient_norm", "time")
-    thin, tested = thinned(train), thinned(evaluations)
+    thin, tested = thinned(train, MAX_POINTS), thinned(evaluations, MAX_POINTS)
     return {
         "count": len(train),
         "train": {name: [_number(line.get(name)) for line in thin] for name in names},
         "evaluation": {name: [_number(line.get(name)) for line in tested] for name in ("iteration", "loss")},
+        "unit": unit(train[-1]) if train else "tokens",
         "skipped": max((int(line.get("skipped") or 0) for line in train), default=0),
     }
+
+
+def _iteration_seconds(lines: Sequence[Mapping[str, Any]], iterations: Sequence[int]) -> float | None:
+    """Of the iterations whose steps stand for the run."""
+    seconds = {line.get("iteration"): line.get("seconds") for line in lines if line.get("kind") == "train"}
+    known = [told for each in iterations if isinstance(told := seconds.get(each), int | float)]
+    return median(known) if known else None
 
 
 def layouts(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -124,15 +131,9 @@ def _ranks(line: Mapping[str, Any]) -> list[list[int]]:
 def recoveries(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The latest losses of ranks of an elastic run, and what the time until the first new step went to."""
     told = [line for line in lines if line.get("kind") == "recovery"]
-    return [{name: line.get(name) for name in ("iteration", "ranks", "lost", "seconds")} for line in told[-100:]]
-
-
-def thinned(lines: Sequence[Mapping[str, Any]], most: int = MAX_POINTS) -> list[Mapping[str, Any]]:
-    """Evenly chosen lines, the first and the last among them."""
-    if len(lines) <= most:
-        return list(lines)
-    stride = (len(lines) - 1) / (most - 1)
-    return [lines[round(index * stride)] for index in range(most)]
+    return [
+        {name: line.get(name) for name in ("iteration", "ranks", "lost", "losses", "seconds")} for line in told[-100:]
+    ]
 
 
 def _number(value: object) -> float | int | None:

@@ -7,7 +7,6 @@ state and can be shared.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -19,11 +18,8 @@ from starlette.routing import Route
 
 from vpipe.errors import UserError
 from vpipe.observe import page_html, whatif
-from vpipe.observe.bubbles import attribute
-from vpipe.observe.measured import from_simulation
 from vpipe.observe.playground_look import look
-from vpipe.observe.server import guarded
-from vpipe.observe.timelines import actions, timeline
+from vpipe.observe.server import answered, guarded
 from vpipe.schedule import svg
 from vpipe.schedule.catalog import get
 from vpipe.schedule.program import Program, from_csv, to_csv
@@ -42,17 +38,14 @@ def app(token: str, stopping: threading.Event) -> Starlette:
     """The playground's routes; ``stopping`` is for those that stream, and none here does."""
 
     async def index(request: Request) -> Response:
-        return HTMLResponse(page_html.playground())
+        return HTMLResponse(page_html.page("playground"))
 
     async def start(request: Request) -> Response:
         return JSONResponse({"schedules": whatif.choices(), **look()})
 
     async def play(request: Request) -> Response:
         question = dict(request.query_params)
-        try:
-            return JSONResponse(await asyncio.to_thread(answer, question))
-        except UserError as error:
-            return JSONResponse({"error": str(error)})
+        return await answered(lambda: answer(question))
 
     routes = {"/": index, "/start": start, "/play": play}
     return Starlette(routes=[Route(where, guarded(token, handler)) for where, handler in routes.items()])
@@ -61,8 +54,7 @@ def app(token: str, stopping: threading.Event) -> Starlette:
 def answer(question: Mapping[str, str]) -> dict[str, Any]:
     """The program as text, what the verifier says of it, and, where it runs, its timeline and figures."""
     entry = get(question.get("schedule", ""))
-    forward, input_grad, weight_grad, latency = (whatif.time_of(question, name) for name in whatif.TIMES)
-    times = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "latency": latency}
+    times = whatif.times_of(question)
     program = _program(question, times)
     memory = whatif.time_of(question, "memory") or None
     found: dict[str, Any] = {
@@ -75,22 +67,10 @@ def answer(question: Mapping[str, str]) -> dict[str, Any]:
     name = f"{entry.name}, edited" if found["edited"] else entry.name
     title = f"{name}: {program.num_ranks} ranks, {program.num_microbatches} microbatches"
     try:
-        simulation = simulate(
-            program,
-            uniform(
-                program.placement, forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=latency
-            ),
-            blocking=entry.blocking,
-        )
+        simulation = simulate(program, uniform(program.placement, **times), blocking=entry.blocking)
     except UserError as error:
         return found | {"title": title, "stuck": str(error)}
-    drawn = from_simulation(simulation, scale=1e9)
-    return found | {
-        "title": title,
-        "summary": simulation.summary(),
-        "simulated": timeline(drawn, attribute(drawn)) | {"rows": actions(drawn)},
-        "svg": svg.svg(simulation, title),
-    }
+    return found | whatif.drawn(simulation, title) | {"svg": svg.svg(simulation, title)}
 
 
 def _program(question: Mapping[str, str], times: Mapping[str, Any]) -> Program:

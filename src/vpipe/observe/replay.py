@@ -2,7 +2,7 @@
 
 ``bubbles`` asks twice: how long would the ranks idle if every action took what its kind takes on average, and how long
 if every action took what it really took? The first is the schedule's own bubble, the difference is imbalance. The
-event loop of ``schedule.timeline`` prices actions by stage and kind; here every single action has its own duration.
+clock of ``schedule.graph`` prices actions by stage and kind; here every single action has its own duration.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from vpipe.observe.payload import payload, recorded, unstarted
 from vpipe.rundir import writing
 from vpipe.rundir.layout import REPORT, TRACE
 from vpipe.rundir.reader import NotStarted, open_run
-from vpipe.rundir.story import begun
 
 MAX_BYTES = 2 * 10**6
 
@@ -30,7 +29,7 @@ def write_report(run_directory: str | Path, output: str | Path | None = None) ->
     path = Path(run_directory)
     target = Path(output) if output is not None else path / REPORT
     steps, data = _data(path)
-    page = page_html.report(data)
+    page = page_html.page("run", data)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         writing.put(target, page.encode())
@@ -47,8 +46,6 @@ def _data(path: Path) -> tuple[list[Measured], dict[str, Any]]:
     try:
         run = open_run(path)
     except NotStarted:
-        if not begun(path):
-            raise
         return [], unstarted(path)
     steps = recorded(run)
     return steps, payload(run, steps)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.observe.console import duration
 from vpipe.observe.memory import tensor_bytes
-from vpipe.observe.payload import recorded, thinned
+from vpipe.observe.payload import recorded
 from vpipe.observe.timelines import timelines
+from vpipe.observe.trend import thinned
 from vpipe.rundir.reader import RunDirectory, open_run
 
 KEYS = (
@@ -74,15 +74,12 @@ def _traced(run: RunDirectory) -> dict[str, Any]:
     if not steps:
         return {"bubble": None}
     told = timelines(steps)
-    prediction = told["prediction"] or {}
-    causes = [sum(part[i] for part in step["bubbles"]["parts"]) for step in told["steps"] for i in range(5)]
-    whole = [step["bubbles"]["window"] * len(step["bubbles"]["busy"]) for step in told["steps"]]
-    shares = [median(causes[i::5][n] / whole[n] for n in range(len(whole)) if whole[n]) for i in range(5)]
+    prediction = told["prediction"]
     held = [max(memory.get(key, 0) for key in ("peak", "rss", "allocated")) for step in steps for memory in step.memory]
     tensors = [size for step in steps for memory in step.memory if (size := tensor_bytes(memory)) is not None]
     return {
         "bubble": prediction.get("measured_bubble"),
-        "idle_by_cause": shares,
+        "idle_by_cause": prediction["shares"][-1][1:],
         "step_seconds": prediction.get("measured_seconds"),
         "simulation_error": prediction.get("error"),
         "peak_activations": prediction.get("peak_activations"),

@@ -58,9 +58,6 @@ class Served:
             raise UserError(f"there is no run {name[:80]!r} in {self._path}")
         return self._watchers.setdefault(str(path), Watcher(path))
 
-    def lines(self) -> list[dict[str, Any]]:
-        return gallery.lines(self._path)
-
 
 def app(path: str | Path, token: str, stopping: threading.Event | None = None) -> Starlette:
     """The server's routes; ``token`` must come with every request. Streams end when ``stopping`` is set."""
@@ -70,21 +67,21 @@ def app(path: str | Path, token: str, stopping: threading.Event | None = None) -
     async def index(request: Request) -> Response:
         named = {"run", "a"} & set(request.query_params)
         if place.is_run or named:
-            return HTMLResponse(page_html.pair() if "a" in named else page_html.live())
-        return HTMLResponse(page_html.list_of_runs())
+            return HTMLResponse(page_html.page("two runs" if "a" in named else "vpipe"))
+        return HTMLResponse(page_html.page("runs"))
 
     async def listed(request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(place.lines))
+        return JSONResponse(await asyncio.to_thread(gallery.lines, Path(path)))
 
     async def schedules(request: Request) -> Response:
         return JSONResponse(whatif.choices())
 
     async def ask(request: Request) -> Response:
         question = dict(request.query_params)
-        return await _answer(lambda: whatif.answer(question, place.watcher(question.get("run", ""))))
+        return await answered(lambda: whatif.answer(question, place.watcher(question.get("run", ""))))
 
     async def data(request: Request) -> Response:
-        return await _answer(lambda: place.watcher(request.query_params.get("run", "")).whole())
+        return await answered(lambda: place.watcher(request.query_params.get("run", "")).whole())
 
     async def events(request: Request) -> Response:
         if place.streams >= guard.MAX_STREAMS:
@@ -121,7 +118,7 @@ def guarded(token: str, handler: Handler) -> Handler:
     return check
 
 
-async def _answer(question: Callable[[], dict[str, Any]]) -> Response:
+async def answered(question: Callable[[], dict[str, Any]]) -> Response:
     """JSON; what does not fit is said in its ``error``."""
     try:
         return JSONResponse(await asyncio.to_thread(question))

@@ -13,7 +13,6 @@ afternoon is slow for everyone.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -29,6 +28,7 @@ from typing import Any
 import vpipe
 from vpipe.errors import UserError, nearest_file
 from vpipe.observe.result import measured, outcome
+from vpipe.process import AS_MODULE
 from vpipe.rundir import writing
 from vpipe.schedule.catalog import get
 
@@ -63,7 +63,6 @@ class Sweep:
     microbatches: tuple[int, ...]
     models: tuple[str, ...] = ()
     repeats: int = 1
-    iterations: int | None = None
     overrides: tuple[str, ...] = ()
     timeout: float = 3600.0
 
@@ -79,16 +78,14 @@ class Sweep:
         settings = [*FAIR, f"training.num_microbatches={case.num_microbatches}"]
         if case.model:
             settings.append(f"model.name={case.model}")
-        if self.iterations is not None:
-            settings.append(f"training.max_iterations={self.iterations}")
         settings += self.overrides
         sets = [word for setting in settings for word in ("--set", setting)]
-        head = [sys.executable, "-m", "vpipe", "train", str(self.config), "--scheduler", case.schedule]
+        head = [sys.executable, AS_MODULE, "vpipe", "train", str(self.config), "--scheduler", case.schedule]
         return [*head, *sets, "--output-dir", str(directory)]
 
     def fingerprint(self) -> str:
         """Changes with whatever would make old results another experiment's; more repeats or schedules do not."""
-        said = [self.config.read_text(encoding="utf-8"), str(self.iterations), *self.overrides, code()]
+        said = [self.config.read_text(encoding="utf-8"), *self.overrides, code()]
         return sha256("\0".join(said).encode()).hexdigest()[:16]
 
 
@@ -131,7 +128,7 @@ def run(
     for number, case in enumerate(cases, 1):
         where = f"[{number}/{len(cases)}] {case.name}"
         kept = runs / f"{case.name}.json"
-        result = _read(kept)
+        result = writing.read(kept)
         if result is None or (retry and result.get("status") != "done"):
             say(f"{where} …")
             result = _one(sweep, case, runs, train or subprocess_train)
@@ -147,11 +144,9 @@ def _claim(sweep: Sweep, output: Path) -> None:
     """The directory is this comparison's: new, or left by the same one."""
     about = output / "comparison.json"
     print_of = sweep.fingerprint()
-    known = _read(about)
+    known = writing.read(about)
     if known is not None and known.get("fingerprint") != print_of:
-        raise UserError(
-            f"{output} holds a comparison of another config, --iterations, --set or code; choose another directory"
-        )
+        raise UserError(f"{output} holds a comparison of another config, --set or code; choose another directory")
     try:
         (output / "runs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -212,11 +207,3 @@ def _reason(log: Path, exit_code: int) -> str:
     if said.startswith("this happened at ") and at > 0:  # where an exception arose; the line before is the exception
         said = f"{lines[at - 1]}: {said}"
     return f"{said[:500]} (exit code {exit_code})"
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None

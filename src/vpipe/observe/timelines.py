@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from vpipe.errors import UserError
-from vpipe.observe.bubbles import CAUSES, Bubbles, attribute
+from vpipe.observe.bubbles import CAUSES, Bubbles, attribute, medians
 from vpipe.observe.calibrate import calibrate
 from vpipe.observe.measured import Measured, from_simulation
 from vpipe.rundir.reader import Event
@@ -90,9 +90,11 @@ def _most_common(steps: Sequence[Measured]) -> str:
 
 def _prediction(of: Typical) -> dict[str, Any]:
     bubbles = [attribute(step) for step in of.steps]
-    seconds = median(step.span for step in of.steps) * 1e-9
+    seconds = median(step.took for step in of.steps) * 1e-9
     found: dict[str, Any] = {
         "steps": len(of.steps),
+        "iterations": [step.iteration for step in of.steps],
+        "shares": medians(bubbles),
         "units": of.steps[-1].program.num_microbatches,
         "measured_seconds": seconds,
         "window_seconds": median(each.window for each in bubbles) * 1e-9,
@@ -142,6 +144,7 @@ def timeline(step: Measured, bubbles: Bubbles) -> dict[str, Any]:
         "time": step.time,
         "program": step.key,
         "span": step.span // TICK,
+        "took": step.took // TICK,
         "lead": step.lead // TICK,
         "ranks": ranks,
         "bubbles": {

@@ -23,7 +23,7 @@ from typing import Any
 from vpipe.errors import UserError
 from vpipe.observe.measured import Measured, computes
 from vpipe.schedule.action import Action, parse
-from vpipe.schedule.draw import NAMES
+from vpipe.schedule.semantics import NAMES
 
 COMPUTE, MESSAGES, SWAPS = 0, 1, 2
 """The threads of a rank."""

@@ -1,7 +1,7 @@
 """How ranks fared over the steps of a run: work, waiting and memory of each, and who has become slow.
 
 A rank that always works longer than the others has too much to do: that is imbalance, and the verdict's business. A
-**straggler** has become slower than it was (its core is shared, its device throttles) while the others have not, or is
+**straggler** has become slower than it was (its device throttles) while the others have not, or is
 slower than the replicas that do the same work.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from vpipe.observe.memory import tensor_bytes
 from vpipe.rundir.reader import RunDirectory
@@ -21,6 +21,7 @@ SLOWER = 1.2
 LEAST = 12
 """Steps from which on a rank's past says something."""
 
+T = TypeVar("T")
 RankFacts = dict[int, dict[str, Any]]
 
 
@@ -34,17 +35,13 @@ def trend(run: RunDirectory, most_bytes: int) -> dict[str, Any]:
     shared = sorted(set.intersection(*map(set, ranks))) if ranks else []
     busy = [[row[step]["busy"] * 1e-9 for step in shared] for row in ranks]
     stragglers = _stragglers(run, busy) if len(shared) >= LEAST else {}
-    chosen = (
-        shared
-        if len(shared) <= POINTS
-        else [shared[round(i * (len(shared) - 1) / (POINTS - 1))] for i in range(POINTS)]
-    )
+    chosen = thinned(shared, POINTS)
     memory = [[tensor_bytes(row[step].get("memory") or {}) for step in chosen] for row in ranks]
     process = [[(row[step].get("memory") or {}).get("rss") for step in chosen] for row in ranks]
     ahead: list[list[Any]] = [[row[step].get("ahead") for step in chosen] for row in ranks]
     on_devices = ranks and all(isinstance(value, int) for row in ahead for value in row)
     return {
-        "steps": chosen,
+        "iterations": [ranks[0][step].get("iteration", step) for step in chosen],
         "busy": [[_short(row[step]["busy"]) for step in chosen] for row in ranks],
         "waited": [[_short(row[step]["waited"]) for step in chosen] for row in ranks],
         "ahead": [[_short(value) for value in row] for row in ahead] if on_devices else None,
@@ -52,6 +49,14 @@ def trend(run: RunDirectory, most_bytes: int) -> dict[str, Any]:
         "process": process if any(value is not None for row in process for value in row) else None,
         "stragglers": {str(rank): why for rank, why in stragglers.items()},
     }
+
+
+def thinned(values: Sequence[T], most: int) -> list[T]:
+    """Evenly chosen values, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    stride = (len(values) - 1) / (most - 1)
+    return [values[round(index * stride)] for index in range(most)]
 
 
 def _usable(line: dict[str, Any]) -> bool:

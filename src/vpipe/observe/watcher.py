@@ -17,7 +17,6 @@ from vpipe.observe.payload import payload, unstarted
 from vpipe.rundir import state as states
 from vpipe.rundir.layout import METRICS, PLAN, RUN, STEPS, SUMMARY
 from vpipe.rundir.reader import NotStarted, RunDirectory, open_run
-from vpipe.rundir.story import begun
 
 LIVE_STEPS = 10
 """Steps of a running job that are sent with each change; the page remembers older ones."""
@@ -69,16 +68,12 @@ class Watcher:
 
     def _read(self) -> dict[str, Any]:
         try:
-            return self._payload(open_run(self._path))
+            run = open_run(self._path)
         except NotStarted:
-            if not begun(self._path):
-                raise
             return unstarted(self._path)
-
-    def _payload(self, run: RunDirectory) -> dict[str, Any]:
-        if run.ended:
-            return payload(run, self._recorded(run))
         steps = self._recorded(run)
+        if run.ended:
+            return payload(run, steps)
         if self._advice is None or monotonic() - self._advised > ADVISE:
             self._advice, self._advised = verdict(run, steps), monotonic()
         return payload(run, steps, advice=self._advice, most_bytes=LIVE_BYTES)

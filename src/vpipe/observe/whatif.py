@@ -13,7 +13,7 @@ from vpipe.observe.measured import from_simulation
 from vpipe.observe.timelines import actions, simulated, timeline, typical
 from vpipe.observe.watcher import Watcher
 from vpipe.schedule.catalog import entries, get
-from vpipe.schedule.simulate import simulate
+from vpipe.schedule.simulate import Simulation, simulate
 from vpipe.schedule.timeline import Costs, uniform
 
 MAX_ACTIONS = 40_000
@@ -55,17 +55,15 @@ def answer(question: Mapping[str, str], watcher: Watcher | None = None) -> dict[
         title += f", layers {' '.join(map(str, cut))}"
         found = {"unitless": False, "gain": seconds / simulation.makespan if simulation.makespan else None}
     else:
-        forward, input_grad, weight_grad, latency = (time_of(question, name) for name in TIMES)
-        own = uniform(
-            program.placement, forward=forward, input_grad=input_grad, weight_grad=weight_grad, latency=latency
-        )
-        simulation = simulate(program, own, blocking=entry.blocking)
-    drawn = from_simulation(simulation, scale=1e9)
-    return found | {
-        "title": title,
-        "summary": simulation.summary(),
-        "simulated": timeline(drawn, attribute(drawn)) | {"rows": actions(drawn)},
-    }
+        simulation = simulate(program, uniform(program.placement, **times_of(question)), blocking=entry.blocking)
+    return found | drawn(simulation, title)
+
+
+def drawn(simulation: Simulation, title: str) -> dict[str, Any]:
+    """What a page draws of a simulation whose times have no unit, and tells of it."""
+    step = from_simulation(simulation, scale=1e9)
+    shown = timeline(step, attribute(step)) | {"rows": actions(step)}
+    return {"title": title, "summary": simulation.summary(), "simulated": shown}
 
 
 def _measured(
@@ -96,6 +94,11 @@ def count_of(question: Mapping[str, str], name: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= len(text) <= 6:
         raise UserError(f"{name.replace('_', ' ')} is {text[:20]!r}, but it is a whole number of at least 1")
     return int(text)
+
+
+def times_of(question: Mapping[str, str]) -> dict[str, Any]:
+    """Those of ``TIMES``."""
+    return {name: time_of(question, name) for name in TIMES}
 
 
 def time_of(question: Mapping[str, str], name: str) -> float:

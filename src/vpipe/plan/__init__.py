@@ -1,6 +1,6 @@
 """From measured layer costs to a certified plan: partition × keep, recompute or swap × schedule.
 
-    costs ──▶ (knapsack inside partition, both counting bytes by memory) ──▶ planner ──▶ plan.json
+    costs ──▶ (packing inside partition, both counting bytes by memory) ──▶ planner ──▶ plan.json
 
 Nothing here imports torch except ``profile`` and ``transfer``, which measure.
 

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from vpipe.errors import UserError, nearest
 from vpipe.plan.costs import LayerCost, Profile, align
@@ -43,9 +42,6 @@ class Way:
     """Of the rank that needs most."""
     fits: bool
     note: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare(names: Sequence[str], profile: Profile, machine: Machine, num_units: int) -> list[Way]:

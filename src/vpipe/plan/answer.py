@@ -66,11 +66,6 @@ class Plan:
         return self.prediction.step_time
 
     @property
-    def objective(self) -> float:
-        """What was minimised: the step."""
-        return self.step_time
-
-    @property
     def gap(self) -> float:
         """By how much the step is above the bound."""
         return max(0.0, self.step_time / self.lower_bound - 1) if self.lower_bound > 0 else 0.0
@@ -99,7 +94,7 @@ class Plan:
             "stage_memory": [terms.to_json() for terms in p.stage_memory],
             "rank_memory": list(p.rank_memory),
             "memory": [None if cap == float("inf") else cap for cap in self.memory],
-            "objective": self.objective,
+            "objective": self.step_time,
             "lower_bound": self.lower_bound,
             "gap": self.gap,
             "exact": self.exact,

@@ -21,44 +21,51 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from vpipe.errors import UserError, nearest
+from annotated_types import Ge, Gt, Le
+
+from vpipe.errors import UserError
 from vpipe.plan.links import Links, links_from_json
 from vpipe.plan.units import format_bytes, format_seconds
+from vpipe.records import EXACT, parsed
 
 FORMAT, VERSION = "vpipe-profile", 1
 _OBJECTS = {"layers", "device", "links"}
 """Members of a profile that are no plain values."""
-MOST_SECONDS, MOST_BYTES = 1e9, 2**53
-"""Of one layer and microbatch: 30 years, and what floating numbers count exactly. More is a slip of the pen."""
+Seconds = Annotated[float, Ge(0), Le(1e9)]
+"""At most 30 years: more is a slip of the pen, as are sizes and rates beyond what floating numbers count exactly."""
+Bytes = Annotated[int, Ge(0), Le(2**53)]
+Rate = Annotated[float, Gt(0), Le(2**53)]
+_COMPUTED = ("forward", "input_grad", "weight_grad")
+_OF_ROWS = ("saved_bytes", "boundary_bytes", "deferred_bytes", "workspace_bytes")
 
 
 @dataclass(frozen=True)
 class LayerCost:
     """One layer and one microbatch. The backward is ``input_grad + weight_grad``."""
 
+    __pydantic_config__ = EXACT
     name: str
-    forward: float
-    input_grad: float
-    weight_grad: float
-    saved_bytes: int
+    forward: Seconds
+    input_grad: Seconds
+    weight_grad: Seconds
+    saved_bytes: Bytes
     """What the forward keeps for the backward, its input included where the layer saves it."""
-    boundary_bytes: int
+    boundary_bytes: Bytes
     """What crosses a boundary placed after this layer."""
-    parameter_bytes: int = 0
-    optimizer_bytes: int = 0
-    update: float = 0.0
+    parameter_bytes: Bytes = 0
+    optimizer_bytes: Bytes = 0
+    update: Seconds = 0.0
     """Seconds of the optimizer's update of the layer's weights: once for all units of a synchronous batch."""
-    deferred_bytes: int = 0
+    deferred_bytes: Bytes = 0
     """What a unit holds more than it saved, between its input gradient and its weight gradient."""
-    workspace_bytes: int = 0
+    workspace_bytes: Bytes = 0
     """What a forward or backward of the layer needs for a moment, beyond what stays."""
-    spread: float = 0.0
+    spread: Seconds = 0.0
     """Spread of the measured times, as a share of their median. Information only."""
-    gradient_bytes: int | None = None
-    """What comes back over the boundary: a gradient from every layer behind it that reads a value, since they are
-    summed in one order wherever the model is cut; ``None``: as many bytes as went."""
+    gradient_bytes: Bytes | None = None
+    """What comes back over the boundary: the gradients of what went; ``None``: as many bytes as went."""
 
     @property
     def total(self) -> float:
@@ -73,25 +80,26 @@ class LayerCost:
 class Profile:
     """The layers in order, and the machine: links between ranks, the swap lane, the runtime's own time per action."""
 
+    __pydantic_config__ = EXACT
     layers: tuple[LayerCost, ...]
-    input_bytes: int = 0
+    input_bytes: Bytes = 0
     """The model's input of one microbatch: what a segment that starts at layer 0 keeps."""
-    microbatch_rows: int = 1
-    link_latency: float = 0.0
-    link_bandwidth: float | None = None
+    microbatch_rows: Annotated[int, Gt(0)] = 1
+    link_latency: Seconds = 0.0
+    link_bandwidth: Rate | None = None
     """Bytes per second in each direction; ``None``: transfers take no time."""
     links: Links | None = None
     """Between every two ranks, where they were measured so; the two figures above are then of the slowest."""
-    swap_bandwidth: float | None = None
+    swap_bandwidth: Rate | None = None
     """Bytes per second of the swap lane, out and in together; ``None``: there is none."""
-    action_overhead: float = 0.0
-    shard_overhead: float = 0.0
+    action_overhead: Seconds = 0.0
+    shard_overhead: Seconds = 0.0
     """Seconds that FSDP takes for a layer and round beyond the link's; 0: not measured."""
-    shard_overhead_per_byte: float = 0.0
+    shard_overhead_per_byte: Seconds = 0.0
     """Seconds more for each byte of the layer's weights."""
-    replica_overhead: float = 0.0
+    replica_overhead: Seconds = 0.0
     """Seconds that DDP takes for a step beyond the link's; 0: not measured."""
-    replica_overhead_per_byte: float = 0.0
+    replica_overhead_per_byte: Seconds = 0.0
     """Seconds more for each byte of weights."""
     model: str = ""
     """What was profiled, for telling one model's profile from another's."""
@@ -122,14 +130,9 @@ class Profile:
         layers = tuple(
             replace(
                 layer,
-                forward=layer.forward * share,
-                input_grad=layer.input_grad * share,
-                weight_grad=layer.weight_grad * share,
-                saved_bytes=math.ceil(layer.saved_bytes * share),
-                boundary_bytes=math.ceil(layer.boundary_bytes * share),
+                **{name: getattr(layer, name) * share for name in _COMPUTED},
+                **{name: math.ceil(getattr(layer, name) * share) for name in _OF_ROWS},
                 gradient_bytes=math.ceil(layer.returned_bytes * share),
-                deferred_bytes=math.ceil(layer.deferred_bytes * share),
-                workspace_bytes=math.ceil(layer.workspace_bytes * share),
             )
             for layer in self.layers
         )
@@ -137,17 +140,9 @@ class Profile:
 
     def slower(self, speed: float) -> Profile:
         """The same model where everything that is computed takes ``1 / speed`` of its time."""
-        layers = tuple(
-            replace(
-                layer,
-                forward=layer.forward / speed,
-                input_grad=layer.input_grad / speed,
-                weight_grad=layer.weight_grad / speed,
-                update=layer.update / speed,
-            )
-            for layer in self.layers
-        )
-        return replace(self, layers=layers)
+        names = (*_COMPUTED, "update")
+        layers = (replace(layer, **{name: getattr(layer, name) / speed for name in names}) for layer in self.layers)
+        return replace(self, layers=tuple(layers))
 
     def to_json(self) -> dict[str, Any]:
         head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OBJECTS}
@@ -235,7 +230,7 @@ def load_profile(path: str | Path) -> Profile:
     """Reads ``profile.json``; every fault names the file and the key."""
     where = str(path)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(Path(path).read_text(encoding="utf-8"), parse_float=_number)
     except FileNotFoundError:
         raise UserError(f"{where}: there is no such profile; make one with `vpipe profile CONFIG -o {where}`") from None
     except OSError as error:
@@ -257,69 +252,28 @@ def profile_from_json(data: object, where: str = "profile") -> Profile:
             "measure again with 'vpipe profile'"
         )
     rest = {key: value for key, value in data.items() if key not in ("format", "version")}
-    reader = _Reader(where)
-    layers = rest.pop("layers", None)
+    layers, device, links = rest.pop("layers", None), rest.pop("device", {}), rest.pop("links", None)
     if not isinstance(layers, list) or not layers:
         raise UserError(f"{where}: layers must be a list of at least one layer")
-    device = rest.pop("device", {})
     if not isinstance(device, dict):
         raise UserError(f"{where}: device must be an object of facts, not {_short(repr(device))}")
-    links = rest.pop("links", None)
-    costs = tuple(LayerCost(**reader.fields(LayerCost, layer, f"layers[{i}].")) for i, layer in enumerate(layers))
-    values = reader.fields(Profile, rest, "", without=_OBJECTS)
+    try:
+        if "memory_bytes" in device:
+            device["memory_bytes"] = parsed(int, device["memory_bytes"], "device.memory_bytes")
+        costs = tuple(parsed(LayerCost, layer, f"layers[{i}]") for i, layer in enumerate(layers))
+        plain = parsed(Profile, rest | {"layers": []})
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; measure again or correct the file") from None
     measured = None if links is None else links_from_json(links, f"{where}: links")
-    return Profile(layers=costs, device=device, links=measured, **values)
+    return replace(plain, layers=costs, device=device, links=measured)
+
+
+def _number(text: str) -> float:
+    """A size may be written as 1e6 or 4096.0 too."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) <= 2**53 else value
 
 
 def _short(text: str) -> str:
     """Text of a file in an error: no more of it than a line holds."""
     return text if len(text) <= 60 else f"{text[:40]}… ({len(text)} characters)"
-
-
-class _Reader:
-    """Checks the members of a JSON object against a dataclass, naming file and key in every complaint."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def fields(self, kind: type, data: object, prefix: str, without: set[str] | None = None) -> dict[str, Any]:
-        if not isinstance(data, dict):
-            raise UserError(f"{self.where}: {prefix.rstrip('.')} must be an object, not {_short(repr(data))}")
-        known = {f.name: f for f in fields(kind) if f.name not in (without or set())}
-        for key in data:
-            if key not in known:
-                raise UserError(f"{self.where}: {prefix}{key} is not a key of a profile{nearest(key, known)}")
-        found: dict[str, Any] = {}
-        for name, f in known.items():
-            if name in data:
-                found[name] = self._value(prefix + name, str(f.type), data[name])
-            elif "name" in known and name in (
-                "name",
-                "forward",
-                "input_grad",
-                "weight_grad",
-                "saved_bytes",
-                "boundary_bytes",
-            ):
-                raise UserError(f"{self.where}: {prefix}{name} is missing")
-        return found
-
-    def _value(self, key: str, kind: str, value: object) -> object:
-        if kind == "str":
-            if isinstance(value, str):
-                return value
-            raise UserError(f"{self.where}: {key} is {_short(repr(value))}; it must be text")
-        if value is None and "None" in kind:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{self.where}: {key} is {_short(repr(value))}; it must be a number")
-        whole = kind.startswith("int")
-        positive = ("None" in kind and not whole) or key.endswith("rows")
-        most = MOST_BYTES if whole or "None" in kind else MOST_SECONDS
-        if not 0 <= value <= most or (positive and value == 0):
-            wants = "positive" if positive else "zero or more"
-            raise UserError(
-                f"{self.where}: {key} is {_short(repr(value))}; it must be finite, {wants} and at most {most:g}: "
-                "measure again or correct the file"
-            )
-        return int(value) if whole else float(value)

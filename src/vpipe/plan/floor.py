@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from vpipe.plan.growth import Growth
 from vpipe.plan.judge import Array, Judge
 from vpipe.plan.limits import NO_LIMITS, Limits
-from vpipe.plan.memory import Options, lasting_bytes
+from vpipe.plan.memory import Options
 from vpipe.plan.paths import Paths, StagePath
 from vpipe.plan.sites import StageSite
 
@@ -273,37 +273,32 @@ class Floor:
 def _prices(site: StageSite, options: Options) -> tuple[tuple[float, float], ...]:
     """Prices per byte at which a layer is recomputed as gladly as it is kept or swapped."""
     facts, layers, bandwidth = site.facts, site.profile.layers, site.profile.swap_bandwidth
-    if facts.memory == inf or not options.recompute or facts.units <= facts.recomputed:
+    if facts.memory == inf or not options.recompute or not facts.recomputing_helps:
         return ()
+    held = site.layer_bytes
     saved = np.array([layer.saved_bytes for layer in layers], dtype=np.float64)
     forward = np.array([layer.forward for layer in layers])
-    cut = np.array(site.profile.cut_bytes[:-1], dtype=np.float64)
     swaps = options.swap and bandwidth is not None
-    gone = (facts.units - facts.recomputed) * saved
+    gone = held.kept - held.recomputed
     found = [
         (price, price * (facts.units - facts.resident) * (bandwidth or 0.0) if swaps else inf)
-        for freed in (gone, gone - facts.units * cut)  # in a run, and as a run of its own
+        for freed in (gone, gone - held.run)  # in a run, and as a run of its own
         for price in _quantiles(forward, freed, max(_PRICES, min(4 * _PRICES, _MANY // len(layers))))
     ]
-    if swaps and bandwidth is not None and facts.resident > facts.recomputed:
+    if swaps and bandwidth is not None:
         # Where memory is scarce nothing is kept, and it is between swapping and recomputing.
         for worth in [0.0, *(share * each * bandwidth for each in _quantiles(forward, saved, 1) for share in _WORTH)]:
             dearer = forward - worth / bandwidth * saved
-            freed = (facts.resident - facts.recomputed) * saved
-            found += [(price, worth) for price in _quantiles(dearer, freed, _SCARCE)]
+            found += [(price, worth) for price in _quantiles(dearer, held.swapped - held.recomputed, _SCARCE)]
     return tuple(dict.fromkeys(found))
 
 
 def _least_bytes(site: StageSite, options: Options) -> Array:
     """Along the layers, what a stage needs at least: sums, without what its ends need."""
-    facts = site.facts
-    units = facts.units
-    if options.recompute:
-        units = facts.recomputed
-    elif options.swap and site.profile.swap_bandwidth is not None:
-        units = facts.resident
-    sizes = [lasting_bytes(layer, facts) + units * layer.saved_bytes for layer in site.profile.layers]
-    return np.concatenate([[0.0], np.cumsum(np.array(sizes, dtype=np.float64))])
+    held = site.layer_bytes
+    swaps = options.swap and site.profile.swap_bandwidth is not None
+    least = held.recomputed if options.recompute else held.swapped if swaps else held.kept
+    return np.concatenate([[0.0], np.cumsum(held.lasting + least)])
 
 
 def _quantiles(seconds: Array, sizes: Array, count: int) -> list[float]:
@@ -313,9 +308,3 @@ def _quantiles(seconds: Array, sizes: Array, count: int) -> list[float]:
     places = np.linspace(0, 1, count) if count > 1 else [0.5]
     found: list[float] = np.quantile(seconds[some] / sizes[some], places).tolist()
     return found
-
-
-def lower_bound(judge: Judge, options: Options, limits: Limits = NO_LIMITS, step: float = inf) -> float:
-    """No layout that fits has a shorter step; some layout is known to have ``step``. Where the time ends, the bound is
-    looser."""
-    return Floor(judge, options, step, limits).bound

@@ -1,6 +1,6 @@
 """What every possible stage lacks in memory, and what it must recompute at least: stages that grow layer by layer.
 
-A partition of 1,000 layers has half a million possible stages; solving a knapsack for each would take minutes. A price
+A partition of 1,000 layers has half a million possible stages; packing each would take minutes. A price
 per byte turns the memory limit into a sum, and the choice of each layer into a shortest path with two states ("the
 layer before is recomputed", "it is not"), since a run of recomputed layers keeps only its input:
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.plan.costs import Profile
-from vpipe.plan.memory import Options, StageFacts, bytes_before, bytes_behind, lasting_bytes
+from vpipe.plan.memory import LayerBytes, Options, StageFacts, bytes_before, bytes_behind
 
 Floats = NDArray[np.float64]
 
@@ -60,10 +60,12 @@ class Growth:
         price = np.array([1.0, *(price for price, _ in self.prices)])[:, None]
         seconds = np.array([0.0] + [1.0] * len(self.prices))[:, None]
         lane = np.array([0.0, *(lane for _, lane in self.prices)])[:, None]
-        kept = price * facts.units
+        held = LayerBytes.of(self.profile, facts)
+        saved = np.array([layer.saved_bytes for layer in self.profile.layers], np.float64)
+        kept = price * held.kept
         if self.swaps:
-            kept = np.minimum(kept, price * facts.resident + lane / (self.profile.swap_bandwidth or np.inf))
-        recomputes = self.options.recompute and facts.units > facts.recomputed
+            kept = np.minimum(kept, price * held.swapped + lane * saved / (self.profile.swap_bandwidth or np.inf))
+        recomputes = self.options.recompute and facts.recomputing_helps
         # Entry a of each row belongs to the stage that starts at layer a and grows to the right.
         layers = self.profile.num_layers
         recomputed, other = np.full((len(price), layers), np.inf), np.zeros((len(price), layers))
@@ -72,15 +74,15 @@ class Growth:
         for index in range(starts.start, stop):
             layer = self.profile.layers[index]
             live = slice(begin, min(index + 1, starts.stop))
-            fixed[live] += lasting_bytes(layer, facts)
+            fixed[live] += held.lasting[index]
             work[live] += layer.total
             least = np.minimum(recomputed[:, live], other[:, live])
             if recomputes:
-                run = np.minimum(recomputed[:, live], other[:, live] + price * (facts.units * cut[index]))
-                recomputed[:, live] = price * (facts.recomputed * layer.saved_bytes) + seconds * layer.forward + run
-            other[:, live] = least + kept * layer.saved_bytes
-            held = np.minimum(recomputed[:, live], other[:, live])
-            short = held[0] + fixed[live] - facts.memory
+                run = np.minimum(recomputed[:, live], other[:, live] + price * held.run[index])
+                recomputed[:, live] = price * held.recomputed[index] + seconds * layer.forward + run
+            other[:, live] = least + kept[:, index : index + 1]
+            least = np.minimum(recomputed[:, live], other[:, live])
+            short = least[0] + fixed[live] - facts.memory
             good = (short <= most) & (work[live] <= self.longest)
             gone = int(np.argmax(good)) if good.any() else len(good)
             begin += gone
@@ -89,5 +91,5 @@ class Growth:
             if gone < len(good):
                 edge = before[begin : live.stop] + (layer.workspace_bytes + behind[index + 1])
                 room = facts.memory - fixed[begin : live.stop] - edge
-                again = held[1:, gone:] - price[1:] * room if self.prices else held[1:, gone:]
+                again = least[1:, gone:] - price[1:] * room if self.prices else least[1:, gone:]
                 yield begin, index + 1, short[gone:] + edge, again

@@ -1,7 +1,7 @@
 """The judge of a search: the simulated step of many candidates at once.
 
 A candidate is where the model is cut and what every stage recomputes and swaps. For one program its step is a longest
-path whose weights are sums over layers (``schedule.batch``), so a table of prefix sums gives the weights of hundreds of
+path whose weights are sums over layers (``schedule.graph``), so a table of prefix sums gives the weights of hundreds of
 candidates, and one pass their steps. What a plan prints is ``predict``'s own number; the two agree to the last digits.
 
     structure   which stages have an ``R``, which an ``OUT`` and ``IN``: another program, another graph
@@ -24,9 +24,10 @@ from vpipe.plan.machine import Machine
 from vpipe.plan.pipe import Pipe
 from vpipe.plan.sites import stage_sites
 from vpipe.schedule.action import Kind
-from vpipe.schedule.batch import PricedPath, ProgramGraph
 from vpipe.schedule.flat import CODE, KINDS
+from vpipe.schedule.graph import PricedPath, ProgramGraph
 from vpipe.schedule.program import Program
+from vpipe.schedule.semantics import PRICE
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -132,19 +133,19 @@ class Judge:
             found: Array = (prefix[each, cuts[:, 1:]] - prefix[each, cuts[:, :-1]]).T
             return found
 
+        overhead, nothing = self.overhead[:, None], (0.0,) * stages
+        parts = {
+            "forward": summed(self.forward) + overhead,
+            "input_grad": summed(self.input_grad) + overhead,
+            "weight_grad": summed(self.weight_grad),
+            "step": summed(self.update),
+            "reduce": self.reduce[0][:, None] + self.reduce[1][:, None] * summed(self.parameters),
+            "recompute": np.array([candidate.again or nothing for candidate in candidates]).T,
+            "swap": np.array([candidate.swap or nothing for candidate in candidates]).T,
+        }
         price = np.zeros((len(KINDS), stages, len(candidates)))
-        overhead = self.overhead[:, None]
-        price[CODE[Kind.F]] = summed(self.forward) + overhead
-        price[CODE[Kind.I]] = summed(self.input_grad) + overhead
-        price[CODE[Kind.W]] = summed(self.weight_grad)
-        price[CODE[Kind.B]] = price[CODE[Kind.I]] + price[CODE[Kind.W]]
-        price[CODE[Kind.STEP]] = summed(self.update)
-        price[CODE[Kind.REDUCE]] = self.reduce[0][:, None] + self.reduce[1][:, None] * summed(self.parameters)
-        if any(candidate.again for candidate in candidates):
-            price[CODE[Kind.R]] = np.array([candidate.again or (0.0,) * stages for candidate in candidates]).T
-        if any(candidate.swap for candidate in candidates):
-            swap = np.array([candidate.swap or (0.0,) * stages for candidate in candidates]).T
-            price[CODE[Kind.OUT]] = price[CODE[Kind.IN]] = swap
+        for kind in KINDS:
+            price[CODE[kind]] = sum(parts[part] for part in PRICE[kind])
         sides = self.cut_bytes[cuts[:, 1:]].T, self.back_bytes[cuts[:, :-1]].T
         hop = np.stack([side * per_byte[:, None] for side, per_byte in zip(sides, self.per_byte, strict=True)])
         return price, hop

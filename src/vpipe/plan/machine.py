@@ -35,8 +35,8 @@ class Machine:
         return cls(
             _per_rank("memory", float("inf") if memory is None else memory, num_ranks),
             _finite("speed", _per_rank("speed", speed, num_ranks)),
-            _matrix("latency", links.latency, num_ranks),
-            _matrix("bandwidth", links.bandwidth, num_ranks, positive=True),
+            _matrix("latency", links.latency),
+            _matrix("bandwidth", links.bandwidth, positive=True),
         )
 
     @property
@@ -62,14 +62,9 @@ class Machine:
 
         What costs more on one rank than on another is stated here and nowhere else.
         """
-        made = {1.0: profile}
-        found = []
-        for group in groups:
-            speed = min(self.speed[rank] for rank in group)
-            if speed not in made:
-                made[speed] = profile.slower(speed)
-            found.append(made[speed])
-        return found
+        speeds = [min(self.speed[rank] for rank in group) for group in groups]
+        at_speed = {speed: profile if speed == 1.0 else profile.slower(speed) for speed in speeds}
+        return [at_speed[speed] for speed in speeds]
 
     def lag(self, profile: Profile, sources: Sequence[int], targets: Sequence[int]) -> float:
         """Latency between two groups of ranks, the worst pair; 0 where they are the same ranks."""
@@ -117,16 +112,12 @@ def _finite(name: str, values: tuple[float, ...]) -> tuple[float, ...]:
     return values
 
 
-def _matrix(
-    name: str, rows: Sequence[Sequence[float]] | None, num_ranks: int, *, positive: bool = False
-) -> Matrix | None:
+def _matrix(name: str, rows: Matrix | None, *, positive: bool = False) -> Matrix | None:
     if rows is None:
         return None
-    if len(rows) != num_ranks or any(len(row) != num_ranks for row in rows):
-        raise UserError(f"the {name} of links needs {num_ranks} rows of {num_ranks} numbers, one for each rank")
     for a, row in enumerate(rows):
         for b, value in enumerate(row):
             if a != b and (not math.isfinite(value) or value < 0 or (positive and value == 0)):
                 wants = "positive" if positive else "zero or more"
                 raise UserError(f"the {name} from rank {a} to rank {b} is {value}; it must be finite and {wants}")
-    return tuple(tuple(float(value) for value in row) for row in rows)
+    return rows

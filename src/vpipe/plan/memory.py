@@ -1,6 +1,6 @@
 """How many bytes a stage needs, stated once.
 
-The knapsack, the planner, the table shown to the user and the tests all count by this module. For a stage of layers
+The packing, the planner, the table shown to the user and the tests all count by this module. For a stage of layers
 ``a .. b-1`` with ``N`` units in flight, ``w`` of them between the start of their backward and the end of their weight
 gradient, and ``V`` weight versions:
 
@@ -37,8 +37,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.plan.costs import LayerCost, Profile
+from vpipe.plan.costs import Profile
 
+Floats = NDArray[np.float64]
 Peak = tuple[tuple[int, int], ...]
 """Units that a rank holds at some moment: (stage, units) of each of its stages."""
 
@@ -78,6 +79,15 @@ class StageFacts:
     """Inputs of other units that lie there during a backward."""
     gradients: int = 1
     """Gradients from behind that lie there then, that of the unit itself included."""
+
+    @property
+    def recomputing_helps(self) -> bool:
+        """Whether fewer units of a recomputed layer are there than of one that is kept."""
+        return self.units > self.recomputed
+
+    @property
+    def swapping_helps(self) -> bool:
+        return self.units > self.resident
 
     @property
     def recomputed(self) -> int:
@@ -123,10 +133,29 @@ class MemoryTerms:
         return {**asdict(self), "total": self.total}
 
 
-def lasting_bytes(layer: LayerCost, facts: StageFacts) -> int:
-    """What a layer adds to a stage whatever becomes of its saved tensors."""
-    fixed = (facts.versions + 1) * layer.parameter_bytes + layer.optimizer_bytes
-    return fixed + facts.deferred * layer.deferred_bytes
+@dataclass(frozen=True)
+class LayerBytes:
+    """What each layer of a profile adds to a stage: the table above, layer by layer. What searches among choices asks
+    here, and ``stage_memory`` counts what they come to."""
+
+    lasting: Floats
+    """Whatever becomes of its saved tensors."""
+    kept: Floats
+    recomputed: Floats
+    swapped: Floats
+    run: Floats
+    """The input of a run of recomputed layers that begins with it."""
+
+    @classmethod
+    def of(cls, profile: Profile, facts: StageFacts) -> LayerBytes:
+        """Of all layers, where the schedule and the rank say so much of the stage."""
+        names = ("parameter_bytes", "optimizer_bytes", "deferred_bytes", "saved_bytes")
+        parameters, optimizer, deferred, saved = (
+            np.array([getattr(layer, name) for layer in profile.layers], np.float64) for name in names
+        )
+        lasting = (facts.versions + 1) * parameters + optimizer + facts.deferred * deferred
+        run = facts.units * np.array(profile.cut_bytes[:-1], np.float64)
+        return cls(lasting, facts.units * saved, facts.recomputed * saved, facts.resident * saved, run)
 
 
 def stage_memory(

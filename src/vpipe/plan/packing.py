@@ -1,9 +1,9 @@
 """What the stages of a rank keep, recompute and swap, so that together they fit into its memory.
 
-A rank with one stage is a knapsack (``knapsack``), solved exactly where that is quick. Several stages share their
-rank's memory: their units come and go at different times, and only one of them is recomputed at a time. There a price
-per byte turns the choice into one pass per stage; the price is halved down until the stages just fit, by the same count
-of bytes that a plan is judged by (``memory``), and then layers are kept again as long as they fit.
+Recomputing a layer costs its forward time, swapping it costs time on the swap lane, and each frees memory. A price per
+byte turns the choice into one pass along the layers of a stage (``Prices``); the price is halved down until the stages
+just fit, by the same count of bytes that a plan is judged by (``memory``), and then layers are kept again as long as
+they fit. Where few layers share a rank, every choice is looked at (``every``).
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from vpipe.plan.costs import LayerCost
 from vpipe.plan.judge import Judge
-from vpipe.plan.knapsack import Knapsack
-from vpipe.plan.memory import Choice, Options, Peak, rank_bytes
+from vpipe.plan.memory import Choice, LayerBytes, Options, Peak, rank_bytes
 from vpipe.plan.sites import unit_time
 
 Cell = tuple[int, int]
 """First layer of a stage and the layer after its last."""
 Choices = tuple[Choice, ...]
 
-QUICK, THOROUGH = 300, 20_000
-"""Partial choices that a knapsack extends, while many stages are looked at and when few are left."""
 _HIDDEN = (0.6, 1.0, 0.0)
 """Parts of its bandwidth that the swap lane is believed to have: less than all leaves it time to hide in."""
+_WEIGHTS = (0.05, 0.2, 0.5)
+"""Shares of the swap lane in the price of a second: the lanes run side by side, so the best of them counts."""
 _PRICE_STEPS = 24
-_ALL_CHOICES = 6
-"""Layers of a rank of which every choice is tried."""
+_ALL_CHOICES = 1_000
+"""So many choices for the layers of a rank are all tried."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,6 @@ class Packing:
     choices: tuple[Choices, ...]
     again: tuple[float, ...]
     swap: tuple[float, ...]
-    exact: bool = True
-    """Whether no other choice is quicker, whatever the schedule makes of it."""
 
 
 class Packer:
@@ -64,14 +62,14 @@ class Packer:
         self.swaps = options.swap and self.profile.swap_bandwidth is not None and not self.free
         self._cache: dict[tuple[object, ...], list[Packing]] = {}
         self._least: dict[tuple[object, ...], int] = {}
-        self._hints: dict[int, float] = {}
         self.work = 0
+        """Layers priced: what the effort of a search is counted in."""
 
     def packings(self, group: int, cells: tuple[Cell, ...]) -> list[Packing]:
         """Ways to fit these stages into their rank, the most promising first; none where they do not fit."""
         stages = self.groups[group]
         if self.free:
-            return [self._priced_at(stages, cells, [(Choice.KEEP,) * (b - a) for a, b in cells])]
+            return [self._timed(stages, cells, [(Choice.KEEP,) * (b - a) for a, b in cells])]
         key = (group, *cells)
         if key not in self._cache:
             self._cache[key] = list(self._pack(group, stages, cells))
@@ -80,14 +78,11 @@ class Packer:
     def _pack(self, group: int, stages: tuple[int, ...], cells: tuple[Cell, ...]) -> Iterator[Packing]:
         keep = [(Choice.KEEP,) * (b - a) for a, b in cells]
         if self.fits(group, cells, keep):
-            yield self._priced_at(stages, cells, keep)
+            yield self._timed(stages, cells, keep)
             return
         found: list[Packing] = []
         for swap in _HIDDEN if self.swaps else (0.0,):
-            if len(stages) == 1:
-                made = self._one(stages[0], cells[0], swap)
-            else:
-                made = self._several(group, stages, cells, swap)
+            made = self._priced(group, stages, cells, swap)
             if made is not None and made.choices not in [other.choices for other in found]:
                 found.append(made)
                 yield made
@@ -110,85 +105,68 @@ class Packer:
             cells = tuple((cuts[stage], cuts[stage + 1]) for stage in stages)
             key = (group, *cells)
             if key not in self._least:
-                sacks = [self._knapsack(s, cell, swap=1.0) for s, cell in zip(stages, cells, strict=True)]
-                self._least[key] = self.bytes_of(group, cells, self._smallest(group, cells, sacks))
+                prices = [self._prices(s, cell, swap=1.0) for s, cell in zip(stages, cells, strict=True)]
+                self._least[key] = self.bytes_of(group, cells, self._smallest(group, cells, prices))
             worst.append((self._least[key] - self.caps[group], group))
         return max(worst)
 
-    def _priced_at(self, stages: Sequence[int], cells: Sequence[Cell], choices: Sequence[Choices]) -> Packing:
+    def _timed(self, stages: Sequence[int], cells: Sequence[Cell], choices: Sequence[Choices]) -> Packing:
         """The seconds of given choices."""
         held = [(self.sites[s], a, kept) for s, (a, _), kept in zip(stages, cells, choices, strict=True)]
         again = tuple(site.recompute(start, kept) for site, start, kept in held)
         return Packing(tuple(choices), again, tuple(site.swap(start, kept) for site, start, kept in held))
 
-    def harder(self, group: int, cells: tuple[Cell, ...], packing: Packing) -> Packing:
-        """The same stage solved with many more labels, if that was not proven."""
-        stages = self.groups[group]
-        if packing.exact or len(stages) > 1 or any(packing.swap):
-            return packing
-        made = self._one(stages[0], cells[0], swap=0.0, label_limit=THOROUGH)
-        return packing if made is None or made.again >= packing.again else made
-
-    def _one(self, stage: int, cell: Cell, swap: float, label_limit: int = QUICK) -> Packing | None:
-        """One stage with its rank for itself: the knapsack, with and without the swap lane."""
-        knapsack = self._knapsack(stage, cell, swap)
-        knapsack.hint = self._hints.get(stage, 0.0)
-        solved = knapsack.solve(label_limit)
-        self._hints[stage] = knapsack.price or knapsack.hint
-        self.work += knapsack.work
-        if solved is None:
-            return None
-        made = self._priced_at((stage,), (cell,), (solved.choices,))
-        exact = solved.exact and not (self.options.swap and self.profile.swap_bandwidth)
-        return Packing(made.choices, made.again, made.swap, exact)
-
-    def _knapsack(self, stage: int, cell: Cell, swap: float) -> Knapsack:
+    def _prices(self, stage: int, cell: Cell, swap: float) -> Prices:
         site, (start, stop) = self.sites[stage], cell
-        layers, facts, bandwidth = site.profile.layers[start:stop], site.facts, site.profile.swap_bandwidth
-        keep = (Choice.KEEP,) * len(layers)
-        terms = site.memory(start, stop, keep)
-        return Knapsack(
-            [float(layer.saved_bytes) for layer in layers],
-            [float(size) for size in site.profile.cut_bytes[start:stop]],
-            [layer.forward for layer in layers],
-            units=facts.units,
-            recomputed=facts.recomputed,
-            resident=facts.resident,
-            capacity=facts.memory - terms.lasting - terms.workspace,
-            base=unit_time(site.costs(start, stop, keep)),
-            swap_bandwidth=swap * bandwidth if swap and self.options.swap and bandwidth else None,
-            recompute=self.options.recompute,
+        self.work += stop - start
+        bandwidth = site.profile.swap_bandwidth if swap and self.options.swap and site.facts.swapping_helps else None
+        return Prices(
+            site.layer_bytes,
+            site.profile.layers[start:stop],
+            start,
+            swap_bandwidth=swap * bandwidth if bandwidth else None,
+            recompute=self.options.recompute and site.facts.recomputing_helps,
         )
 
-    def _several(self, group: int, stages: tuple[int, ...], cells: tuple[Cell, ...], swap: float) -> Packing | None:
-        """Stages that share a rank: the lowest price per byte at which they fit, then as much kept as fits."""
-        sacks = [self._knapsack(s, cell, swap) for s, cell in zip(stages, cells, strict=True)]
-        self.work += sum(sack.num_layers for sack in sacks) * _PRICE_STEPS
-
-        def at(price: float) -> list[Choices]:
-            return [sack.priced(price, 1.0, 1.0)[0].path for sack in sacks]
-
-        best = self._smallest(group, cells, sacks)
-        if not self.fits(group, cells, best):
+    def _priced(self, group: int, stages: tuple[int, ...], cells: tuple[Cell, ...], swap: float) -> Packing | None:
+        """The lowest price per byte at which the stages fit, then as much kept as fits."""
+        prices = [self._prices(s, cell, swap) for s, cell in zip(stages, cells, strict=True)]
+        least = self._smallest(group, cells, prices)
+        if not self.fits(group, cells, least):
             return None
-        low, high = 0.0, 2.0 * max((time / max(size, 1.0) for k in sacks for time, size in _rates(k)), default=1.0)
+        made = [
+            self._timed(stages, cells, self._kept_again(group, cells, choices))
+            for weight in (_WEIGHTS if any(each.swappable for each in prices) else (0.0,))
+            for choices in [self._cheapest(group, cells, prices, least, weight)]
+        ]
+        base = sum(unit_time(self.sites[s].costs(a, b, ())) for s, (a, b) in zip(stages, cells, strict=True))
+        return min(
+            made, key=lambda each: (max(base + sum(each.again), 2 * sum(each.swap) / (swap or 1.0)), sum(each.again))
+        )
+
+    def _cheapest(
+        self, group: int, cells: tuple[Cell, ...], prices: list[Prices], least: list[Choices], weight: float
+    ) -> list[Choices]:
+        """The choices at the lowest price per byte at which the stages fit."""
+        rates = [time / max(size, 1.0) for each in prices for time, size in each.rates()]
+        best, low, high = least, 0.0, 2.0 * max(rates, default=1.0)
         for _ in range(_PRICE_STEPS):
             middle = (low + high) / 2 if low else high / 8
-            if self.fits(group, cells, choices := at(middle)):
+            self.work += sum(each.num_layers for each in prices)
+            if self.fits(group, cells, choices := [each.path(middle, 1.0 - weight, weight) for each in prices]):
                 best, high = choices, middle
             else:
                 low = middle
             if high - low <= 1e-6 * high:
                 break
-        made = self._priced_at(stages, cells, self._kept_again(group, cells, best))
-        return Packing(made.choices, made.again, made.swap, exact=False)
+        return best
 
-    def _smallest(self, group: int, cells: tuple[Cell, ...], sacks: list[Knapsack]) -> list[Choices]:
+    def _smallest(self, group: int, cells: tuple[Cell, ...], prices: list[Prices]) -> list[Choices]:
         """Choices that need few bytes: of each stage alone, or all layers alike, then changed one by one."""
         kinds = self._kinds()
         ways = [
-            list(dict.fromkeys([sack.priced(1.0, 0.0, 0.0)[0].path, *((kind,) * sack.num_layers for kind in kinds)]))
-            for sack in sacks
+            list(dict.fromkeys([each.path(1.0, 0.0, 0.0), *((kind,) * each.num_layers for kind in kinds)]))
+            for each in prices
         ]
         if len(ways) == 1:
             return [ways[0][0]]  # a shortest path: exact
@@ -196,7 +174,7 @@ class Packer:
         tried = [list(way) for way in product(*ways)] if len(ways) <= 2 else alike
         best = min(tried, key=lambda choices: self.bytes_of(group, cells, choices))
         size = self.bytes_of(group, cells, best)
-        places = [(s, i) for s, sack in enumerate(sacks) for i in range(sack.num_layers)]
+        places = [(s, i) for s, each in enumerate(prices) for i in range(each.num_layers)]
         for (s, i), kind in product(places if size > self.caps[group] else (), kinds):
             changed = (*best[s][:i], kind, *best[s][i + 1 :])
             other = [*best[:s], changed, *best[s + 1 :]]
@@ -206,7 +184,7 @@ class Packer:
 
     def _kinds(self) -> list[Choice]:
         """What may become of a layer. Stages of one rank are recomputed in turn, so there recomputing may help even
-        where a stage alone would gain nothing by it, which its knapsack does not see."""
+        where a stage alone would gain nothing by it, which its prices do not see."""
         kinds = [Choice.KEEP, *([Choice.RECOMPUTE] if self.options.recompute else [])]
         return kinds + ([Choice.SWAP] if self.swaps else [])
 
@@ -226,20 +204,18 @@ class Packer:
         stages = self.groups[group]
         num_layers = sum(b - a for a, b in cells)
         first = self.packings(group, cells)
-        if first and len(first) == 1 and len(stages) == 1 and not first[0].exact:
-            first[0] = self.harder(group, cells, first[0])
-        if self.free or (len(stages) == 1 and len(first) == 1 and first[0].exact) or (len(stages) == 1 and not first):
+        if self.free or (len(stages) == 1 and not first):
             return first
         if first and not any(first[0].again) and not any(first[0].swap):
             return first[:1]
-        if num_layers > _ALL_CHOICES:
+        if len(self._kinds()) ** num_layers > _ALL_CHOICES:
             return None
         found = []
         for flat in product(self._kinds(), repeat=num_layers):
             ends = [sum(b - a for a, b in cells[: i + 1]) for i in range(len(cells))]
             choices = [flat[end - (b - a) : end] for end, (a, b) in zip(ends, cells, strict=True)]
             if self.fits(group, cells, choices):
-                found.append(self._priced_at(stages, cells, choices))
+                found.append(self._timed(stages, cells, choices))
         return _undominated(found)
 
 
@@ -259,7 +235,58 @@ def _undominated(packings: list[Packing]) -> list[Packing]:
     return kept
 
 
-def _rates(knapsack: Knapsack) -> Iterator[tuple[float, float]]:
-    """Seconds and bytes of every layer, by recomputing or swapping it."""
-    for time, lane, keep, again in zip(knapsack.forward, knapsack.lane, knapsack.keep, knapsack.again, strict=True):
-        yield max(time, lane), max(keep - again, 1.0) if keep > again else 1.0
+class Prices:
+    """The layers of one stage, the first of which is ``start``: bytes by what becomes of them, and seconds.
+
+    A run of recomputed layers keeps only the run's input, so a choice depends on the one before it: the best choices at
+    a price are a shortest path with two states ("the layer before is recomputed", "it is not"), found from the last
+    layer to the first.
+    """
+
+    def __init__(
+        self,
+        held: LayerBytes,
+        layers: Sequence[LayerCost],
+        start: int,
+        *,
+        swap_bandwidth: float | None = None,
+        recompute: bool = True,
+    ) -> None:
+        self.num_layers, here = len(layers), slice(start, start + len(layers))
+        self.swappable, self._recompute = swap_bandwidth is not None, recompute
+        self._keep: list[float] = held.kept[here].tolist()
+        self._again: list[float] = held.recomputed[here].tolist()
+        self._resident: list[float] = held.swapped[here].tolist()
+        self._starts: list[float] = held.run[here].tolist()
+        self._forward = [layer.forward for layer in layers]
+        self._lane = [2.0 * layer.saved_bytes / swap_bandwidth if swap_bandwidth else 0.0 for layer in layers]
+
+    def rates(self) -> Iterator[tuple[float, float]]:
+        """Seconds and bytes of every layer, by recomputing or swapping it."""
+        for time, lane, keep, again in zip(self._forward, self._lane, self._keep, self._again, strict=True):
+            yield max(time, lane), max(keep - again, 1.0) if keep > again else 1.0
+
+    def path(self, price: float, on_compute: float, on_swap: float) -> Choices:
+        """The best choices at a price per byte, and one per second on each lane."""
+        n = self.num_layers
+        joins, starts = [False] * n, [False] * n
+        others = [price * size for size in self._keep]
+        swapped = [False] * n
+        if self.swappable:
+            swaps = [price * size + on_swap * time for size, time in zip(self._resident, self._lane, strict=True)]
+            swapped = [swap < keep for swap, keep in zip(swaps, others, strict=True)]
+            others = [min(swap, keep) for swap, keep in zip(swaps, others, strict=True)]
+        again = [price * size + on_compute * time for size, time in zip(self._again, self._forward, strict=True)]
+        after_recompute = after_other = 0.0
+        for i in range(n - 1, -1, -1):
+            other, once = others[i] + after_other, again[i] + after_recompute
+            begun = once + price * self._starts[i]
+            joins[i] = self._recompute and once < other
+            starts[i] = self._recompute and begun < other
+            after_recompute, after_other = once if joins[i] else other, begun if starts[i] else other
+        choices: list[Choice] = []
+        before = False
+        for i in range(n):
+            before = joins[i] if before else starts[i]
+            choices.append(Choice.RECOMPUTE if before else Choice.SWAP if swapped[i] else Choice.KEEP)
+        return tuple(choices)

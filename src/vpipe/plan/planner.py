@@ -131,7 +131,14 @@ class _Wanted:
     def cases(self, profile: Profile, machine: Machine, counts: Sequence[int]) -> Iterator[_Case | UserError]:
         for count in counts:
             for name in self._names():
-                for shape in self._shapes(profile, machine, name, count):
+                shaped = list(self._shapes(profile, machine, name, count))
+                if not shaped:
+                    yield UserError(
+                        f"{name} cannot divide {self.num_ranks} ranks into stages and replicas: there are "
+                        f"{profile.num_layers} layers for the stages, and all replicas of a stage take equal parts of "
+                        f"{count} microbatches; use another number of ranks or of microbatches"
+                    )
+                for shape in shaped:
                     try:
                         yield self._case(profile, name, shape)
                     except UserError as error:

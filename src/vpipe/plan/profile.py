@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 from vpipe.layer import Layer
 from vpipe.plan.costs import LayerCost
 from vpipe.plan.transfer import Nothing, ProgressTeller, now
+from vpipe.runtime.buffers import ChangingBuffers
 from vpipe.runtime.crossing import detached, flatten
 from vpipe.runtime.device import HOST, is_host, place
 from vpipe.runtime.flow import Flow, Pending, Value, resolve
@@ -105,7 +106,8 @@ def measure_layers(
     """The cost of every layer for one microbatch, and the bytes of the microbatch itself."""
     flow = resolve(layers, Layout.chain([1] * len(layers)))
     inputs, targets = measuring.there(inputs), measuring.there(targets)
-    values = {value: given for value, given in flow.bound(inputs).items() if _readers(flow, value)}
+    read = {value for reads in flow.reads for value in reads}
+    values = {value: given for value, given in flow.bound(inputs).items() if value in read}
     input_bytes = sum(num_bytes(given) for given in values.values())
     nothing = _time_of_nothing(measuring)
     known: dict[object, tuple[LayerCost, dict[str, Any]]] = {}
@@ -119,8 +121,8 @@ def measure_layers(
             known[key] = _measure(flow, index, values, targets, measuring, nothing)
         cost, given = known[key]
         values |= {(name, index): value for name, value in given.items()}
-        crossed = {"boundary_bytes": crossing(flow, index, values), "gradient_bytes": returning(flow, index, values)}
-        costs.append(replace(cost, name=layer.name or cost.name, **crossed))
+        crossed, returned = crossing(flow, index, values)
+        costs.append(replace(cost, name=layer.name or cost.name, boundary_bytes=crossed, gradient_bytes=returned))
     if tell is not None:
         tell(len(layers), len(layers), "")
     return costs, input_bytes
@@ -159,10 +161,11 @@ def _measure(
     """One layer's cost (what crosses the cut behind it is not known here), and what it writes."""
     module = place(_module(flow.layers[index]), measuring.device)
     stage = _stage(flow, index, module, measuring, splits=False)
-    saved = SavedBytes(module)
+    saved, watched = SavedBytes(module), _stage(flow, index, module, measuring, splits=False)
+    watched.changing = ChangingBuffers({})  # no backward follows for which a buffer would have to be kept
     with saved.watching():
-        given = _forward(stage, values, targets, measuring)
-    stage.abandon()
+        given = _forward(watched, values, targets, measuring)
+    watched.abandon()
     whole = _rounds(stage, values, targets, measuring)
     divided = _stage(flow, index, module, measuring, splits=True)
     split = _rounds(divided, values, targets, measuring)
@@ -239,9 +242,7 @@ def _momentary(stage: Stage, values: Values, targets: Any, measuring: Measuring)
         pending = _gradients(given)
         del given
         before = live.peak = live.now
-        received = count_bytes(
-            [each for parts in pending.values() for _, some in parts for each in some if each is not None]
-        )
+        received = count_bytes([each for gradients in pending.values() for each in gradients if each is not None])
         stage.backward(0, pending, stage.options.splits)
         workspace = max(workspace, live.peak - before)
         del pending
@@ -254,7 +255,7 @@ def _momentary(stage: Stage, values: Values, targets: Any, measuring: Measuring)
 def _gradients(given: Values) -> Pending:
     """What later stages would send back: a gradient for everything that needs one."""
     return {
-        value: [(value[1] + 1, [torch.randn_like(each) for each in _tensors(found) if each.requires_grad])]
+        value: [torch.randn_like(each) for each in _tensors(found) if each.requires_grad]
         for value, found in given.items()
     }
 
@@ -293,39 +294,29 @@ class SavedBytes:
     def __init__(self, module: nn.Module) -> None:
         owned = [*module.parameters(), *module.buffers()]
         self._owned = {tensor.untyped_storage()._cdata for tensor in owned}
-        self._sizes: dict[int, int] = {}
-        self._kept: list[Tensor] = []
+        self._kept: dict[int, Tensor] = {}
 
     def watching(self) -> saved_tensors_hooks:
-        """While this is open. The graph that is built has no backward: it saves nothing for one."""
-        return saved_tensors_hooks(self._pack, lambda nothing: nothing)
+        """While this is open."""
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    def _pack(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._owned:
-            self._sizes[storage._cdata] = storage.nbytes()
-            self._kept.append(tensor.detach())  # while it lives, no other storage gets its identity
+    def _pack(self, tensor: Tensor) -> Tensor:
+        """The tensor itself: the stage looks at what was saved of its buffers."""
+        saved, identity = tensor.detach(), tensor.untyped_storage()._cdata
+        if identity not in self._owned:
+            self._kept[identity] = saved  # while it lives, no other storage gets its identity
+        return saved
 
     @property
     def total(self) -> int:
-        self._kept.clear()
-        return sum(self._sizes.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
 
 
-def _readers(flow: Flow, value: Value) -> list[int]:
-    return [layer for layer, reads in enumerate(flow.reads) if value in reads]
-
-
-def crossing(flow: Flow, index: int, values: Values) -> int:
-    """Bytes of everything that a layer behind this one still reads."""
+def crossing(flow: Flow, index: int, values: Values) -> tuple[int, int]:
+    """Bytes of everything that a layer behind this one still reads, and of the gradients that come back for it."""
     later = {value for reads in flow.reads[index + 1 :] for value in reads if value[1] <= index}
-    return sum(num_bytes(values[value]) for value in later)
-
-
-def returning(flow: Flow, index: int, values: Values) -> int:
-    """Bytes of the gradients that come back to this layer and those before: one of every layer that reads a value."""
-    read = [value for reads in flow.reads[index + 1 :] for value in reads if value[1] <= index]
-    return sum(count_bytes([t for t in _tensors(values[value]) if t.requires_grad]) for value in read)
+    tensors = [tensor for value in later for tensor in _tensors(values[value])]
+    return count_bytes(tensors), count_bytes([tensor for tensor in tensors if tensor.requires_grad])
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, pairwise, product
-from math import comb
+from math import comb, prod
 
 import numpy as np
 
@@ -25,18 +25,18 @@ from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.limits import Limits
 from vpipe.plan.memory import Choice
 from vpipe.plan.packing import Packer, Packing
-from vpipe.schedule.batch import PricedPath
+from vpipe.schedule.graph import PricedPath
 
 SLACK = 1e-9
 """Steps closer than this are equal: the sums of thousands of floats are no better."""
 _NODES, _NODES_EACH, _MOST_NODES = 100_000, 400, 3_300_000
 """Effort 1: nodes of the graph that are passed, and how often the whole graph besides; in all no more than a few
 seconds take."""
-_KNAPSACK = 8
-"""Nodes that take as long as one step of a knapsack."""
+_PRICING = 8
+"""Nodes that take as long as pricing one layer."""
 _CHUNK = 1_000_000
 _RESTARTS = (2, 8)
-"""Under a cap, where every new stage is a knapsack, and without."""
+"""Under a cap, where every new stage must be packed, and without."""
 _ALL_RUNS = 24
 """Up to so many stages every run of cuts is moved, beyond only short ones."""
 _FEW_CUTS, _FEW_LAYOUTS = 6_000, 20_000
@@ -84,10 +84,7 @@ class Search:
         if not proven:
             self._restart()
         step, state = self.best
-        whole = state[0], tuple(self._packings(state))
-        if not proven:
-            step, whole = self._polished(step, whole)
-        return Found(self._layout(*whole), step, proven)
+        return Found(self._layout(state[0], self._packings(state)), step, proven)
 
     def _begin(self, starts: Iterable[Cuts]) -> None:
         self._evaluate([state for cuts in dict.fromkeys(starts) for state in self._states(cuts)])
@@ -146,7 +143,7 @@ class Search:
 
     @property
     def _spent(self) -> bool:
-        return self.judge.work + _KNAPSACK * self.packer.work > self.budget or self.limits.over
+        return self.judge.work + _PRICING * self.packer.work > self.budget or self.limits.over
 
     # ── moving ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -208,19 +205,6 @@ class Search:
                 for state in self._states(tuple(cuts)):
                     self._descend(state)
 
-    def _polished(self, step: float, whole: CutsAndPackings) -> tuple[float, CutsAndPackings]:
-        """What the ranks recompute and swap, solved as well as it can be."""
-        cuts, packings = whole
-        if self.packer.free or self.limits.over:
-            return step, whole
-        groups = self.packer.groups
-        harder = tuple(
-            self.packer.harder(number, self._cells(cuts, group), packing)
-            for number, (group, packing) in enumerate(zip(groups, packings, strict=True))
-        )
-        value = float(self.judge.steps([self._candidate(cuts, harder)])[0])
-        return (value, (cuts, harder)) if value < step else (step, whole)
-
     # ── all of them ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _look_at_all(self) -> bool:
@@ -240,7 +224,7 @@ class Search:
             if self.best is not None and floors[index] >= self.best[0] * (1 - SLACK):
                 return
             ways = self._every(cuts[index])
-            self._left = -1 if ways is None or self.limits.over else self._left - _size(ways)
+            self._left = -1 if ways is None or self.limits.over else self._left - prod(map(len, ways))
             if ways is None or self._left < 0:
                 return
             for chosen in product(*ways):
@@ -297,13 +281,6 @@ def _moves(cuts: Cuts) -> Iterator[Cuts]:
                 low, high = cuts[first] + by, cuts[last] + by
                 if low > cuts[first - 1] and high < cuts[last + 1]:
                     yield (*cuts[:first], *(cut + by for cut in cuts[first : last + 1]), *cuts[last + 1 :])
-
-
-def _size(ways: list[list[Packing]]) -> int:
-    size = 1
-    for each in ways:
-        size *= len(each)
-    return size
 
 
 def _chunks(items: Iterable[CutsAndPackings], size: int) -> Iterator[list[CutsAndPackings]]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from vpipe.plan.costs import Profile
 from vpipe.plan.growth import Growth
-from vpipe.plan.memory import Options, StageFacts, lasting_bytes
+from vpipe.plan.memory import LayerBytes, Options, StageFacts
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,8 @@ def shortfall(profile: Profile, stages: Sequence[StageFacts], options: Options) 
 
 
 def _even(profile: Profile, stages: Sequence[StageFacts]) -> tuple[int, ...]:
-    facts = stages[0]
-    sizes = [lasting_bytes(layer, facts) + facts.resident * layer.saved_bytes for layer in profile.layers]
-    line = [0.0, *accumulate(float(size) for size in sizes)]
+    held = LayerBytes.of(profile, stages[0])
+    line = [0.0, *accumulate((held.lasting + held.swapped).tolist())]
     return proportional(line, [line[-1] * (s + 1) / len(stages) for s in range(len(stages))])
 
 

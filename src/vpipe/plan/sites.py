@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from vpipe.plan.costs import Profile
 from vpipe.plan.machine import Machine
-from vpipe.plan.memory import Choice, MemoryTerms, StageFacts, stage_memory
+from vpipe.plan.memory import Choice, LayerBytes, MemoryTerms, StageFacts, stage_memory
 from vpipe.plan.pipe import Pipe, stage_facts
 from vpipe.schedule.timeline import StageCosts
 
@@ -44,6 +45,11 @@ class StageSite:
         """The runtime's own time of a forward, and of a backward: the action, and a message on each side that has a
         neighbour."""
         return self.profile.action_overhead * num_actions(first=self.first, last=self.last) / 2
+
+    @cached_property
+    def layer_bytes(self) -> LayerBytes:
+        """What every layer would add to the stage, by what becomes of it."""
+        return LayerBytes.of(self.profile, self.facts)
 
     def memory(self, start: int, stop: int, choices: Sequence[Choice]) -> MemoryTerms:
         """The bytes of layers ``start .. stop-1``."""

@@ -112,8 +112,8 @@ class Between:
             out, back = Envelope(step, 0, 1, 0, 0), Envelope(step, 1, 0, 0, 1)
             begin = now(device)
             if me == self.first:
-                transport.post(back, self.second)
                 transport.send(out, self.second, to_second)
+                transport.post(back, self.second)
                 transport.take(back)
             elif me == self.second:
                 transport.post(out, self.first)

@@ -15,23 +15,23 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from time import time
+from typing import Any
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.process import Process
 from vpipe.rundir import lineage, manifest, writing
 from vpipe.rundir.journal import SILENT_AFTER, Beat
-from vpipe.rundir.layout import CHECKPOINTS, CONFIG, LATEST, LOCK, LOGS, METRICS, OF_A_RUN, PLAN, RUN, STATE
+from vpipe.rundir.layout import CHECKPOINTS, CONFIG, LATEST, LOCK, METRICS, OF_A_RUN, PLAN, RUN, STATE
 
 COMMAND = "VPIPE_COMMAND"
 """The variable in which a launcher tells its ranks what its user has typed, as JSON."""
-CLAIMED = "VPIPE_RUN"
-"""The variable in which a launcher tells its ranks the id of the run whose directory it has taken for them."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,10 @@ class Claim:
         if self.lock is not None:
             self.lock.release()
 
-    def keep(self, config: PipelineConfig, source: Path | None, in_processes: bool) -> None:
-        """``command_history.log``, ``machinefile``, ``output.log.0`` and the file as it was given, as VPipe kept them
-        of a run here. ``output.log.0`` is the log of rank 0, where ranks are processes and have one."""
-        directory = self.directory
-        with (directory / "command_history.log").open("a", encoding="utf-8") as history:
-            history.write(f"{shlex.join(command())}\n")
-        machines = config.launch.machines or tuple(f"localhost:{rank}" for rank in range(config.num_ranks))
-        (directory / "machinefile").write_text("".join(f"{machine}\n" for machine in machines), encoding="utf-8")
-        if source is not None and source.is_file():
-            shutil.copyfile(source, directory / (f"given-{source.name}" if source.name in OF_A_RUN else source.name))
-        if in_processes:
-            with suppress(FileExistsError):
-                (directory / "output.log.0").symlink_to(Path(LOGS) / "rank0.log")
+    def is_seen(self) -> bool:
+        """True if this process sees the directory, and not another machine's of the same name."""
+        beat = Beat.read(self.directory)
+        return beat is not None and beat.run == self.run
 
 
 def command() -> list[str]:
@@ -92,8 +83,9 @@ def take(
     path = output_dir or Path(config.observe.directory)
     plan = config.parallel.partition
     try:
-        path = _fresh(path) if output_dir is None else output_dir.resolve()
-        path.mkdir(parents=True, exist_ok=True)
+        mode = 0o700 if config.observe.private else 0o777
+        path = _fresh(path, mode) if output_dir is None else output_dir.resolve()
+        path.mkdir(mode, parents=True, exist_ok=True)
         lock = Lock(path, run, shlex.join(command()))
         try:
             _refuse_used(path, resume, source, overwrite)
@@ -113,7 +105,89 @@ def take(
     return Claim(path.resolve(), run, lock)
 
 
-def _fresh(parent: Path) -> Path:
+MAY_CHANGE = {
+    "model": {"compile"},
+    "dataset": {"num_workers"},
+    "training": {
+        *("epochs", "max_iterations", "profile_iteration", "exit_after_profile"),
+        *("evaluation_interval", "evaluation_batches"),
+    },
+}
+"""What may be another in the latest run of a config; of the other sections, which say where and how it runs, all."""
+
+
+def to_resume(config: PipelineConfig, output_dir: Path | None, resume: str) -> tuple[Path | None, str]:
+    """What ``--resume`` goes on from, and what is to be said of it. ``latest`` is the run of ``output_dir``; where
+    there is none, the newest of this config among those of ``checkpoint.directory``, or of ``observe.directory`` for a
+    user who names no place."""
+    if resume != "latest":
+        if not Path(resume).exists():
+            raise UserError(f"there is nothing at {resume} to resume from; give a checkpoint or a run directory")
+        return Path(resume).resolve(), ""
+    anew = "there is no checkpoint yet; starting anew"
+    kept, runs = config.checkpoint.directory, config.observe.directory
+    if output_dir is not None:
+        if manifest.kept_of(output_dir):
+            return output_dir.resolve(), ""
+        if not kept or lineage.current(output_dir):
+            return None, anew
+    other = ""
+    for place in [Path(kept)] if kept else _runs(Path(runs)):
+        there = _config_of(place)
+        change = _change(there, config.to_dict()) if there is not None else ""
+        if there is not None and not change:
+            return place.resolve(), f"{place} is the latest run of this config"
+        other = other or (change and f"{place} is of another config: {change}")
+    if other and not kept:
+        raise UserError(
+            f"no run in {runs} is of this config (the latest, {other}); name the one to go on from, as in --resume "
+            f"{runs}/NAME, or leave --resume out"
+        )
+    return None, f"{other}; starting anew" if other else anew
+
+
+def _config_of(place: Path) -> Mapping[str, Any] | None:
+    """The config of the newest checkpoint there of which a manifest can be read."""
+    with suppress(UserError):
+        if found := _newest(manifest.kept_of(place)):
+            return found.config
+    return None
+
+
+def _newest(paths: Sequence[Path]) -> manifest.CheckpointManifest | None:
+    """The first of the manifests that can be read."""
+    for path in paths:
+        with suppress(manifest.DamagedCheckpoint):
+            return manifest.CheckpointManifest.read(path)
+    return None
+
+
+def _runs(parent: Path) -> list[Path]:
+    """The run directories there, newest first, by when they began."""
+
+    def age(directory: Path) -> tuple[float, str]:
+        entry = lineage.current(directory)
+        with suppress(ValueError):
+            if entry is not None:
+                return datetime.fromisoformat(entry.started).timestamp(), directory.name
+        return directory.stat().st_mtime, directory.name
+
+    found = (path for path in parent.glob("*") if path.is_dir() and not path.is_symlink())
+    return sorted(found, key=age, reverse=True)
+
+
+def _change(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The first value that makes it another run, in words; empty where it is the same."""
+    for section, free in MAY_CHANGE.items():
+        before = there.get(section)
+        for key, new in here[section].items():
+            old = before.get(key) if isinstance(before, dict) else None
+            if old != new and key not in free and not (key == "vocab_size" and -1 in (old, new)):
+                return f"{section}.{key} is {old} there and {new} here"
+    return ""
+
+
+def _fresh(parent: Path, mode: int) -> Path:
     """A name that no other run of this second has: making the directory decides."""
     parent.mkdir(parents=True, exist_ok=True)
     started = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S")
@@ -121,7 +195,7 @@ def _fresh(parent: Path) -> Path:
     while True:
         path = parent / (started if number == 1 else f"{started}-{number}")
         try:
-            path.mkdir()
+            path.mkdir(mode)
         except FileExistsError:
             number += 1
         else:
@@ -171,19 +245,12 @@ def _refuse_used(directory: Path, resume: bool, source: Path | None, overwrite: 
             "another --output-dir leaves it alone"
         )
     here = {entry.line.run for entry in lineage.read(directory)}
-    if source is not None and here and not here & _runs_of(source):
+    newest = _newest(manifest.find(source)) if source is not None and here else None
+    if source is not None and here and not (newest and here & newest.line.runs):
         raise UserError(
             f"{directory} holds {what}, which {source} does not continue; choose another --output-dir, or resume "
             f"{directory}"
         )
-
-
-def _runs_of(source: Path) -> set[str]:
-    """The runs on the line of the newest whole checkpoint of ``source``."""
-    for path in manifest.find(source):
-        with suppress(manifest.DamagedCheckpoint):
-            return manifest.CheckpointManifest.read(path).line.runs
-    return set()
 
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}

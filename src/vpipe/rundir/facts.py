@@ -6,9 +6,11 @@ that is not of its kind was written by nobody, and the file is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from vpipe.records import parsed
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class RunFacts:
     stages: tuple[RunStage, ...] = ()
     hosts: tuple[str, ...] | None = None
     """Of each rank."""
+    cores: int | None = None
+    """That rank 0 may use."""
     layout: Mapping[str, Any] | None = None
     """Who holds what, as ``Layout.as_document`` has it."""
     command: tuple[str, ...] | None = None
@@ -69,8 +73,8 @@ class RunFacts:
     @classmethod
     def parse(cls, found: Any) -> RunFacts:
         """What the trainer wrote; ``ValueError`` for anything else."""
-        parsed: RunFacts = _record(cls)(found)
-        return parsed
+        told = {key: value for key, value in found.items() if value is not None} if isinstance(found, dict) else found
+        return parsed(cls, told)
 
     def moved(self, now: RunFacts) -> RunFacts:
         """The facts of a run whose layers have moved: of ``now``, what follows from the layout."""
@@ -83,54 +87,3 @@ class RunFacts:
             skips=now.skips,
             placement=now.placement,
         )
-
-
-Read = Callable[[Any], Any]
-
-
-def _a(*kinds: type) -> Read:
-    def read(value: Any) -> Any:
-        if type(value) not in kinds:
-            raise ValueError(f"{str(value)[:40]!r} is of type {type(value).__name__}, not {kinds[0].__name__}")
-        return value
-
-    return read
-
-
-def _each(read: Read) -> Read:
-    return lambda values: tuple(map(read, _a(list)(values)))
-
-
-def _record(kind: type) -> Read:
-    """Reads a dataclass of this file; keys that it does not have are a later version's, and left out."""
-
-    def read(found: Any) -> Any:
-        given = {}
-        for name, read_value in _readers(kind).items():
-            if _a(dict)(found).get(name) is not None:
-                try:
-                    given[name] = read_value(found[name])
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
-        return kind(**given)
-
-    return read
-
-
-_READ: dict[str, Read] = {
-    "str": _a(str),
-    "int": _a(int),
-    "bool": _a(bool),
-    "float": _a(float, int),
-    "Mapping[str, Any]": _a(dict),
-    "tuple[str, ...]": _each(_a(str)),
-    "tuple[int, ...]": _each(_a(int)),
-    "tuple[tuple[int, ...], ...]": _each(_each(_a(int))),
-    "RunModel": _record(RunModel),
-    "tuple[RunStage, ...]": _each(_record(RunStage)),
-}
-"""How a field of this type is read."""
-
-
-def _readers(kind: type) -> dict[str, Read]:
-    return {each.name: _READ[str(each.type).removesuffix(" | None")] for each in fields(kind)}

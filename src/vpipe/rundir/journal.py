@@ -12,6 +12,7 @@ How a run can end is one table, for the exit code, the terminal, summary.json an
 | interrupted | Ctrl-C, or HUP (the terminal went) | the same; a second Ctrl-C ends at once | 130, 129 |
 | failed | an exception, or a mistake in the input | nothing more | 1, 2 |
 | failed | it came to its end, but its last checkpoint could not be written | what was before | 74 |
+| failed | loss or gradients were not finite ``training.nan_limit`` times in a row | what was before | 65 |
 | killed | a process was killed, by the system or after the grace | nothing more | 137 (128 + signal) |
 | lost | a rank fell silent, or never came | nothing more | 69 |
 
@@ -34,6 +35,7 @@ from time import time
 from typing import Any
 
 from vpipe.process import Process
+from vpipe.records import parsed_or_none
 from vpipe.rundir import writing
 from vpipe.rundir.facts import RunFacts
 from vpipe.rundir.layout import METRICS, RUN, STATE, SUMMARY
@@ -44,6 +46,8 @@ UNAVAILABLE = 69
 MISTAKE = 2
 UNSAVED = 74
 """sysexits' EX_IOERR."""
+DIVERGED = 65
+"""sysexits' EX_DATAERR."""
 
 
 class EndingKind(StrEnum):
@@ -117,28 +121,10 @@ class Ending:
         return Ending.of(EndingKind.FAILED, said, UNSAVED, iteration=self.iteration)
 
     @classmethod
-    def parse(cls, found: Any) -> Ending | None:
-        """What ``fields`` wrote; ``None`` for anything else."""
-        if not isinstance(found, dict) or found.get("kind") not in list(EndingKind):
-            return None
-        code, rank, iteration, saved, where, at = (
-            found.get(key) for key in ("code", "rank", "iteration", "saved", "checkpoint", "time")
-        )
-        kind = EndingKind(found["kind"])
-        return cls(
-            kind,
-            code if isinstance(code, int) else CODES[kind],
-            str(found.get("sentence", "")),
-            rank if isinstance(rank, int) else None,
-            str(found.get("details", "")),
-            iteration if isinstance(iteration, int) else None,
-            saved if isinstance(saved, int) else None,
-            where if isinstance(where, str) else None,
-            float(at) if isinstance(at, int | float) else 0.0,
-        )
-
-    def fields(self) -> dict[str, Any]:
-        return asdict(self)
+    def diverged(cls, problem: str, iteration: int) -> Ending:
+        """The run was ended because it trained no more."""
+        said = f"ended after iteration {iteration}: {problem}; lower training.learning_rate, or mend that batch"
+        return cls.of(EndingKind.FAILED, said, DIVERGED, iteration=iteration)
 
     def at(self, iteration: int | None, saved: int | None, checkpoint: str | None) -> Ending:
         """The same, with how far the run came and what is kept of it, where that was not known."""
@@ -164,7 +150,7 @@ def conclude(directory: Path, run: str, ending: Ending, summary: dict[str, Any] 
     known = writing.read(path) or {}
     if known.get("run") != run:
         known = {}
-    writing.replace(path, known | (summary or {}) | {"run": run, "ending": ending.fields()})
+    writing.replace(path, known | (summary or {}) | {"run": run, "ending": asdict(ending)})
 
 
 def read_ending(directory: Path, run: str | None = None) -> Ending | None:
@@ -172,9 +158,11 @@ def read_ending(directory: Path, run: str | None = None) -> Ending | None:
     found = writing.read(directory / SUMMARY)
     if found is None or (run is not None and found.get("run") != run):
         return None
-    return Ending.parse(found.get("ending"))
+    return parsed_or_none(Ending, found.get("ending"))
 
 
+MOST_DETAILS = 8_000
+"""Characters of a traceback that are kept: its end says what it was."""
 EVERY = 1.0
 """Seconds between two beats."""
 LEAST_PATIENCE = 10.0
@@ -211,28 +199,7 @@ class Beat:
     def read(cls, directory: Path) -> Beat | None:
         """The last beat; ``None`` where there is none that can be read."""
         found = writing.read(directory / STATE)
-        if found is None:
-            return None
-        try:
-            writer = Process.parse(found["writer"])
-            if writer is None:
-                return None
-            saved, where = found["saved"], found["checkpoint"]
-            return cls(
-                str(found["run"]),
-                str(found["phase"]),
-                int(found["iteration"]),
-                int(found["iterations"]),
-                float(found["update_seconds"]),
-                float(found["save_seconds"]),
-                int(saved) if saved is not None else None,
-                str(where) if where is not None else None,
-                writer,
-                Process.parse(found.get("launcher")),
-                float(found["time"]),
-            )
-        except (KeyError, TypeError, ValueError):
-            return None
+        return parsed_or_none(cls, found) if found is not None and {"writer", "time"} <= found.keys() else None
 
     def write(self, directory: Path) -> None:
         self.time = time()
@@ -261,7 +228,11 @@ class Beat:
 
 
 def conclude_from_outside(directory: Path, run: str, ending: Ending) -> Ending:
-    """Write the ending of a run that did not come to its own, with what its heartbeat knows; that ending."""
+    """Write the ending of a run that did not come to its own, with what its heartbeat knows; that ending. One that the
+    run has told of itself stays: what ends its processes afterwards, a second Ctrl-C, is not how it ended."""
+    known = read_ending(directory, run)
+    if known is not None and known.kind in (EndingKind.FINISHED, EndingKind.STOPPED, EndingKind.INTERRUPTED):
+        return known
     beat = Beat.read(directory)
     if beat is not None and beat.run == run:
         ending = ending.at(beat.iteration, beat.saved, beat.checkpoint)
@@ -276,7 +247,7 @@ class Heart:
     def __init__(self, directory: Path, run: str) -> None:
         known = Beat.read(directory)  # whoever made the directory stays known as its launcher
         self._directory = directory
-        self._beat = Beat(run, launcher=known.launcher if known is not None and known.run == run else None)
+        self.beat = Beat(run, launcher=known.launcher if known is not None and known.run == run else None)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vpipe-heartbeat", daemon=True)
@@ -289,19 +260,9 @@ class Heart:
     def tell(self, change: Callable[[Beat], None], at_once: bool = False) -> None:
         """Change what the next beat says; ``at_once`` it comes now."""
         with self._lock:
-            change(self._beat)
+            change(self.beat)
         if at_once:
             self._write()
-
-    def say(self, values: Mapping[str, Any]) -> None:
-        """Let the next beats have these values."""
-        with self._lock:
-            for name, value in values.items():
-                setattr(self._beat, name, value)
-
-    @property
-    def beat(self) -> Beat:
-        return self._beat
 
     def _run(self) -> None:
         while not self._stopped.wait(EVERY):
@@ -309,7 +270,7 @@ class Heart:
 
     def _write(self) -> None:
         with self._lock, suppress(OSError):
-            self._beat.write(self._directory)
+            self.beat.write(self._directory)
 
     def stop(self) -> None:
         """The last beat."""
@@ -322,13 +283,13 @@ class Heart:
 
 class Journal:
     """What one rank writes down for everyone: run.json, metrics.jsonl, summary.json. A full disk must not end a run:
-    what cannot be written is told once, through ``say``, and left out."""
+    what cannot be written is told once, through ``say``, and left out; at the end, how much it was."""
 
     def __init__(self, directory: Path, run: str, say: Callable[[str], None]) -> None:
         self._directory = directory
         self._run = run
         self._say = say
-        self._complained = False
+        self._num_lost = 0
 
     def facts(self, facts: RunFacts) -> None:
         self._attempt(lambda: writing.replace(self._directory / RUN, asdict(facts)))
@@ -338,11 +299,13 @@ class Journal:
 
     def summary(self, summary: dict[str, Any], ending: Ending) -> None:
         self._attempt(lambda: conclude(self._directory, self._run, ending, summary))
+        if self._num_lost > 1:
+            self._say(f"warning: {self._num_lost} lines and files of {self._directory} could not be written")
 
     def _attempt(self, write: Callable[[], None]) -> None:
         try:
             write()
         except OSError as error:
-            if not self._complained:
-                self._complained = True
+            self._num_lost += 1
+            if self._num_lost == 1:
                 self._say(f"warning: {error.filename or self._directory}: {error.strerror}; the run goes on without it")

@@ -2,6 +2,7 @@
 
 config.yaml             the resolved config
 plan.json               optional: the plan that the run follows
+tokenizer.json          the tokenizer of its data, where they have one
 lineage.json            the runs that have trained here, each with its parent (``lineage``)
 lock                    held by the one process that may write (``lock``)
 state.json              the heartbeat: where the run is, and whose run it is (``journal``)
@@ -9,9 +10,10 @@ run.json                what runs: schedule, program, placement, stages, version
 metrics.jsonl           one line per training iteration or evaluation, and one where a run was resumed
 events/rank<r>.jsonl    the last steps of a rank, action by action; rank<r>.steps.jsonl: one short line per step;
                         the older half of these moves to rank<r>.steps.old.jsonl
-crew.json, wanted.json  of an elastic run: its processes, and how many its user wants (``crew``)
+crew.json, wanted.json  of an elastic run: its processes, and how many its user wants (``roster``)
 left/<run>/             copies of several machines whose launcher is lost, until they are a checkpoint; then ``saved``
 summary.json            written at the end, however the run ends, with its ending (``journal``)
+page.url                while the live page is served: its address, with the token, for the owner of the run alone
 checkpoints/iteration-<n>/, logs/rank<r>.log, report.html, trace.json.gz
 """
 
@@ -40,9 +42,11 @@ CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 REPORT = "report.html"
 TRACE = "trace.json.gz"
+TOKENIZER = "tokenizer.json"
+PAGE = "page.url"
 
 OF_A_RUN = (
     *(CONFIG, PLAN, LINEAGE, STATE, RUN, METRICS, EVENTS, CREW, WANTED, LEFT, SUMMARY, CHECKPOINTS, LOGS),
-    *(REPORT, TRACE, "tensorboard", "wandb", "command_history.log", "machinefile", "output.log.0"),
+    *(REPORT, TRACE, PAGE, TOKENIZER, "tensorboard", "wandb", "command_history.log", "machinefile", "output.log.0"),
 )
 """What ``--overwrite`` removes; files of other names are the user's own."""

@@ -12,32 +12,29 @@ its last run would send the next one back to what was given up.
 
 from __future__ import annotations
 
-import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import StringConstraints
+
+from vpipe.records import parsed
 from vpipe.rundir import writing
 from vpipe.rundir.layout import LINEAGE
 
-_ID = re.compile(r"[0-9a-f]{12}\Z")
+RunId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$")]
 
 
 def new_id() -> str:
     return secrets.token_hex(6)
 
 
-def is_id(text: object) -> bool:
-    return isinstance(text, str) and _ID.match(text) is not None
-
-
-@dataclass(frozen=True)
-class Ancestor:
+class Ancestor(NamedTuple):
     """A run whose checkpoints up to an iteration belong to a line."""
 
-    run: str
+    run: RunId
     until: int
 
 
@@ -45,7 +42,7 @@ class Ancestor:
 class Line:
     """A run and its ancestors, the oldest first."""
 
-    run: str
+    run: RunId
     ancestors: tuple[Ancestor, ...] = ()
 
     def place(self, run: str, iteration: int) -> int | None:
@@ -64,21 +61,6 @@ class Line:
     def runs(self) -> set[str]:
         return {self.run, *(each.run for each in self.ancestors)}
 
-    def to_json(self) -> list[list[Any]]:
-        return [[each.run, each.until] for each in self.ancestors]
-
-    @classmethod
-    def parse(cls, run: Any, ancestors: Any) -> Line:
-        """``ValueError`` for what ``to_json`` has not written."""
-        if not is_id(run) or not isinstance(ancestors, list):
-            raise ValueError("no run id, or no list of ancestors")
-        found = []
-        for each in ancestors:
-            if not (isinstance(each, list) and len(each) == 2 and is_id(each[0]) and type(each[1]) is int):
-                raise ValueError(f"{each!r} is no ancestor")
-            found.append(Ancestor(each[0], each[1]))
-        return cls(run, tuple(found))
-
 
 @dataclass(frozen=True)
 class LineageEntry:
@@ -87,23 +69,17 @@ class LineageEntry:
     line: Line
     checkpoint: str | None
     """Where the run went on from; ``None`` where it began."""
-    started: str
     command: list[str]
     checkpoints: str | None = None
     """The directory of its checkpoints, where that is not checkpoints/ beside this file."""
-
-    @classmethod
-    def now(
-        cls, line: Line, checkpoint: str | None, command: list[str], checkpoints: str | None = None
-    ) -> LineageEntry:
-        return cls(line, checkpoint, datetime.now(UTC).isoformat(timespec="milliseconds"), command, checkpoints)
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
 
     def to_json(self) -> dict[str, Any]:
         parent = self.line.ancestors[-1] if self.line.ancestors else None
         return {
             "run": self.line.run,
             "parent": {"run": parent.run, "iteration": parent.until, "checkpoint": self.checkpoint} if parent else None,
-            "ancestors": self.line.to_json(),
+            "ancestors": self.line.ancestors,
             "started": self.started,
             "command": self.command,
             "checkpoints": self.checkpoints,
@@ -119,17 +95,10 @@ def read(directory: Path) -> list[LineageEntry]:
     found = []
     for each in listed if isinstance(listed, list) else ():
         try:
-            parent, where = each.get("parent") or {}, each.get("checkpoints")
-            entry = LineageEntry(
-                Line.parse(each["run"], each["ancestors"]),
-                parent.get("checkpoint"),
-                str(each["started"]),
-                [str(word) for word in each["command"]],
-                where if isinstance(where, str) else None,
-            )
+            checkpoint = (each.get("parent") or {}).get("checkpoint")
+            found.append(parsed(LineageEntry, each | {"line": each, "checkpoint": checkpoint}))
         except (AttributeError, KeyError, TypeError, ValueError):
             continue
-        found.append(entry)
     return found
 
 

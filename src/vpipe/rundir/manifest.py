@@ -3,6 +3,7 @@
     iteration-000150/
       manifest.json            ends with the sha256 of all its bytes before that: any flipped bit is noticed
       layer-0000.safetensors
+      tokenizer.json           where the data have one
       …
 
 Everything that is read is checked for its type before it is believed. A name is a number, not a text: 1000000 follows
@@ -13,21 +14,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from math import isfinite
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import MinLen
+from pydantic import StringConstraints
 
 from vpipe.errors import UserError
+from vpipe.records import EXACT, Amount, Natural, parsed
 from vpipe.rundir import lineage, writing
 from vpipe.rundir.layout import CHECKPOINTS
 from vpipe.rundir.lineage import Line
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 _NAME = re.compile(r"iteration-(\d{6,})(?:-([0-9a-f]{12})(?:-(\d+))?)?\Z")
-_FILE = re.compile(r"layer-\d{4,}\.safetensors\Z")
-_SHA = re.compile(r"[0-9a-f]{64}\Z")
 
 
 class DamagedCheckpoint(Exception):
@@ -38,48 +40,42 @@ class DamagedCheckpoint(Exception):
 class Standing:
     """Where a run stands: all it takes to go on as if nothing had happened."""
 
-    iteration: int
-    epoch: int
-    consumed: int
-    """What is used up of the epoch, over all replicas: examples, or batches where they go by tokens."""
-    num_units: int
-    num_updates: int
-    loss_scale: float
-    good_steps: int
+    __pydantic_config__ = EXACT
+
+    iteration: Natural
+    epoch: Natural
+    batch: Natural
+    """Iterations of this epoch before."""
+    read: tuple[tuple[Natural, Natural], ...]
+    """What they have read of it, as ``data.order`` says it: of a run that goes on with other batches, more than one
+    part."""
+    examples: Natural
+    """Examples trained on since the run began."""
+    num_units: Natural
+    num_updates: Natural
+    loss_scale: Amount
+    good_steps: Natural
     seed: int
     optimizer: str
     model: str
     """A fingerprint: a checkpoint of another model is refused."""
-
-    @classmethod
-    def parse(cls, found: Any) -> Standing:
-        """``ValueError`` unless every field is there, of its type, and nothing else."""
-        kinds = {each.name: {"int": int, "float": float, "str": str}[str(each.type)] for each in fields(cls)}
-        if not isinstance(found, dict) or found.keys() != kinds.keys():
-            raise ValueError("position has other fields than it should")
-        for name, kind in kinds.items():
-            value: Any = found[name]
-            if type(value) not in ((kind, int) if kind is float else (kind,)):
-                raise ValueError(f"position.{name} is {value!r}, not of type {kind.__name__}")
-            if (kind is not str and name != "seed" and value < 0) or (kind is float and not isfinite(value)):
-                raise ValueError(f"position.{name} is {value!r}")
-        return cls(**found)
+    sound: bool = True
+    """Whether the loss of its iteration was finite."""
+    lowered: Amount = 1.0
+    """What its learning rate is multiplied by, since the run went back."""
+    data: str = "{}"
+    """What tells its data from others, as JSON: a run on others is refused."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
     """What a file must be."""
 
-    bytes: int
-    sha256: str
+    bytes: Natural
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
-    @classmethod
-    def parse(cls, found: Any) -> FileFacts:
-        if not isinstance(found, dict) or type(found.get("bytes")) is not int or found["bytes"] < 0:
-            raise ValueError("a file without a size")
-        if not isinstance(found.get("sha256"), str) or not _SHA.match(found["sha256"]):
-            raise ValueError("a file without a checksum")
-        return cls(found["bytes"], found["sha256"])
+
+FileName = Annotated[str, StringConstraints(pattern=r"^(layer-\d{4,}\.safetensors|tokenizer\.json)$")]
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class CheckpointManifest:
 
     standing: Standing
     line: Line
-    files: Mapping[str, FileFacts]
+    files: Annotated[Mapping[FileName, FileFacts], MinLen(1)]
     config: Mapping[str, Any]
 
     def sealed(self) -> bytes:
@@ -96,7 +92,7 @@ class CheckpointManifest:
         body = {
             "format": FORMAT,
             "run": self.line.run,
-            "ancestors": self.line.to_json(),
+            "ancestors": self.line.ancestors,
             "position": asdict(self.standing),
             "files": {name: asdict(self.files[name]) for name in sorted(self.files)},
             "config": self.config,
@@ -108,25 +104,15 @@ class CheckpointManifest:
         """The manifest of a checkpoint; ``DamagedCheckpoint`` where it is not what was written."""
         path = directory / MANIFEST
         try:
-            found = cls._parse(_unsealed(path.read_bytes()))
+            told = _unsealed(path.read_bytes())
+            found = parsed(cls, {**told, "standing": told["position"], "line": told})
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            told = " ".join(str(error).split())
-            raise DamagedCheckpoint(f"{path} cannot be read ({type(error).__name__}: {told})") from None
+            why = " ".join(str(error).split())
+            raise DamagedCheckpoint(f"{path} cannot be read ({type(error).__name__}: {why})") from None
         named = parse_name(directory.name)
         if named is not None and named.iteration != found.standing.iteration:
             raise DamagedCheckpoint(f"{path} is of iteration {found.standing.iteration}, which its directory is not")
         return found
-
-    @classmethod
-    def _parse(cls, found: Any) -> CheckpointManifest:
-        if not isinstance(found, dict) or not isinstance(found.get("files"), dict) or not found["files"]:
-            raise ValueError("it lists no files")
-        odd = next((name for name in found["files"] if not _FILE.match(name)), None)
-        if odd is not None or not isinstance(found.get("config"), dict):
-            raise ValueError(f"it lists {odd!r}" if odd is not None else "it holds no config")
-        files = {name: FileFacts.parse(facts) for name, facts in found["files"].items()}
-        line = Line.parse(found["run"], found["ancestors"])
-        return cls(Standing.parse(found["position"]), line, files, found["config"])
 
 
 def _unsealed(data: bytes) -> Any:
@@ -188,6 +174,16 @@ def on_line(directory: Path, line: Line, until: int | None = None) -> list[Path]
 
 def find(where: Path) -> list[Path]:
     """The checkpoints to try, newest first: of a checkpoint and its line before it, of a directory, of a run."""
+    found = kept_of(where)
+    if not found:
+        raise UserError(
+            f"{where} holds no checkpoint; give a directory with {MANIFEST}, or a run directory with {CHECKPOINTS}/"
+        )
+    return found
+
+
+def kept_of(where: Path) -> list[Path]:
+    """The same, or none."""
     if (where / MANIFEST).is_file():
         rest = _before(where)
         return [where, *reversed(rest)]
@@ -199,9 +195,7 @@ def find(where: Path) -> list[Path]:
         found = on_line(directory, line) if line is not None else kept
         if found:
             return found[::-1]
-    raise UserError(
-        f"{where} holds no checkpoint; give a directory with {MANIFEST}, or a run directory with {CHECKPOINTS}/ in it"
-    )
+    return []
 
 
 def _before(where: Path) -> list[Path]:

@@ -38,6 +38,14 @@ class Event(NamedTuple):
     end: int
     bytes: int = 0
     version: int = 0
+    late: int = 0
+    """How much of the time from begin to ready it waited for a core; ``stalled`` of the time from ready to end."""
+    stalled: int = 0
+
+    @property
+    def work(self) -> int:
+        """How long it ran once it had what it needs."""
+        return self.end - self.ready - self.stalled
 
 
 @dataclass(frozen=True)
@@ -110,10 +118,11 @@ class RunDirectory:
     def config_text(self) -> str:
         return _text(self.path / CONFIG) or ""
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of this run and those it continues; what others wrote beyond where it was resumed is dropped."""
+    def metrics(self, most_bytes: int = MAX_BYTES) -> list[dict[str, Any]]:
+        """The lines of this run and those it continues, as many of the latest as ``most_bytes`` hold; what others wrote
+        beyond where it was resumed is dropped."""
         found: list[dict[str, Any]] = []
-        for line in self._lines(self.path / METRICS):
+        for line in self._lines(self.path / METRICS, most_bytes):
             if line.get("kind") == "resume":
                 at = line.get("iteration")
                 reached = at if isinstance(at, int) else 0
@@ -230,7 +239,8 @@ def open_run(path: str | Path) -> RunDirectory:
     facts = path / RUN
     text = _text(facts)
     if text is None:
-        raise NotStarted(f"{path} is not a run directory: it has no run.json; {_hint(path)}")
+        kind = NotStarted if begun(path) else UserError
+        raise kind(f"{path} is not a run directory: it has no run.json; {_hint(path)}")
     try:
         found = json.loads(text)
         if not isinstance(found, dict):
@@ -300,7 +310,7 @@ def _step(line: Mapping[str, Any]) -> Step:
     events, swaps, before = [], [], 0
     for text, *numbers in line["actions"]:
         action = _action(str(text))
-        begin, ready, end, size, version = (int(number) for number in numbers)
+        begin, ready, end, size, version, late, stalled = (int(number) for number in (*numbers, 0, 0)[:7])
         begin = max(begin, before)
         if LANE[action.kind] is Lane.SWAP:
             ready = max(begin, ready)
@@ -308,7 +318,8 @@ def _step(line: Mapping[str, Any]) -> Step:
             ready = end = begin
         ready = max(begin, ready)
         before = max(ready, end)
-        events.append(Event(action, begin, ready, before, size, version))
+        late, stalled = min(max(late, 0), ready - begin), min(max(stalled, 0), before - ready)
+        events.append(Event(action, begin, ready, before, size, version, late, stalled))
     if not events:
         raise ValueError("no actions")
     memory = {str(key): int(value) for key, value in (line.get("memory") or {}).items() if value is not None}

@@ -146,12 +146,6 @@ class Recorder:
         self._wake.set()
         self._thread.join()
 
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _run(self) -> None:
         while not self._stop and self.problem is None:
             woken = self._wake.wait(LATEST)
@@ -230,7 +224,9 @@ def _full(each: _Step, versions: ReadVersions) -> str:
         action = record.action
         begin, ready, end = record.begin - origin, record.ready - origin, record.end - origin
         size, version = getattr(record, "bytes", 0), versions.get((action.stage, action.microbatch), 0)
-        cells.append(f'["{_text(action)}",{begin},{ready},{end},{size},{version}]')
+        late, stalled = getattr(record, "late", 0), getattr(record, "stalled", 0)
+        queued = f",{late},{stalled}" if late or stalled else ""
+        cells.append(f'["{_text(action)}",{begin},{ready},{end},{size},{version}{queued}]')
     before = "null" if each.before is None else each.before + each.offset_ns
     return (
         f'{{"step":{each.step},"iteration":{each.iteration},"origin_ns":{origin + each.offset_ns},"before_ns":{before},'
@@ -252,8 +248,9 @@ def _summary(each: _Step) -> str:
     busy = waited = 0
     for record in records:
         if record.action.kind in _COMPUTES:
-            waited += record.ready - record.begin
-            busy += record.end - record.ready
+            stalled = getattr(record, "stalled", 0)
+            waited += record.ready - record.begin + stalled
+            busy += record.end - record.ready - stalled
     line = {
         "step": each.step,
         "iteration": each.iteration,

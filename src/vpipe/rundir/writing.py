@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,25 @@ MAX_BYTES = 16 * 2**20
 _SEAL = (b',\n "sha256": "', b'"\n}\n')
 
 
+def in_json(value: Any, indent: int | None = None) -> bytes:
+    """JSON as all read it: a number that is not finite is null."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(_finite(value), indent=indent, allow_nan=False).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
 def sealed(value: Mapping[str, Any]) -> bytes:
     """JSON that ends with the sha256 of all its bytes before that: any flipped bit is noticed."""
-    text = json.dumps(value, indent=1).encode().removesuffix(b"\n}")
+    text = in_json(value, 1).removesuffix(b"\n}")
     return text + _SEAL[0] + hashlib.sha256(text).hexdigest().encode() + _SEAL[1]
 
 
@@ -34,14 +52,14 @@ def unsealed(data: bytes) -> dict[str, Any]:
 
 def replace(path: Path, value: Mapping[str, Any], *, durable: bool = False, seal: bool = False) -> None:
     """Put JSON in the place of a file."""
-    put(path, sealed(value) if seal else (json.dumps(value, indent=1) + "\n").encode(), durable=durable)
+    put(path, sealed(value) if seal else in_json(value, 1) + b"\n", durable=durable)
 
 
-def put(path: Path, data: bytes, *, durable: bool = False) -> None:
+def put(path: Path, data: bytes, *, durable: bool = False, mode: int = 0o644) -> None:
     """Write beside ``path`` and put it in its place; ``durable`` survives a power cut as well."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        write(fresh, data, durable=durable)
+        write(fresh, data, durable=durable, mode=mode)
         os.replace(fresh, path)
     except OSError:
         fresh.unlink(missing_ok=True)
@@ -50,8 +68,8 @@ def put(path: Path, data: bytes, *, durable: bool = False) -> None:
         sync(path.parent)
 
 
-def write(path: Path, data: bytes, *, durable: bool) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+def write(path: Path, data: bytes, *, durable: bool, mode: int = 0o644) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         view = memoryview(data)
         while view:
@@ -68,7 +86,9 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
     try:
         size = os.fstat(handle).st_size
         torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-        os.write(handle, b"\n" * torn + json.dumps(line).encode() + b"\n")
+        data = b"\n" * torn + in_json(line) + b"\n"
+        if os.write(handle, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(handle)
 

@@ -31,7 +31,8 @@ from vpipe.process import under_launcher
 from vpipe.runtime.crossing import flatten, unflatten
 from vpipe.runtime.device import DEVICES, chosen, is_host
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.options import Ranks
+from vpipe.runtime.flow import Flow
+from vpipe.runtime.options import PipelineOptions
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.ranks.crowding import CrowdedCores
@@ -43,9 +44,10 @@ from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.inprocess import Hub
 from vpipe.runtime.transport.link import Link
 from vpipe.runtime.transport.linked import LinkedTransport
-from vpipe.runtime.transport.neighbours import Card, Door
+from vpipe.runtime.transport.neighbours import Card, Neighbours
 from vpipe.runtime.transport.ring_link import RingLink
 from vpipe.runtime.transport.stream_link import StreamLink
+from vpipe.runtime.transport.wire import Envelope, pack, unpack, unpack_head
 from vpipe.runtime.updates.replicas import share_states
 from vpipe.runtime.updates.ties import share_tied
 from vpipe.schedule.placement import Layout, Seat
@@ -62,6 +64,8 @@ more processor time at 128 KiB, and half more memory at 2 MiB."""
 RING_BYTES = 8 * 1024 * 1024
 """How large a ring grows before its sender waits; it holds at least four of the largest message. So many bytes may be
 under way in a stream, too."""
+LAUNCHES_WAIT = ("CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING")
+"""Variables by which a launched kernel keeps its host from going on."""
 TransportName = Literal["auto", "inprocess", "shm", "distributed"]
 
 
@@ -95,7 +99,7 @@ class Wires:
         return self.hub is not None
 
 
-def connect(ranks: Ranks, threads: bool, blocking: bool) -> Wires:
+def connect(ranks: PipelineOptions, threads: bool, blocking: bool) -> Wires:
     """Join the others, if a launcher has started any, and open the ways to them. ``threads``: ranks have workers."""
     in_process = not under_launcher()
     world = (ranks.num_ranks or 1) if in_process else join(ranks.timeout, ranks.num_ranks)
@@ -146,23 +150,23 @@ def between_processes(
     plain = DistributedTransport(blocking=blocking, timeout=timeout)
     if dist.get_world_size() == 1:
         return plain
-    door = Door(wanted)
+    door = Neighbours(wanted)
     try:
         door.open(plain.num_ranks)
         cards = door.exchange(plain)
         shares = _shares(cards)
         if blocking or threads:
             return plain
-        near = door.connect(plain.rank, cards, min(timeout, COME_WITHIN)) if shares else {}
+        near = door.of_this_machine(plain.rank, cards, min(timeout, COME_WITHIN)) if shares else {}
         far = [rank for rank in range(plain.num_ranks) if rank != plain.rank and rank not in near]
         streams: Mapping[int, Sequence[socket.socket]] = {}
         if not shares or len({card.machine for card in cards}) > 1:  # the same answer on every rank
-            streams = door.streams.connect(plain, [card.stream for card in cards], far)
+            streams = door.of_others(plain, cards, far)
     finally:
         door.close()
     links: dict[int, Link] = {peer: RingLink(peer, connection, ring_bytes) for peer, connection in near.items()}
     for peer, (records, tensors) in streams.items():
-        streamed = min(cards[rank].stream.streamed for rank in (plain.rank, peer))  # both ends must decide alike
+        streamed = min(cards[rank].streamed for rank in (plain.rank, peer))  # both ends must decide alike
         links[peer] = StreamLink(peer, records, tensors, ring_bytes, plain.patience.total_seconds(), streamed)
     here = cards[plain.rank].machine
     cores = CrowdedCores(sum(card.machine == here for card in cards))
@@ -189,6 +193,21 @@ def gather_text(transport: Transport, text: str) -> list[str]:
     mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
     blocks = transport.all_gather(mine, range(transport.num_ranks))
     return [bytes(block.tolist()).decode().strip() for block in blocks]
+
+
+def told_by_leader(transport: Transport | None, value: Any) -> Any:
+    """Rank 0's value, on every rank: any tuple, list or dict of tensors, numbers and strings. Its bytes are added to
+    the others' zeros: a sum is what all transports have. ``None``: there is one process."""
+    if transport is None:
+        return value
+    everyone, envelope = range(transport.num_ranks), Envelope(SETUP_STEP, 0, 0, 0, 0)
+    packed = pack(envelope, value if transport.rank == 0 else None)
+    sizes = transport.all_gather(torch.tensor([packed.layout.num_bytes]), everyone, [1] * len(everyone))
+    block = torch.zeros(int(sizes[0]), dtype=torch.uint8)
+    if transport.rank == 0:
+        packed.write(block, block.numel())
+    transport.all_reduce(block, everyone)
+    return unpack(block, unpack_head(block, envelope))
 
 
 def _devices_here(wanted: str, world: int, in_process: bool, threads: bool) -> list[torch.device]:
@@ -228,6 +247,19 @@ def agree(programs: Programs, seed: int) -> None:
     )
 
 
+def check_launches(flow: Flow) -> None:
+    """Refuse a device whose sends wait for their receives, where a value skips stages: it is received much later."""
+    placement = flow.layout.placement
+    apart = [pair for pair in sorted(flow.skips()) if len({*map(placement.ranks_of.__getitem__, pair)}) > 1]
+    waiting = [name for name in LAUNCHES_WAIT if os.environ.get(name) == "1"]
+    if waiting and apart:
+        raise UserError(
+            f"{waiting[0]}=1 makes a rank wait until what it sends is received, and stage {apart[0][1]} receives what "
+            f"stage {apart[0][0]} sends past others only when it needs it: the ranks would wait for ever; unset "
+            f"{waiting[0]}, or send through main memory (parallel.backend: gloo, Pipeline(device_messages=False))"
+        )
+
+
 def thread_safe(layers: Sequence[Layer]) -> bool:
     """Whether the layers say that ranks of one process may run them at the same time (they draw no random numbers)."""
     return all(getattr(layer.module, "vpipe_thread_safe", False) for layer in layers)
@@ -259,11 +291,9 @@ def joined(outputs: Sequence[Any]) -> Any:
         tensors: list[Tensor] = []
         structure = flatten(output, tensors)
         lists.append(tensors)
-    columns = iter(
-        [torch.cat(column) if column[0].dim() else torch.stack(column) for column in zip(*lists, strict=True)]
-    )
+    columns = [torch.cat(column) if column[0].dim() else torch.stack(column) for column in zip(*lists, strict=True)]
     assert structure is not None
-    return unflatten(structure, lambda: next(columns))
+    return unflatten(structure, columns)
 
 
 def keep_freed_memory() -> None:

@@ -9,15 +9,14 @@ Words: docs/glossary.md.
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,20 +24,20 @@ from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight, as_layers, even_partition
 from vpipe.runtime import assembly
 from vpipe.runtime.assembly import Wires
+from vpipe.runtime.buffers import generators_of, storage_of
 from vpipe.runtime.device import is_host, place
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow, resolve
-from vpipe.runtime.options import Memory, PipelineOptions, Schedule, recomputed_and_swapped, stages_with
-from vpipe.runtime.priorities.order import Policy
+from vpipe.runtime.options import EngineMaker, Memory, PipelineOptions, recomputed_and_swapped, stages_with
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.stage import Loss, Stage, StageOptions
-from vpipe.runtime.threaded import ThreadedEngine
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.device import DeviceTransport
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.routes import routes
 from vpipe.runtime.updates.attempts import AgreeingAfterwards
+from vpipe.runtime.updates.optimizing import with_rate_parts
 from vpipe.runtime.updates.ties import check_owners, tie_layers
 from vpipe.runtime.updates.update import LossScale, UpdateOptions, Updater, checked_scale
 from vpipe.runtime.updates.weights import refuse_sharing
@@ -59,8 +58,8 @@ class Parts:
     loss: Loss
     tied: Sequence[TiedWeight]
     loss_scale: LossScale
-    policy: Policy | None
-    """Who goes first among the worker threads of a rank; ``None`` without worker threads."""
+    workers: EngineMaker | None
+    """Makes engines with worker threads; ``None`` without."""
 
 
 class Builder:
@@ -72,7 +71,9 @@ class Builder:
         self._lock = None if alone else threading.Lock()
         self._finishing: list[Callable[[Engine], None]] = []
         self._transport: DistributedTransport | DeviceTransport | None = None
-        self._apart: Any = None
+        on_device = wires.host is not None and not is_host(wires.devices[0])
+        self._direct = on_device and options.device_messages
+        """Whether messages go from device to device between processes."""
 
     @property
     def takes_turns(self) -> bool:
@@ -87,7 +88,7 @@ class Builder:
     def with_memory(self, memory: Memory | None) -> Iterator[None]:
         """Build with other choices of what is kept, and stay with them unless what is built fails."""
         before = self.options
-        self.options = before if memory is None else replace(before, memory=memory)
+        self.options = before if memory is None else replace(before, recompute=memory.recompute, swap=memory.swap)
         try:
             yield
         except BaseException:
@@ -108,26 +109,22 @@ class Builder:
 
     def programs(self, layout: Layout, spec: ScheduleSpec | None = None) -> Programs:
         """What the ranks of a layout run; ``spec`` is the schedule, where its options are others than at first."""
-        memory = self.options.memory
-        recomputed, swapped = recomputed_and_swapped(memory.recompute, memory.swap, layout.bounds)
+        recomputed, swapped = recomputed_and_swapped(self.options.recompute, self.options.swap, layout.bounds)
+        flow = resolve(self.parts.layers, layout)
+        if self._direct:
+            assembly.check_launches(flow)
         return Programs(
             spec or self.spec,
-            resolve(self.parts.layers, layout),
+            flow,
             stages_with(recomputed, layout.bounds),
             stages_with(swapped, layout.bounds),
-            self.options.update.early_reduction,
+            receives_block=self._direct,
         )
 
     def prepare(self, programs: Programs) -> None:
         """Make the groups of ranks that these programs need. Every rank calls this at the same place."""
         if self.wires.host is not None:
             self._between(self.wires.host, programs)
-
-    def apart(self) -> Any:
-        """A group of all ranks with connections of its own. Every rank calls this at the same place."""
-        if self._apart is None:
-            self._apart = dist.new_group(list(range(self.wires.num_ranks)), backend="gloo")
-        return self._apart
 
     def engines(self, programs: Programs, modules: Modules | None = None) -> list[Engine]:
         """The engines of this process's ranks. ``modules`` are used where they are given; others are built."""
@@ -136,14 +133,45 @@ class Builder:
             transports: Sequence[Transport] = [self._between(wires.host, programs)]
         else:
             transports = wires.transports
+        given = [(i, e.module) for i, e in enumerate(self.parts.layers) if isinstance(e.module, nn.Module)]
+        self._shared_buffers(programs.flow.layout, given)
         engines = [
             self._engine(programs, transport, device, modules or {})
             for transport, device in zip(transports, wires.devices, strict=True)
         ]
+        every = [*given, *(each for e in engines for stage in e.stages.values() for each in stage.owned.items())]
+        shared = self._shared_buffers(programs.flow.layout, every)
+        for engine in engines:
+            for stage in engine.stages.values():
+                stage.changing.elsewhere = shared
         if wires.host is None:
             stages = {index: stage for engine in reversed(engines) for index, stage in engine.stages.items()}
             refuse_sharing({layer: module for index in sorted(stages) for layer, module in stages[index].owned.items()})
         return engines
+
+    def _shared_buffers(self, layout: Layout, modules: Sequence[tuple[int, nn.Module]]) -> frozenset[int]:
+        """The storages of buffers that several stages hold; ``modules`` are (layer, module). A generator for whose
+        numbers there is no order is refused."""
+        memory = self.options.memory
+        recomputed, _ = recomputed_and_swapped(memory.recompute, memory.swap, layout.bounds)
+        buffers: dict[int, set[int]] = {}
+        generators: dict[int, set[tuple[int, bool]]] = {}
+        for layer, module in modules:
+            layer = min(layer, layout.num_layers - 1)
+            stage = layout.stages[layer]
+            for buffer in (each for each in module.buffers() if each.layout is torch.strided):
+                buffers.setdefault(storage_of(buffer), set()).add(stage)
+            for generator in generators_of([module]):
+                holders = generators.setdefault(id(generator), set())
+                holders.add((stage, layer in recomputed))
+                if layout.placement.num_replicas(stage) > 1 or len(holders) > 1:
+                    raise UserError(
+                        f"layer {layer} ({type(module).__name__}) draws from a generator that replicas of its "
+                        "stage, layers of other stages or layers that are not recomputed alike draw from as well, so "
+                        "that the numbers would depend on which of them runs first; draw from torch's default "
+                        "generator, which is seeded for every unit and layer"
+                    )
+        return frozenset(storage for storage, holders in buffers.items() if len(holders) > 1)
 
     def _between(self, host: DistributedTransport, programs: Programs) -> DistributedTransport | DeviceTransport:
         """The transport of the rank that this process is, ready for the groups and neighbours of these programs."""
@@ -151,7 +179,7 @@ class Builder:
         if self._transport is None:
             self._transport = host
             if not is_host(device):
-                self._transport = DeviceTransport(host, device, self.options.ranks.device_messages)
+                self._transport = DeviceTransport(host, device, self._direct)
         if isinstance(self._transport, DeviceTransport):
             self._transport.prepare_routes(routes(programs.training()))
         self._transport.prepare_groups(assembly.groups(self.parts.tied, programs.flow.layout))
@@ -159,10 +187,9 @@ class Builder:
 
     def _engine(self, programs: Programs, transport: Transport, device: torch.device, modules: Modules) -> Engine:
         """The engine of one rank, with the layers of its stages and nobody else's."""
-        parts, update, flow = self.parts, self.options.update, programs.flow
+        parts, told, flow = self.parts, self.options, programs.flow
         placement, rank = flow.layout.placement, transport.rank
-        memory = self.options.memory
-        recomputed, swapped = recomputed_and_swapped(memory.recompute, memory.swap, flow.bounds)
+        recomputed, swapped = recomputed_and_swapped(told.recompute, told.swap, flow.bounds)
         (assembly.return_freed_memory if swapped else assembly.keep_freed_memory)()
         stages = {}
         for index in placement.stages_of[rank]:
@@ -170,10 +197,9 @@ class Builder:
                 versioned=not programs.synchronous,
                 splits=index in programs.splits,
                 stashes=index in programs.stashes,
-                fused=update.fused_weight_grad,
                 recompute=recomputed,
                 swap=swapped,
-                autocast=update.autocast,
+                autocast=told.autocast,
             )
             replica = placement.ranks_of[index].index(rank)
             mine, loss = self._modules(flow, index, rank, replica, device, modules)
@@ -182,14 +208,14 @@ class Builder:
         if parts.tied:
             check_owners(built, parts.tied)
         refuse_sharing(built)
-        optimizers = {i: self._optimizer(stage) for i, stage in stages.items()} if update.optimizer else {}
-        options = UpdateOptions(programs.synchronous, update.clip_norm, update.skip_nonfinite, update.exact_reduction)
+        optimizers = {i: self._optimizer(stage) for i, stage in stages.items()} if told.optimizer else {}
+        options = UpdateOptions(programs.synchronous, told.clip_norm, told.skip_nonfinite, told.exact_reduction)
         alone = self._lock is None and transport.num_ranks == 1
         scale = parts.loss_scale if alone else copy.copy(parts.loss_scale)
         kind = AgreeingAfterwards if programs.agrees_after else Updater
         updater = kind(transport, placement, stages, optimizers, parts.tied, options, scale, device)
-        make = partial(ThreadedEngine, policy=parts.policy) if parts.policy is not None else Engine
-        engine = make(stages, flow, transport, updater, self.options.seed, update.autocast, self._lock, device)
+        make = parts.workers or Engine
+        engine = make(stages, flow, transport, updater, told.seed, told.autocast, self._lock, device)
         for change in self._finishing:
             change(engine)
         if self.wires.host is not None and (member := membership.current()):
@@ -214,19 +240,35 @@ class Builder:
     def _build(self, layer: Layer, replica: int) -> nn.Module:
         """In one process, every replica of a stage but the first needs modules of its own."""
         module = layer.build()
-        return copy.deepcopy(module) if replica and self.wires.host is None and module is layer.module else module
+        if not replica or self.wires.host is not None or module is not layer.module:
+            return module
+        try:
+            return copy.deepcopy(module)
+        except (RuntimeError, TypeError) as error:
+            what = layer.name or type(module).__name__
+            raise UserError(
+                f"layer {self.parts.layers.index(layer)} ({what}) cannot be copied for the other replicas of its stage "
+                f"({str(error).split('.', 1)[0]}); give a function that builds it instead of the module"
+            ) from error
 
     def _optimizer(self, stage: Stage) -> Optimizer:
         """The user's optimizer over all parameters, frozen ones too: what is unfrozen later is trained from then on."""
-        make = self.options.update.optimizer
+        make = self.options.optimizer
         assert make is not None
         parameters = list({id(p): p for p in stage.weights.parameters.values()}.values())
         try:
-            return make(parameters or [_nothing()])
+            made = make(parameters or [_nothing()])
         except ValueError:
             if any(p.requires_grad for p in parameters):
                 raise
-            return make([_nothing()])  # the user's own function leaves frozen parameters out
+            made = make([_nothing()])  # the user's own function leaves frozen parameters out
+        closure = inspect.signature(made.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise UserError(
+                f"{type(made).__name__} needs a closure that computes the loss again, which a pipeline does not within "
+                "an update; use an optimizer whose step() needs none"
+            )
+        return with_rate_parts(made)
 
 
 def _nothing() -> nn.Parameter:
@@ -234,21 +276,21 @@ def _nothing() -> nn.Parameter:
     return nn.Parameter(torch.zeros(1, 1), requires_grad=False)
 
 
-def _spec(chosen: Schedule, entry: Entry, num_ranks: int, replicas: int | Sequence[int]) -> ScheduleSpec:
+def _spec(chosen: PipelineOptions, entry: Entry, num_ranks: int) -> ScheduleSpec:
     """The choice in numbers; where it is one already, nothing else may say them."""
     num_microbatches = chosen.num_microbatches
-    if isinstance(chosen.name, ScheduleSpec):
+    if isinstance(chosen.schedule, ScheduleSpec):
         said = (num_microbatches, chosen.stages_per_rank, chosen.schedule_options) != (None, None, None)
-        if said or replicas not in (1, chosen.name.replicas) or num_ranks != chosen.name.num_ranks:
+        if said or chosen.replicas not in (1, chosen.schedule.replicas) or num_ranks != chosen.schedule.num_ranks:
             raise UserError(
-                f"the schedule is chosen with all its numbers ({chosen.name.describe()}), but here are {num_ranks} "
+                f"the schedule is chosen with all its numbers ({chosen.schedule.describe()}), but here are {num_ranks} "
                 "ranks, or other numbers beside it; give the same ranks, and the rest only there"
             )
-        return chosen.name
+        return chosen.schedule
     if num_microbatches is None:
         num_microbatches = entry.num_microbatches or DEFAULT_MICROBATCHES
     options = chosen.schedule_options or {}
-    return ScheduleSpec(chosen.name, num_ranks, num_microbatches, chosen.stages_per_rank, replicas, options)
+    return ScheduleSpec(chosen.schedule, num_ranks, num_microbatches, chosen.stages_per_rank, chosen.replicas, options)
 
 
 def prepared(
@@ -258,15 +300,19 @@ def prepared(
     options: PipelineOptions,
 ) -> Builder:
     """Join the other ranks, and gather what engines are made of."""
-    chosen, ranks = options.schedule, options.ranks
-    entry = chosen.name.entry if isinstance(chosen.name, ScheduleSpec) else catalog.find(chosen.name)
-    policy = chosen.policy(entry.runs_threads)
-    wires = assembly.connect(ranks, threads=policy is not None, blocking=chosen.blocking or entry.blocking)
-    spec = _spec(chosen, entry, wires.num_ranks, ranks.replicas)
-    if policy is not None and spec.agrees_after:
+    chosen = options.schedule
+    entry = chosen.entry if isinstance(chosen, ScheduleSpec) else catalog.find(chosen)
+    workers = options.workers(entry.runs_threads)
+    wires = assembly.connect(options, threads=workers is not None, blocking=options.blocking or entry.blocking)
+    spec = _spec(options, entry, wires.num_ranks)
+    if workers is not None and spec.agrees_after:
         raise UserError("post_validation needs executor='plain': worker threads would be among forwards made again")
-    scale = checked_scale(options.update.loss_scale, spec.synchronous)
+    if workers is not None and entry.two_ways and spec.replicas not in (None, 1):
+        raise UserError(
+            f"replicas of {entry.name} need executor='plain': worker threads add its gradients in any order"
+        )
+    scale = checked_scale(options.loss_scale, spec.synchronous)
     plain, ties = as_layers(layers), list(tied)
     if tied or any(isinstance(part, nn.Module) for part in (*(layer.module for layer in plain), loss)):
         plain, ties = tie_layers(tied, plain, loss, spec)
-    return Builder(Parts(plain, loss, ties, scale, policy), options, spec, wires)
+    return Builder(Parts(plain, loss, ties, scale, workers), options, spec, wires)

@@ -14,13 +14,14 @@ the next must lie in memory as the original does, or cutting a model would chang
 Gaps shrink to less than a line, because beyond that nobody asks: the last position of a long sequence does not bring
 the room of the whole sequence with it.
 
-Each side of a boundary has a graph of autograd's own. A value enters one as a leaf for each layer that reads it
-(``entrance``) and leaves it by an edge (``edge_of``), from which the gradients of all its readers run backward.
+Each side of a boundary has a graph of autograd's own. A tensor enters one as a leaf (``entrance``) and leaves it by an
+edge (``edge_of``), from which the gradients of all its readers run backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ DTYPES = frozenset(_NAMES)
 _SCALARS: dict[type, str] = {type(None): "none", bool: "bool", int: "int", float: "float", str: "str"}
 
 ValueForm = tuple[Any, ...]
-"""A value without its tensors: nested tuples that hash. ``("T",)`` stands for the next tensor."""
+"""A value without its tensors: nested tuples that hash. ``("T",)`` stands for the next tensor, ``("again", 0)`` for the
+first once more: what is one tensor stays one on the other side, with one gradient."""
 TENSOR: ValueForm = ("T",)
 _NONE: ValueForm = ("none", None)
 PLAIN = frozenset(("none", "bool", "int", "str"))
@@ -98,6 +100,25 @@ def span(shape: Sizes, strides: Sizes) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+def overlap(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors of one storage have a number in common."""
+    if len({tensor.element_size() for tensor in tensors}) > 1:
+        return True
+    return _overlap(tuple((tuple(t.shape), t.stride(), t.storage_offset()) for t in tensors))
+
+
+@lru_cache(maxsize=256)
+def _overlap(places: tuple[tuple[Sizes, Sizes, int], ...]) -> bool:
+    numbers = torch.arange(max(begin + span(shape, strides) for shape, strides, begin in places))
+    held = torch.zeros_like(numbers, dtype=torch.bool)
+    for place in places:
+        mine = numbers.as_strided(*place).flatten()
+        if held[mine].any():
+            return True
+        held[mine] = True
+    return False
+
+
 def fill(slot: Tensor, tensor: Tensor) -> None:
     """Write a tensor into a slot of its strides; a number that is repeated is written once."""
     for dimension, stride in enumerate(slot.stride()):
@@ -120,18 +141,16 @@ def copied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> ValueForm:
-    """The structure of ``value``; its tensors are appended to ``tensors`` in order."""
+    """The structure of ``value``; its tensors are appended to ``tensors`` in order, each once."""
     kind = type(value)
     if kind is Tensor:
-        tensors.append(value)
-        return TENSOR
+        return _placed(value, tensors)
     if kind is tuple:
         found: list[Any] = ["t"]
         for part in value:
             kind = type(part)
-            if kind is Tensor:  # most parts are one of these: without a call
-                tensors.append(part)
-                found.append(TENSOR)
+            if kind is Tensor:  # most parts are one of these
+                found.append(_placed(part, tensors))
             elif kind is int:
                 found.append(("int", part))
             elif part is None:
@@ -145,14 +164,21 @@ def flatten(value: Any, tensors: list[Tensor]) -> ValueForm:
     if kind is list:
         return ("l", *[flatten(part, tensors) for part in value])
     if isinstance(value, Tensor):
-        tensors.append(value)
-        return TENSOR
+        return _placed(value, tensors)
     if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
         return ("d", *[(key, flatten(part, tensors)) for key, part in value.items()])
     raise UserError(
         f"a {type(value).__name__} cannot travel between stages; "
         "pass tensors, numbers, strings, None, or tuples, lists and dicts of them"
     )
+
+
+def _placed(tensor: Tensor, tensors: list[Tensor]) -> ValueForm:
+    for place, other in enumerate(tensors):
+        if other is tensor:
+            return ("again", place)
+    tensors.append(tensor)
+    return TENSOR
 
 
 def check_tensor(tensor: Tensor) -> None:
@@ -166,25 +192,31 @@ def check_tensor(tensor: Tensor) -> None:
         )
 
 
-def unflatten(structure: ValueForm, take: Callable[[], Any]) -> Any:
-    """The value of a structure; ``take`` yields its tensors in order."""
+def unflatten(structure: ValueForm, tensors: Sequence[Tensor]) -> Any:
+    """The value of a structure and its tensors."""
+    return _rebuilt(structure, tensors, iter(tensors).__next__)
+
+
+def _rebuilt(structure: ValueForm, tensors: Sequence[Tensor], take: Callable[[], Tensor]) -> Any:
     kind = structure[0]
     if kind == "T":
         return take()
     if kind == "t":
         return tuple(
             [
-                take() if part[0] == "T" else part[1] if part[0] in PLAIN else unflatten(part, take)
+                take() if part[0] == "T" else part[1] if part[0] in PLAIN else _rebuilt(part, tensors, take)
                 for part in structure[1:]
             ]
         )
     if kind in PLAIN:
         return structure[1]
+    if kind == "again":
+        return tensors[structure[1]]
     if kind == "float":
         return float.fromhex(structure[1])
     if kind == "l":
-        return [unflatten(part, take) for part in structure[1:]]
-    return {key: unflatten(part, take) for key, part in structure[1:]}
+        return [_rebuilt(part, tensors, take) for part in structure[1:]]
+    return {key: _rebuilt(part, tensors, take) for key, part in structure[1:]}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -196,9 +228,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def copied_value(value: Any) -> Any:
     """A value as it arrives at another stage."""
-    tensors: list[Tensor] = []
-    structure = flatten(value, tensors)
-    return unflatten(structure, iter([copied(tensor) for tensor in tensors]).__next__)
+    return mapped(value, copied)
 
 
 _alias: Any = torch.ops.aten._unsafe_view.default._op
@@ -252,9 +282,14 @@ def versions_of(values: Any) -> list[int]:
     """How often each tensor has been changed in place."""
     if type(values) is Tensor:
         return [0 if values.is_inference() else values._version]
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors_of(values)]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a value, each once."""
     tensors: list[Tensor] = []
-    flatten(values, tensors)
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    flatten(value, tensors)
+    return tensors
 
 
 def tell_change(tensor: Tensor) -> Tensor:
@@ -265,27 +300,13 @@ def tell_change(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def summed(readers: list[tuple[int, Gradients]], num_tensors: int) -> Gradients:
-    """The sum over a value's readers, latest layer first, of the gradient of each tensor that needs one."""
-    if len(readers) == 1 and len(readers[0][1]) == num_tensors:
-        return readers[0][1]
-    total: Gradients = [None] * num_tensors
-    for _, gradients in sorted(readers, key=lambda reader: -reader[0]):
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                before = total[index]
-                total[index] = gradient if before is None else before + gradient
-    return total
-
-
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same structure with every tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
     tensors: list[Tensor] = []
     structure = flatten(value, tensors)
-    changed = iter([change(tensor) for tensor in tensors])
-    return unflatten(structure, lambda: next(changed))
+    return unflatten(structure, [change(tensor) for tensor in tensors])
 
 
 def detached(value: Any) -> Any:

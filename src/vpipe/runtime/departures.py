@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vpipe.runtime.device import compute_stream, current, is_host
+from vpipe.runtime.device import compute_stream, current, is_host, side_stream
 
 
 class Departures:
@@ -32,7 +32,7 @@ class Departures:
         lane = self._lanes.get(tensor.device)
         if lane is None:
             with current(tensor.device):
-                lane = self._lanes[tensor.device] = torch.Stream(tensor.device)
+                lane = self._lanes[tensor.device] = side_stream(tensor.device, "departing")
                 lane.wait_event(compute_stream(tensor.device).record_event())
         with lane:
             place.copy_(tensor, non_blocking=True)

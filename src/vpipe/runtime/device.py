@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -126,6 +127,13 @@ def current(device: torch.device) -> Iterator[None]:
 def compute_stream(device: torch.device) -> torch.Stream:
     """The stream that this thread's operators are enqueued on."""
     return torch.accelerator.current_stream(device)
+
+
+@cache
+def side_stream(device: torch.device, purpose: str) -> torch.Stream:
+    """The stream beside a device's compute stream that serves a purpose, for the life of the process: torch has 32 of a
+    device and hands them out in turn, also to NCCL, whose receives would stand before what comes later on theirs."""
+    return torch.Stream(device)
 
 
 def _index(device: torch.device) -> int:

@@ -15,22 +15,21 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from vpipe.process import core_wait
 from vpipe.runtime.crossing import copied_value
-from vpipe.runtime.device import HOST, current, is_host, number
+from vpipe.runtime.device import HOST, current, is_host, side_stream
 from vpipe.runtime.device_times import DeviceTimes
 from vpipe.runtime.flow import Flow, Hop, Pending, Task, Tasks, Value, listed, remote, unlisted
-from vpipe.runtime.job import Call, Compiled, Job, Record, Result, annotated
+from vpipe.runtime.job import SHARED_CORES, Call, Compiled, Job, Record, Result, annotated
 from vpipe.runtime.memory.swap import Passage, Swapper
 from vpipe.runtime.memory.swap_device import DeviceSwapper
 from vpipe.runtime.prefetch import Prefetch
 from vpipe.runtime.region import Run
-from vpipe.runtime.second_try import with_second_tries
 from vpipe.runtime.stage import Stage, Unit
 from vpipe.runtime.surroundings import evaluation_seed
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.updates.attempts import AgreeingAfterwards
+from vpipe.runtime.updates.attempts import AgreeingAfterwards, with_second_tries
 from vpipe.runtime.updates.replicas import share_buffers
 from vpipe.runtime.updates.update import Updater
 from vpipe.schedule.action import Action, Kind
@@ -60,12 +59,14 @@ class Engine:
         self._times = None if is_host(device) else DeviceTimes(device)
         self._events: list[tuple[torch.Event, torch.Event, torch.Event]] = []
         self._swapper: Swapper | DeviceSwapper | None = None
-        self._feeding = None if is_host(device) else torch.Stream(device)
+        self._feeding = None if is_host(device) else side_stream(device, "feeding")
         self._feeds: list[Prefetch] = []
         self._moves: dict[Action, Passage] = {}
         self._lanes: dict[Action, tuple[torch.Event, torch.Event]] = {}
         """On a device, when each passage of the swap lane began and ended."""
-        self._ready = 0
+        self._ready = self._queued = 0
+        self._core_wait: Callable[[], int] = int
+        """Asked before and after each action where the last program waited for cores; else it says 0."""
         self.annotates = False
         """Whether actions appear under their names in a torch.profiler trace."""
         self.current: Action | None = None
@@ -81,7 +82,6 @@ class Engine:
             Kind.R: self._recompute,
             Kind.OUT: self._swap_out,
             Kind.IN: self._swap_in,
-            Kind.SEND_W: self._send_gradients,
             Kind.REDUCE: self._reduce,
             Kind.AGREE: self._agree,
             Kind.STEP: self._step,
@@ -104,8 +104,9 @@ class Engine:
 
         calls = [(action, bound(action)) for action in row]
         if isinstance(self.updater, AgreeingAfterwards):
-            calls = with_second_tries(calls, self.stages, self.updater, partial(setattr, self, "current"), self._waited)
-        return Compiled(program, calls, tasks, versions, uses)
+            calls = with_second_tries(calls, self.updater, partial(setattr, self, "current"), self._waited)
+        updates = {stage: program.update_numbers(stage) for stage in self.stages}
+        return Compiled(program, calls, tasks, versions, uses, updates)
 
     def run(self, compiled: Compiled, job: Job) -> Result:
         """Run the row. A failure names the action; the other ranks are told."""
@@ -136,8 +137,8 @@ class Engine:
         compiled.tasks.begin(job.step)
         self._even = 1 / compiled.program.num_microbatches
         self._result = Result()
-        num_updates = compiled.program.num_updates if job.training else 0
-        self.updater.begin(self._result.losses, compiled.program.num_microbatches, num_updates)
+        updates = {stage: [job.first_update + number for number in own] for stage, own in compiled.updates.items()}
+        self.updater.begin(self._result.losses, compiled.program.num_microbatches, updates if job.training else {})
         for index, stage in self.stages.items():
             if job.training:
                 stage.weights.begin(compiled.uses.get(index, ()))
@@ -172,18 +173,23 @@ class Engine:
 
     def _execute(self, calls: Sequence[Call], result: Result) -> None:
         """The row. What it writes down takes its form when somebody asks for it."""
+        queued = core_wait()
         result.calls, result.times = calls, self._timed(calls)
+        took = sum(end - begin for begin, _, end, *_ in result.times)
+        self._core_wait = core_wait if core_wait() - queued > SHARED_CORES * took else int
 
-    def _timed(self, calls: Sequence[Call]) -> list[tuple[int, int, int]]:
-        """The loop: of each call, when it began, had what it needs, and ended."""
-        times: list[tuple[int, int, int]] = []
-        end = perf_counter_ns()
+    def _timed(self, calls: Sequence[Call]) -> list[tuple[int, ...]]:
+        """The loop: of each call, when it began, had what it needs, and ended; of both parts, the wait for a core."""
+        times: list[tuple[int, ...]] = []
+        end, queued = perf_counter_ns(), self._core_wait()
         for action, call in annotated(calls) if self.annotates else calls:
             self.current = action
-            begin = self._ready = end
+            begin, self._queued = end, queued
+            self._ready = begin
             call()
-            end = perf_counter_ns()
-            times.append((begin, self._ready, end))
+            left, end = self._core_wait(), perf_counter_ns()
+            times.append((begin, self._ready, end, self._queued - queued, left - self._queued))
+            queued = left
         return times
 
     def _enqueue(self, times: DeviceTimes, calls: Sequence[Call], records: list[Record]) -> None:
@@ -199,7 +205,7 @@ class Engine:
             end = times.mark()
             self._events.append((begin, self._ready_event, end))
             begun, time = time, perf_counter_ns()
-            records.append(Record(action, begun, begun, time, 0, time))
+            records.append(Record(action, begun, begun, time, enqueued=time))
             begin = end
 
     def date(self, result: Result) -> None:
@@ -216,7 +222,7 @@ class Engine:
 
     def _is_ready(self) -> None:
         """The action has what it needs; on a device, will have when its stream comes here."""
-        self._ready = perf_counter_ns()
+        self._ready, self._queued = perf_counter_ns(), self._core_wait()
         if self._times is not None:
             self._ready_event = self._times.mark()
 
@@ -261,9 +267,11 @@ class Engine:
         seed = self._seed if job.training else evaluation_seed(self._seed)
         run = Run(seed, job.first_unit + microbatch, job.training, self._autocast)
         targets = job.targets(microbatch) if stage.is_last else None
+        unit = Unit(self._versions[index, microbatch] if self._versions else 0, run, targets)
         for hop in task.inputs:  # last, so that everything else happens before the message is there
-            told, *found = self._arrive(hop) if hop.is_local else self.transport.take(hop.envelope)
+            told, tied, *found = self._arrive(hop) if hop.is_local else self.transport.take(hop.envelope)
             share = share if told is None else float(told)
+            unit.tied.update(tied or ())
             for value, each in zip(hop.values, found, strict=True):
                 values[value] = each
         self._is_ready()
@@ -271,16 +279,13 @@ class Engine:
         with self._guard:
             if job.training:
                 weight = share if job.gradient_weights is None else job.gradient_weights[microbatch]
-                weight *= job.scale * self.updater.scaler.value
-                version = self._versions[index, microbatch] if self._versions else 0
-                unit = Unit(version, run, targets, weight)
+                unit.weight = weight * job.scale * self.updater.scaler.value
                 given = stage.forward(microbatch, unit, values)
-                added, loss = unit.added, unit.loss
             else:
-                given, loss = stage.evaluate(values, run, targets, job.wants_loss)
-                added = []
-            if added or loss is not None:
-                self._note_losses(microbatch, share, added, loss)
+                given = stage.evaluate(unit, values, job.wants_loss)
+            self._result.note(unit, microbatch, share, len(self.flow.layers))
+            if job.checksums is not None and (index == 0 or stage.is_last):
+                self._result.note_checksum(microbatch, job.checksums, index == 0, stage.is_last, len(self.flow.layers))
         if stage.is_last and not job.training and not job.wants_loss:
             outputs = [given[value] for value in self.flow.outputs()]
             # A copy, as of all that leaves a stage: a layer may write the next unit's result into the same memory.
@@ -289,20 +294,10 @@ class Engine:
         told = None if share == self._even else torch.tensor(share, dtype=torch.float64)
         for hop in task.outputs:
             wanted = [given[value] if value in given else values[value] for value in hop.values]
-            hop.payload = copied_value((told, *wanted)) if hop.is_local else (told, *wanted)
+            tied = tuple(value for value in hop.values if value in unit.tied) or None if unit.tied else None
+            hop.payload = copied_value((told, tied, *wanted)) if hop.is_local else (told, tied, *wanted)
         if job.training and not task.sends:
             stage.part(microbatch)
-
-    def _note_losses(
-        self, microbatch: int, share: float, added: Sequence[tuple[int, Tensor]], loss: Tensor | None
-    ) -> None:
-        """What a unit's forward at one stage says of its loss, layer by layer, so that the sum knows no stages."""
-        losses, end = self._result.losses, len(self.flow.layers)
-        for layer, value in added:
-            losses[layer, microbatch] = losses.get((layer, microbatch), 0.0) + number(value)
-        if loss is not None:
-            losses[end, microbatch] = number(loss)
-            losses[end + 1, microbatch] = share
 
     def _backward(self, task: Task, defer_weights: bool) -> None:
         """Roughly: ``dx, dw = backward(dy)``, or ``dx`` alone."""
@@ -370,10 +365,6 @@ class Engine:
         """Roughly: ``irecv(x)``, awaited where it is used."""
         for hop in hops:
             self.transport.post(hop.envelope, hop.peer)
-
-    def _send_gradients(self, task: Task) -> None:
-        """Roughly: ``isend(dw, the stage's other replicas)``."""
-        self.updater.send_ahead(task.stage, self._job.step)
 
     def _reduce(self, task: Task) -> None:
         """Roughly: ``dw = sum(dw of the stage's replicas)``."""

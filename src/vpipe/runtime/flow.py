@@ -1,8 +1,9 @@
 """Who reads what from whom: the names of the layer contract, resolved once for a partition, and the messages of it.
 
 A *value* is a name together with the layer that wrote it (-1 for an input of the model): ``("x", 3)`` is the ``x`` that
-layer 3 wrote. A value goes directly from the stage that holds its writer to every stage that reads it, over any
-distance. The model's inputs belong to stage 0.
+layer 3 wrote. A value goes from the stage that holds its writer to the first stage that reads it, over any distance,
+and from there to the next one. Its gradient comes back the same way, and each reader adds to it, the latest first: so
+the sum has the brackets that autograd gives it in one process. The model's inputs belong to stage 0.
 
 A ``Hop`` is one message between two stages: where it comes from, where it goes, what it carries. It is made when a
 program is compiled and used in every step, so that the loop looks nothing up: the handler that makes a message leaves
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 Value = tuple[str, int]
 INPUT = -1
-Pending = dict[Value, list[tuple[int, Gradients]]]
-"""Value → (reading layer, gradients of the value's tensors that need one) of every reader so far."""
+Pending = dict[Value, Gradients]
+"""Value → the gradients of its tensors that need one, summed over the readers so far."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,16 @@ class Flow:
     @cached_property
     def _sent(self) -> dict[tuple[int, int], tuple[Value, ...]]:
         found: dict[tuple[int, int], tuple[Value, ...]] = {}
+        holders: dict[Value, int] = {}
         for target, bounds in enumerate(self.bounds):
             for value in self.taken(*bounds):
-                key = (self.stage_of(value), target)
+                key = (holders.get(value, self.stage_of(value)), target)
                 found[key] = (*found.get(key, ()), value)
+                holders[value] = target
         return found
 
     def sent(self, source: int, target: int) -> tuple[Value, ...]:
-        """The values that stage ``target`` reads from stage ``source``."""
+        """The values that stage ``target`` gets from stage ``source``: their writer, or the reader before."""
         return self._sent.get((source, target), ())
 
     def skips(self) -> frozenset[tuple[int, int]]:
@@ -113,16 +116,13 @@ def resolve(layers: Sequence[Layer], layout: Layout) -> Flow:
 
 
 def listed(values: Sequence[Value], pending: Pending) -> tuple[Any, ...]:
-    """The gradients of these values as a message: of each value the number of its readers, and of each reader its
-    layer, the number of its gradients, and they themselves. (What is flat is described, packed and read fastest.)"""
+    """The gradients of these values as a message: of each value the number of its gradients, and they themselves.
+    (What is flat is described, packed and read fastest.)"""
     found: list[Any] = []
     for value in values:
-        readers = pending.get(value, ())
-        found.append(len(readers))
-        for layer, gradients in readers:
-            found.append(layer)
-            found.append(len(gradients))
-            found.extend(gradients)
+        gradients = pending.get(value, ())
+        found.append(len(gradients))
+        found.extend(gradients)
     return tuple(found)
 
 
@@ -130,13 +130,9 @@ def unlisted(values: Sequence[Value], message: Sequence[Any], pending: Pending) 
     """Put what a message of ``listed`` says into ``pending``."""
     at = 0
     for value in values:
-        num_readers = message[at]
-        at += 1
-        readers = pending.setdefault(value, [])
-        for _ in range(num_readers):
-            begin = at + 2
-            at = begin + message[begin - 1]
-            readers.append((message[begin - 2], list(message[begin:at])))
+        begin = at + 1
+        at = begin + message[at]
+        pending[value] = list(message[begin:at])
 
 
 @dataclass(slots=True, eq=False)
@@ -188,11 +184,6 @@ class Tasks:
         """Drop what a failed step has left."""
         for hop in self._hops.values():
             hop.payload = None
-
-    @property
-    def are_empty(self) -> bool:
-        """Whether no message waits."""
-        return all(hop.payload is None for hop in self._hops.values())
 
     def _task(self, stage: Stage, microbatch: int) -> Task:
         here, program = stage.index, self._program

@@ -5,14 +5,18 @@ Of a layer that several ranks of this process hold (replicas), the first stands 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vpipe.errors import UserError
 from vpipe.runtime.engine import Engine
+from vpipe.runtime.job import Stats
 from vpipe.runtime.surroundings import follow
+from vpipe.runtime.updates.update import LossScale
 from vpipe.runtime.updates.weights import count_bytes
 
 
@@ -27,10 +31,21 @@ class HeldLayer(NamedTuple):
     optimizer: Optimizer | None
 
 
+class StageOptimizers(dict[int, Optimizer]):
+    """Stage → optimizer, to look at."""
+
+    def __setitem__(self, stage: int, optimizer: Optimizer) -> None:
+        raise UserError(
+            f"the optimizer of stage {stage} cannot be replaced: the stage steps its own; change its param_groups, or "
+            "give Pipeline(optimizer=...)"
+        )
+
+
 class Holdings:
     """The side of a pipeline that is about layers and weights; ``engines`` are the ranks of this process."""
 
     engines: list[Engine]
+    num_updates: int
 
     def held_layers(self) -> Iterator[HeldLayer]:
         """All layers of this process's ranks, replicas too, each with its module and optimizer."""
@@ -54,7 +69,7 @@ class Holdings:
         for engine in self.engines:
             for stage, optimizer in engine.updater.optimizers.items():
                 found.setdefault(stage, optimizer)
-        return dict(sorted(found.items()))
+        return StageOptimizers(sorted(found.items()))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """``"<layer>.<name>"`` → parameter, of the layers that this process holds."""
@@ -67,6 +82,41 @@ class Holdings:
         for engine in self.engines:
             for stage in engine.stages.values():
                 yield from stage.weights.parameters.items()
+
+    def set_learning_rate(self, rate_of_update: Callable[[float], float]) -> None:
+        """Let update ``n`` use ``rate_of_update(n)``. Updates are counted as the first stage makes them: a stage that
+        makes twice as many asks for the rates of halves."""
+        for engine in self.engines:
+            engine.updater.learning_rate = rate_of_update
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """What losses are multiplied by now; the same on every rank."""
+        return self.engines[0].updater.scaler
+
+    @property
+    def stats(self) -> Stats:
+        """Updates, norm and loss scale; asking waits for the device."""
+        updater, scale = self.engines[0].updater, self.loss_scale
+        return Stats(self.num_updates, updater.num_skipped, updater.last_norm, scale.value, scale.good_steps)
+
+    @contextmanager
+    def annotated(self) -> Iterator[None]:
+        """While it is open, actions appear under their names in a torch.profiler trace."""
+        for engine in self.engines:
+            engine.annotates = True
+        try:
+            yield
+        finally:
+            for engine in self.engines:
+                engine.annotates = False
+
+    def _updates_made(self) -> dict[int, int]:
+        return {stage: number for engine in self.engines for stage, number in engine.updater.num_updates.items()}
+
+    def _everything(self) -> list[nn.Module]:
+        """All modules of this process, those of replicas too."""
+        return [m for engine in self.engines for stage in engine.stages.values() for m in stage.owned.values()]
 
     def state_dict(self) -> dict[str, Tensor]:
         """``"<layer>.<name>"`` → parameter or buffer, of the layers that this process holds."""
@@ -91,10 +141,18 @@ class Holdings:
             parameter.grad = None
 
     def _lead_replicas(self) -> None:
-        """Replicas of this process train as the first does, which is the one that the user sees."""
-        for layer, first in self.modules().items():
-            copies = [held.module for held in self.held_layers() if held.layer == layer and held.module is not first]
-            follow(first, copies)
+        """Let replicas of this process train as the first does, which is the one that the user sees: by its modes, its
+        weights (a teacher that follows between steps) and the settings of its optimizer (a learning rate)."""
+        if len(self.engines) == 1:
+            return
+        modules, optimizers = self.modules(), self.optimizers
+        for held in self.held_layers():
+            if held.module is not modules[held.layer]:
+                follow(modules[held.layer], held.module)
+        for engine in self.engines:
+            for stage, optimizer in engine.updater.optimizers.items():
+                for group, leading in zip(optimizer.param_groups, optimizers[stage].param_groups, strict=True):
+                    group |= {name: setting for name, setting in leading.items() if name != "params"}
 
     def weights_of(self, rank: int) -> dict[str, int]:
         """Bytes of the weights and optimizer states of a rank of this process, and the most versions of a stage."""

@@ -13,13 +13,16 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from vpipe.runtime.device import Number
+from vpipe.runtime.device import Number, number
 from vpipe.runtime.flow import Tasks, Value
+from vpipe.runtime.stage import Unit
 from vpipe.schedule.action import Action
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import VersionTable, version_table
 
 Call = tuple[Action, Callable[[], None]]
+SHARED_CORES = 0.01
+"""Share of a program's time from which waiting for a core is asked of every action of the next."""
 
 
 def annotated(calls: Sequence[Call]) -> Iterator[Call]:
@@ -45,6 +48,10 @@ class Job:
     scale: float = 1.0
     training: bool = True
     wants_loss: bool = True
+    first_update: int = 0
+    """How many updates all steps before have made: what the learning rate counts from."""
+    checksums: Sequence[int] | None = None
+    """Of the units, as this process has read them."""
 
 
 @dataclass(slots=True)
@@ -59,6 +66,10 @@ class Record:
     begin: int
     ready: int
     end: int
+    late: int = 0
+    """How much of the time before it was ready the thread waited for a processor, as far as that was asked."""
+    stalled: int = 0
+    """The same of the time from then to its end."""
     bytes: int = 0
     enqueued: int = 0
     """On a device, when the host had handed the action over; elsewhere 0."""
@@ -69,12 +80,26 @@ class Result:
     """What a rank knows after a job."""
 
     losses: dict[tuple[int, int], Number] = field(default_factory=dict)
-    """(layer, microbatch) → what the layer adds to the unit's loss; after the last layer the loss itself, and then the
-    unit's share of the batch."""
+    """(layer, microbatch) → what the layer adds to the unit's loss; after the last layer the loss itself, then the
+    unit's share of the batch, and the unit's checksum as the first stage has read it and as the last has."""
     outputs: dict[int, Any] = field(default_factory=dict)
     calls: Sequence[Call] = ()
-    times: Sequence[tuple[int, int, int]] = ()
-    """Of each call, its begin, its having what it needs, and its end."""
+    times: Sequence[tuple[int, ...]] = ()
+    """Of each call what its ``Record`` says first."""
+
+    def note(self, unit: Unit, microbatch: int, share: float, end: int) -> None:
+        """What a unit's forward at one stage says of its loss, layer by layer, so that the sum knows no stages."""
+        for layer, value in unit.added:
+            self.losses[layer, microbatch] = self.losses.get((layer, microbatch), 0.0) + number(value)
+        if unit.loss is not None:
+            self.losses[end, microbatch] = number(unit.loss)
+            self.losses[end + 1, microbatch] = share
+
+    def note_checksum(self, microbatch: int, checksums: Sequence[int], is_first: bool, is_last: bool, end: int) -> None:
+        """What the first stage has read, or the last, or both."""
+        for row, here in ((2, is_first), (3, is_last)):
+            if here:
+                self.losses[end + row, microbatch] = checksums[microbatch]
 
     @cached_property
     def records(self) -> list[Record]:
@@ -82,7 +107,7 @@ class Result:
         return recorded(self.calls, self.times)
 
 
-def recorded(calls: Sequence[Call], times: Sequence[tuple[int, int, int]]) -> list[Record]:
+def recorded(calls: Sequence[Call], times: Sequence[tuple[int, ...]]) -> list[Record]:
     """What was called, and when."""
     return [Record(action, *each) for (action, _), each in zip(calls, times, strict=True)]
 
@@ -98,6 +123,8 @@ class Compiled:
     """Where stages keep several versions of their weights; empty where each has one."""
     uses: dict[int, list[int]]
     """Stage → how many of this rank's units read each version; as above."""
+    updates: dict[int, list[float]]
+    """Stage → the numbers of its updates, counted from 0 as the first stage makes them."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +133,7 @@ class Stats:
 
     num_updates: int
     num_skipped: int
-    """Updates left out because a gradient was not finite."""
+    """Updates left out because a gradient was not finite; of an asynchronous schedule those of all stages."""
     gradient_norm: float | None
     loss_scale: float
     good_steps: int

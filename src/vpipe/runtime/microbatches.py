@@ -7,7 +7,7 @@ num_microbatches``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -29,6 +29,20 @@ class Microbatches:
     get: Callable[[int], Any]
     weights: Sequence[float] | None = None
     """The units' weights; equal if not given."""
+    checksums: Sequence[int] | None = None
+    """Of each unit's inputs and targets together, where each end of the pipeline has read both; below 2 ** 53 and not
+    0. The ends tell each other: a step on units that differ fails (``UnitsDiffer``)."""
+
+
+class UnitsDiffer(UserError):
+    """The first and the last stage have read different units. Raised on every rank."""
+
+    def __init__(self, microbatch: int) -> None:
+        super().__init__(
+            f"the first and the last stage have read different data for microbatch {microbatch}; give both ends of the "
+            "pipeline the same units"
+        )
+        self.microbatch = microbatch
 
 
 def num_rows(value: Any) -> int | None:
@@ -67,7 +81,7 @@ class CutBatch:
         return [torch.split(each, sizes) if each.dim() else [each] * len(sizes) for each in self._tensors]
 
     def __getitem__(self, microbatch: int) -> Any:
-        return unflatten(self._structure, iter([piece[microbatch] for piece in self._pieces]).__next__)
+        return unflatten(self._structure, [piece[microbatch] for piece in self._pieces])
 
     def __iter__(self) -> Iterator[Any]:
         return (self[microbatch] for microbatch in range(len(self._sizes)))
@@ -99,15 +113,16 @@ def check_counts(num_microbatches: int | None, weight: float) -> None:
 
 
 def without_gradient(inputs: Any) -> Any:
-    """The inputs of a unit that is trained; what made them is not a part of the pipeline."""
+    """The inputs of a unit that is trained; what made them is not a part of the pipeline. Slices of one batch count
+    their changes in place apart, so that the first layer may make some."""
     tensors: list[Tensor] = []
-    flatten(inputs, tensors)
+    structure = flatten(inputs, tensors)
     if any(tensor.requires_grad for tensor in tensors):
         raise UserError(
             "the inputs require a gradient, but a pipeline gives none back to what made them; "
             "make that a layer, or give inputs.detach()"
         )
-    return inputs
+    return unflatten(structure, [tensor.data for tensor in tensors])
 
 
 def torn(step: int, before: Mapping[int, int], after: Mapping[int, int]) -> str | None:
@@ -122,17 +137,30 @@ def torn(step: int, before: Mapping[int, int], after: Mapping[int, int]) -> str 
     )
 
 
-def mean_loss(contributions: Mapping[tuple[int, int], float], num_layers: int) -> float:
-    """The loss of a batch from what every layer contributed by every unit: the layers' parts of a unit in their order,
-    times its share, unit by unit. (Python adds floats by ``sum`` with or without compensation, by its version.)"""
+UnitLosses = dict[int, tuple[float, float]]
+"""Unit → its share of the batch, and its loss."""
+
+
+def unit_losses(contributions: Mapping[tuple[int, int], float], num_layers: int) -> UnitLosses:
+    """The loss of each unit from what every layer contributed to it (``Result.losses``): the layers' parts in their
+    order. Raises ``UnitsDiffer`` where the two ends have told different checksums."""
     shares = num_layers + 1
     sums: dict[int, float] = {}
     for layer, microbatch in sorted(contributions):
-        if layer != shares:
+        if layer < shares:
             sums[microbatch] = sums.get(microbatch, 0.0) + contributions[layer, microbatch]
+    for (layer, unit), checksum in sorted(contributions.items()):
+        if layer == num_layers + 2 and contributions.get((num_layers + 3, unit), checksum) != checksum:
+            raise UnitsDiffer(unit)
+    return {unit: (contributions.get((shares, unit), 0.0), sums[unit]) for unit in sorted(sums)}
+
+
+def mean_loss(losses: Iterable[tuple[float, float]]) -> float:
+    """The loss of a batch from (share, loss) of its units, unit by unit. (Python adds floats by ``sum`` with or without
+    compensation, by its version.)"""
     total = 0.0
-    for microbatch in sorted(sums):
-        total += contributions.get((shares, microbatch), 0.0) * sums[microbatch]
+    for share, loss in losses:
+        total += share * loss
     return total
 
 

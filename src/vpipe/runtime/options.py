@@ -1,10 +1,4 @@
-"""What a pipeline is told, in four values: its schedule, its memory, its updates, its ranks.
-
-    Pipeline(layers, loss, schedule=Schedule("zb-h1", num_microbatches=8), ranks=Ranks(2, transport="shm"))
-    Pipeline(layers, loss, schedule="zb-h1", num_microbatches=8, num_ranks=2, transport="shm")     the same
-
-Every field is also a plain keyword of ``Pipeline``; ``PlainKeywords`` says which, with their types. A keyword belongs
-to the one value that has a field of its name; said in both, it is refused.
+"""What a pipeline is told beside its model: plain keywords of ``Pipeline``, each with its type and default.
 
 Which layers are kept, recomputed or swapped: the convention for ratios is ``recomputed_and_swapped``, here and nowhere
 else:
@@ -19,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypedDict, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from torch import nn
 from torch.optim import Optimizer
 
 from vpipe.errors import UserError, nearest
-from vpipe.runtime.priorities.order import Policy, policy
+from vpipe.registry import FORM_REGISTRY
 from vpipe.runtime.updates.update import LossScale
 from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.program import Program
@@ -37,39 +31,8 @@ Bounds = Sequence[tuple[int, int]]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Which program runs, and how a rank goes through it.
-
-    ``name`` is one of the catalogue (``vpipe schedules``), a ``Program``, or a CSV file with one, torch's dumps
-    included; or a ``ScheduleSpec``, which has its own numbers, options and replicas, and a program that is not built
-    again. ``num_microbatches`` is the number of units of one ``train_step``: 4, or what the program has.
-    ``partition`` is the number of layers of each stage; even if not given. ``executor``: "plain" (a rank's actions one
-    after the other), "threaded" (a worker thread per microbatch, which take turns by ``priority``: none, first-hp, fifo
-    or critical-path), or "auto" (threaded for the schedule ``async_threaded``).
-    """
-
-    name: str | Program | ScheduleSpec = "1f1b"
-    num_microbatches: int | None = None
-    stages_per_rank: int | None = None
-    partition: Sequence[int] | None = None
-    schedule_options: Mapping[str, Any] | None = None
-    executor: str = "auto"
-    priority: str = "none"
-    blocking: bool = False
-
-    def policy(self, wants_threads: bool) -> Policy | None:
-        """Who goes first among worker threads, or ``None`` where a rank runs its actions one after the other."""
-        if self.executor not in ("auto", "plain", "threaded"):
-            raise UserError(f"there is no executor {self.executor!r}; give one of auto, plain, threaded")
-        threaded = self.executor == "threaded" or (self.executor == "auto" and wants_threads)
-        chosen = policy(self.priority) if threaded or self.priority != "none" else None
-        if chosen is not None and not threaded:
-            raise UserError(
-                f"priority {self.priority!r} orders worker threads, but the executor is plain; give "
-                "executor='threaded', or priority='none'"
-            )
-        return chosen
+EngineMaker = Callable[..., Any]
+"""Called as ``Engine`` is."""
 
 
 @dataclass(frozen=True)
@@ -85,45 +48,8 @@ class Memory:
     swap: Chosen = 0.0
 
 
-@dataclass(frozen=True)
-class Update:
-    """From losses to the next weights.
-
-    With ``early_reduction`` a stage's gradients leave for its replicas as soon as they are complete, while the rank
-    computes the backwards of its other stages: of use where a rank holds several. Results are the same to the bit.
-    """
-
-    optimizer: OptimizerFactory | None = None
-    clip_norm: float | None = None
-    skip_nonfinite: bool = True
-    exact_reduction: bool = True
-    early_reduction: bool = False
-    fused_weight_grad: bool = False
-    loss_scale: LossScale | None = None
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Who computes, where, and what carries messages between them.
-
-    Without a launcher, ``num_ranks`` ranks run as threads of this process. ``transport`` between processes: "shm"
-    (shared memory where ranks are on one machine), "distributed" (TCP and gloo for all), or "auto" (shm if all ranks
-    are on one machine). ``device`` is where the ranks compute: "cpu", an accelerator's type ("cuda": a device for every
-    rank of a machine), one device for all of them ("cuda:0"), or "auto" (the accelerator where there is one). Between
-    processes, tensors go by the device's own backend, or with ``device_messages=False`` through main memory.
-    """
-
-    num_ranks: int | None = None
-    replicas: int | Sequence[int] = 1
-    transport: str = "auto"
-    device: str = "cpu"
-    device_messages: bool = True
-    timeout: float = 1800.0
-
-
 class PlainKeywords(TypedDict, total=False):
-    """The fields of the four values as keywords of ``Pipeline``."""
+    """The types of ``Pipeline``'s keywords; ``PipelineOptions`` has their defaults and meanings."""
 
     num_microbatches: int | None
     stages_per_rank: int | None
@@ -138,8 +64,6 @@ class PlainKeywords(TypedDict, total=False):
     clip_norm: float | None
     skip_nonfinite: bool
     exact_reduction: bool
-    early_reduction: bool
-    fused_weight_grad: bool
     loss_scale: LossScale | None
     autocast: Callable[[], AbstractContextManager[Any]]
     num_ranks: int | None
@@ -150,54 +74,82 @@ class PlainKeywords(TypedDict, total=False):
     timeout: float
 
 
-Group = TypeVar("Group", Schedule, Memory, Update, Ranks)
-
-
 @dataclass(frozen=True)
 class PipelineOptions:
-    """All that a pipeline is told beside its model."""
+    """All that a pipeline is told beside its model.
 
-    schedule: Schedule = field(default_factory=Schedule)
-    memory: Memory = field(default_factory=Memory)
-    update: Update = field(default_factory=Update)
-    ranks: Ranks = field(default_factory=Ranks)
+    **Schedule.** ``schedule`` is one of the catalogue (``vpipe schedules``), a ``Program``, or a CSV file with one,
+    torch's dumps included; or a ``ScheduleSpec``, which has its own numbers, options and replicas, and a program that
+    is not built again. ``num_microbatches`` is the number of units of one ``train_step``: 4, or what the program has.
+    ``partition`` is the number of layers of each stage; even if not given. ``executor``: "plain" (a rank's actions one
+    after the other), "threaded" (a worker thread per microbatch, which take turns by ``priority``: none, first-hp, fifo
+    or critical-path), or "auto" (threaded for the schedule ``async_threaded``).
+
+    **Memory.** ``recompute`` and ``swap`` are those of ``Memory``.
+
+    **Ranks.** Without a launcher, ``num_ranks`` ranks run as threads of this process. ``transport`` between processes:
+    "shm" (shared memory where ranks are on one machine), "distributed" (TCP and gloo for all), or "auto" (shm if all
+    ranks are on one machine). ``device`` is where the ranks compute: "cpu", an accelerator's type ("cuda": a device for
+    every rank of a machine), one device for all of them ("cuda:0"), or "auto" (the accelerator where there is one).
+    Between processes, tensors go by the device's own backend, or with ``device_messages=False`` through main memory.
+    """
+
+    schedule: str | Program | ScheduleSpec = "1f1b"
     seed: int = 0
+    num_microbatches: int | None = None
+    stages_per_rank: int | None = None
+    partition: Sequence[int] | None = None
+    schedule_options: Mapping[str, Any] | None = None
+    executor: str = "auto"
+    priority: str = "none"
+    blocking: bool = False
+    recompute: Chosen = 0.0
+    swap: Chosen = 0.0
+    optimizer: OptimizerFactory | None = None
+    clip_norm: float | None = None
+    skip_nonfinite: bool = True
+    exact_reduction: bool = True
+    loss_scale: LossScale | None = None
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    num_ranks: int | None = None
+    replicas: int | Sequence[int] = 1
+    transport: str = "auto"
+    device: str = "cpu"
+    device_messages: bool = True
+    timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UserError(f"clip_norm is {self.clip_norm}; give a number above 0, or None, which clips nothing")
 
     @classmethod
-    def of(
-        cls,
-        schedule: str | Program | ScheduleSpec | Schedule,
-        memory: Memory | None,
-        update: Update | None,
-        ranks: Ranks | None,
-        seed: int,
-        plain: Mapping[str, Any],
-    ) -> PipelineOptions:
-        """Grouped values and plain keywords as one."""
-        own = schedule if isinstance(schedule, Schedule) else None
-        known = [each.name for group in (Schedule, Memory, Update, Ranks) for each in fields(group)]
+    def of(cls, schedule: str | Program | ScheduleSpec, seed: int, plain: PlainKeywords) -> PipelineOptions:
+        """From the keywords of ``Pipeline``."""
+        known = PlainKeywords.__annotations__
         for name in plain:
-            if name not in known or name == "name":
+            if name not in known:
                 raise TypeError(f"Pipeline() got an unexpected keyword argument {name!r}{nearest(name, known)}")
-        rest = dict(plain) if own is not None else {"name": schedule, **plain}
-        return cls(
-            _joined("schedule", own, Schedule, rest),
-            _joined("memory", memory, Memory, plain),
-            _joined("update", update, Update, plain),
-            _joined("ranks", ranks, Ranks, plain),
-            seed,
-        )
+        return cls(schedule, seed, **plain)
 
+    @property
+    def memory(self) -> Memory:
+        """What is recomputed and swapped."""
+        return Memory(self.recompute, self.swap)
 
-def _joined(what: str, given: Group | None, kind: type[Group], plain: Mapping[str, Any]) -> Group:
-    mine = {each.name: plain[each.name] for each in fields(kind) if each.name in plain}
-    if given is not None and mine:
-        name = next(iter(mine))
-        raise UserError(
-            f"{name} is given as a keyword, and {what} as a value that says {name}={getattr(given, name)!r}; "
-            "say it in one of them"
-        )
-    return given if given is not None else replace(kind(), **mine)
+    def workers(self, wants_threads: bool) -> EngineMaker | None:
+        """What makes engines with worker threads, or ``None`` where a rank runs its actions one after the other."""
+        if self.executor not in ("auto", "plain", "threaded"):
+            raise UserError(f"there is no executor {self.executor!r}; give one of auto, plain, threaded")
+        threaded = self.executor == "threaded" or (self.executor == "auto" and wants_threads)
+        if not threaded and self.priority == "none":
+            return None
+        maker: EngineMaker = FORM_REGISTRY.create("worker threads", self.priority)
+        if not threaded:
+            raise UserError(
+                f"priority {self.priority!r} orders worker threads, but the executor is plain; give "
+                "executor='threaded', or priority='none'"
+            )
+        return maker
 
 
 def recomputed_and_swapped(recompute: Chosen, swap: Chosen, bounds: Bounds) -> tuple[frozenset[int], frozenset[int]]:

@@ -6,9 +6,8 @@ every process is a rank and builds only the layers it owns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, Unpack
 
 import torch
@@ -21,12 +20,25 @@ from vpipe.runtime.builder import prepared
 from vpipe.runtime.device import is_host
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow
-from vpipe.runtime.job import Compiled, Job, Result, Stats, Trace
-from vpipe.runtime.microbatches import check_counts, check_rows, copies_of, mean_loss, torn, units_of, without_gradient
-from vpipe.runtime.moves.movable import Movable
-from vpipe.runtime.options import Memory, PipelineOptions, PlainKeywords, Ranks, Schedule, Update
+from vpipe.runtime.holdings import Holdings
+from vpipe.runtime.job import Compiled, Job, Result, Trace
+from vpipe.runtime.microbatches import (
+    UnitLosses,
+    check_counts,
+    check_rows,
+    copies_of,
+    mean_loss,
+    torn,
+    unit_losses,
+    units_of,
+    without_gradient,
+)
+from vpipe.runtime.moves import moving
+from vpipe.runtime.moves.moving import Moved, Notice
+from vpipe.runtime.options import Memory, PipelineOptions, PlainKeywords
 from vpipe.runtime.programs import Programs
-from vpipe.runtime.surroundings import Modes, evaluating, undisturbed
+from vpipe.runtime.proof.check import Checkable, stepped
+from vpipe.runtime.surroundings import Modes, OneThread, evaluating
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.inprocess import PeerFailed
 from vpipe.runtime.updates.update import LossScale
@@ -35,13 +47,13 @@ from vpipe.schedule.placement import Layout, Placement
 from vpipe.schedule.program import Program
 
 
-class Pipeline(Movable):
+class Pipeline(Holdings, Checkable):
     """A model cut into stages and trained by a schedule.
 
-    ``schedule``, ``memory``, ``update`` and ``ranks`` are the values of ``runtime.options``, which documents their
-    fields; each field is also a keyword of its own (``num_microbatches``, ``optimizer``, ``num_ranks``, ``recompute``,
-    …), and ``schedule`` may be just a name of the catalogue, a ``Program`` or a CSV file. ``tied`` names parameters
-    that are one, ``seed`` what random numbers begin with.
+    ``schedule`` is a name of the catalogue, a ``Program`` or a CSV file; the other keywords (``num_microbatches``,
+    ``optimizer``, ``num_ranks``, ``recompute``, …) are the fields of ``runtime.options.PipelineOptions``. ``tied``
+    names parameters that are one, ``seed`` what random numbers begin with. The first ``check`` steps are compared with
+    one process, as ``check`` does, and their updates too.
 
     ``layout`` says who holds what; engines are built from it, and a wrong program is refused before anything is.
 
@@ -82,19 +94,18 @@ class Pipeline(Movable):
         layers: Sequence[Layer | nn.Module | Callable[[], nn.Module]],
         loss_fn: Callable[[Any, Any], Tensor],
         *,
-        schedule: str | Program | ScheduleSpec | Schedule = "1f1b",
-        memory: Memory | None = None,
-        update: Update | None = None,
-        ranks: Ranks | None = None,
+        schedule: str | Program | ScheduleSpec = "1f1b",
         tied: Sequence[TiedWeight] = (),
         seed: int = 0,
+        check: int = 0,
         **plain: Unpack[PlainKeywords],
     ) -> None:
-        options = PipelineOptions.of(schedule, memory, update, ranks, seed, plain)
+        options = PipelineOptions.of(schedule, seed, plain)
         self.seed = seed
+        self.num_checks, self.checked = check, ""
         self.builder = prepared(layers, loss_fn, tied, options)
         self.num_microbatches = self.builder.spec.num_microbatches
-        programs = self.builder.programs(self.builder.layout(options.schedule.partition))
+        programs = self.builder.programs(self.builder.layout(options.partition))
         self.updates_per_step = programs.training().num_updates  # a wrong program is refused here, not by a step
         if not self.builder.wires.in_process:
             assembly.agree(programs, seed)
@@ -103,12 +114,11 @@ class Pipeline(Movable):
         self.is_leader = self.rank == 0
         self.in_process = len(self.ranks) == self.layout.num_ranks
         self._compiled: dict[tuple[int, int], Compiled] = {}
-        self.step = 0
-        self.num_units = 0
-        self.num_updates = 0
+        self._thread = OneThread()
+        self.unit_losses: UnitLosses = {}  # of the last training step, the same on every rank
+        self.step = self.num_units = self.num_updates = 0
         self._ran: tuple[Program, dict[int, Result]] | None = None
         self._torn: str | None = None
-        self._ahead = self.held = None
         self._on_all(lambda engine: assembly.share_initial_weights(engine, self.builder.parts.tied))
 
     def _hold(self, programs: Programs, engines: list[Engine]) -> None:
@@ -146,7 +156,7 @@ class Pipeline(Movable):
     @property
     def has_workers(self) -> bool:
         """Whether more threads than this one compute here: several ranks, or the worker threads of one."""
-        return len(self.engines) > 1 or self.builder.parts.policy is not None
+        return len(self.engines) > 1 or self.builder.parts.workers is not None
 
     @property
     def transport(self) -> Transport:
@@ -175,34 +185,6 @@ class Pipeline(Movable):
         for engine in self.engines:
             change(engine)
 
-    def set_learning_rate(self, rate_of_update: Callable[[int], float]) -> None:
-        """Let update ``n`` use ``rate_of_update(n)``, on every stage."""
-        for engine in self.engines:
-            engine.updater.learning_rate = rate_of_update
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """What losses are multiplied by now; the same on every rank."""
-        return self.engines[0].updater.scaler
-
-    @property
-    def stats(self) -> Stats:
-        """Updates, norm and loss scale; asking waits for the device."""
-        updater, scale = self.engines[0].updater, self.loss_scale
-        most = max(updater.num_updates.values())
-        return Stats(most, updater.num_skipped, updater.last_norm, scale.value, scale.good_steps)
-
-    @contextmanager
-    def annotated(self) -> Iterator[None]:
-        """While it is open, actions appear under their names in a torch.profiler trace."""
-        for engine in self.engines:
-            engine.annotates = True
-        try:
-            yield
-        finally:
-            for engine in self.engines:
-                engine.annotates = False
-
     def train_step(
         self,
         inputs: Any = None,
@@ -212,23 +194,22 @@ class Pipeline(Movable):
         weight: float = 1.0,
         num_microbatches: int | None = None,
     ) -> float:
-        """Train on one batch (asynchronous schedules: on its units, one after the other, then drain); the mean loss, on
-        every rank.
+        """Train on one batch (an asynchronous schedule: unit by unit, then drain); the mean loss, on every rank.
 
         A process that holds neither the first nor the last stage may give nothing. ``update=False`` only accumulates
         gradients; ``weight`` scales the batch's part of them. ``num_microbatches`` may differ from call to call: an
         asynchronous schedule drains at the end of each, so more units at once mean fewer drains.
         """
         check_counts(num_microbatches, weight)
+        self._require_ready(update)
+        return stepped(self, inputs, targets, update, weight, num_microbatches)
+
+    def run_step(self, inputs: Any, targets: Any, update: bool, weight: float, num_microbatches: int | None) -> float:
         program = self.programs.training(update, num_microbatches)
-        self._require_optimizer(update)
-        self._require_whole()
         job = self._job(inputs, targets, program, training=True, scale=weight)
-        if self.placement.has_replicas and self.builder.wires.in_process:
-            self._lead_replicas()
         before = self._updates_made()
         try:
-            with undisturbed(self.devices):
+            with self._thread.undisturbed(self.devices):
                 results = self._run(program, job)
                 losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
                 if self.engines[0].updater.must_repeat:
@@ -244,36 +225,30 @@ class Pipeline(Movable):
         self.num_units += program.num_microbatches
         self.num_updates += program.num_updates
         self._ran = (program, {engine.rank: result for engine, result in zip(self.engines, results, strict=True)})
-        return mean_loss(losses, self.layout.num_layers) / self.programs.num_batches(program)
+        self.unit_losses = unit_losses(losses, self.layout.num_layers)
+        return mean_loss(self.unit_losses.values()) / self.programs.num_batches(program)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The mean loss of a batch, without training, on every rank."""
-        num_units = self._evaluation_units(inputs, targets)
-        program = self.programs.forward(num_units)
+        program = self.programs.forward(self.programs.num_units)
         job = self._job(inputs, targets, program, training=False)
         self._require_whole()
-        with undisturbed(self.devices), torch.no_grad(), evaluating(self._everything()):
+        with self._thread.undisturbed(self.devices), torch.no_grad(), evaluating(self._everything()):
             self._run(program, job)
         losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
         self.step += 1
-        return mean_loss(losses, self.layout.num_layers)
+        return mean_loss(unit_losses(losses, self.layout.num_layers).values())
 
     def forward(self, inputs: Any = None) -> Any:
         """The model's output for a batch, on the process that holds the last stage; elsewhere ``None``."""
-        num_units = self._evaluation_units(inputs, None)
-        program = self.programs.forward(num_units)
+        program = self.programs.forward(self.programs.num_units)
         job = self._job(inputs, None, program, training=False, wants_loss=False)
         self._require_whole()
-        with undisturbed(self.devices), torch.no_grad(), evaluating(self._everything()):
+        with self._thread.undisturbed(self.devices), torch.no_grad(), evaluating(self._everything()):
             results = self._run(program, job)
         self.step += 1
         outputs = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
         return assembly.joined([outputs[microbatch] for microbatch in sorted(outputs)]) if outputs else None
-
-    def _evaluation_units(self, inputs: Any, targets: Any) -> int:
-        """As many units as training has; every rank must come to the same number."""
-        del inputs, targets
-        return self.programs.num_units
 
     def _job(
         self,
@@ -303,6 +278,8 @@ class Pipeline(Movable):
             scale,
             training,
             wants_loss,
+            self.num_updates,
+            getattr(inputs, "checksums", None) or getattr(targets, "checksums", None),
         )
 
     @property
@@ -312,6 +289,7 @@ class Pipeline(Movable):
         return programs.agrees_after or (not programs.synchronous and not is_host(self.devices[0]))
 
     def _run(self, program: Program, job: Job) -> list[Result]:
+        self._lead_replicas()
         return self._on_all(lambda engine: engine.run(self._compile(engine, program), job))
 
     def _compile(self, engine: Engine, program: Program) -> Compiled:
@@ -344,7 +322,8 @@ class Pipeline(Movable):
             raise next((error for error in errors if not isinstance(error, PeerFailed)), errors[0])
         return [future.result() for future in futures]
 
-    def _require_optimizer(self, update: bool) -> None:
+    def _require_ready(self, update: bool) -> None:
+        self._require_whole()
         if update and not self.engines[0].updater.optimizers:
             raise UserError(
                 "the pipeline has no optimizer; "
@@ -355,12 +334,23 @@ class Pipeline(Movable):
         if self._torn is not None:
             raise UserError(self._torn)
 
-    def _updates_made(self) -> dict[int, int]:
-        return {stage: number for engine in self.engines for stage, number in engine.updater.num_updates.items()}
+    def move(self, layout: Layout, memory: Memory | None = None, *, notice: Notice = lambda step: None) -> Moved:
+        """Let other ranks hold the layers, from now on as ``layout`` says; training goes on as if nothing had happened.
+        ``memory`` says what is recomputed and swapped there, where that changes too.
 
-    def _everything(self) -> list[nn.Module]:
-        """All modules of this process, those of replicas too."""
-        return [m for engine in self.engines for stage in engine.stages.values() for m in stage.owned.values()]
+        Between two steps, on every rank: an asynchronous schedule has drained then. Where it cannot be done, the old
+        layout stays, on all ranks, and a ``UserError`` says why. ``notice`` is told every step of the protocol.
+        """
+        self._require_whole()
+        self._lead_replicas()
+        layout = moving.admitted(self.engines, layout)
+        with self.builder.with_memory(memory):
+            programs = self.builder.programs(layout, self.programs.spec)
+            programs.training()
+            engines, moved = moving.move(self.builder, self.engines, programs, self.gather, self._on_all, notice)
+        self._hold(programs, engines)
+        self._compiled.clear()
+        return moved
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load what this process holds; what belongs to other stages is passed over. A pipeline that a failed step has

@@ -31,14 +31,14 @@ class Programs:
         flow: Flow,
         recompute_stages: Collection[int] = (),
         swap_stages: Collection[int] = (),
-        early_reduction: bool = False,
+        receives_block: bool = False,
     ) -> None:
         self.spec = spec
         self.synchronous = spec.synchronous
         self.flow = flow
         self._recompute = frozenset(recompute_stages)
         self._swap = frozenset(swap_stages)
-        self._early_reduction = early_reduction
+        self._receives_block = receives_block
         self._made: dict[tuple[str, int], Program] = {}
         self._chained: dict[int, Programs] = {}
         """By the number of batches; all of them have this one."""
@@ -81,7 +81,7 @@ class Programs:
         return self.splits & found
 
     def training(self, update: bool = True, num_microbatches: int | None = None) -> Program:
-        """One step; without ``update`` the same without SEND_W, REDUCE, AGREE and STEP."""
+        """One step; without ``update`` the same without REDUCE, AGREE and STEP."""
         key = ("update" if update else "accumulate", num_microbatches or self.spec.num_microbatches)
         if key not in self._made:
             own = key[1] == self.spec.num_microbatches
@@ -117,7 +117,7 @@ class Programs:
         """The same programs, of so many batches of a schedule that does not drain between them."""
         if num_batches not in self._chained:
             spec = replace(self.spec, options={**(self.spec.options or {}), BATCHES: num_batches})
-            found = Programs(spec, self.flow, self._recompute, self._swap, self._early_reduction)
+            found = Programs(spec, self.flow, self._recompute, self._swap, self._receives_block)
             found._chained = self._chained
             self._chained[num_batches] = found
         return self._chained[num_batches]
@@ -130,7 +130,7 @@ class Programs:
             recompute_stages=recompute,
             swap_stages=swap,
             agrees=self.synchronous,
-            early_reduction=self._early_reduction,
+            receives_block=self._receives_block,
         )
 
     def num_batches(self, program: Program) -> int:

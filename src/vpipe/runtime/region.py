@@ -1,15 +1,22 @@
 """A run of consecutive layers that one autograd graph covers: a whole stage, or neighbours of one retention.
 
                  ┌──────────── region ────────────┐
-    taken value ─┤ leaf ─ layer ─ layer ─┐        │
-                 │ leaf ───────── layer ─┴─ root ─┼─ given value
+    taken value ─┤ leaf ┬ layer ─ layer ─┐        │
+                 │      └──────── layer ─┴─ root ─┼─ given value
                  └────────────────────────────────┘
 
-What enters is detached into leaves, one for each layer that reads it, because the gradients of several readers must be
-added in an order that does not depend on where the stages are cut: latest reader first, which is the order of autograd
-in a single process. A layer gets no leaf but what is behind it, so it may change its input in place, and the gradient
-is taken on the way, because a leaf would store it with other strides. What leaves is remembered only by its gradient
-edge; its data may be dropped.
+Each tensor that enters is detached into one leaf. A layer gets no leaf but what is behind it, so it may change its
+input in place, and the gradient is taken on the way, because a leaf would store it with other strides. What leaves is
+remembered only by its gradient edge; its data may be dropped.
+
+A change in place is let through where nothing else reads the same memory. Versions tell, by storage and not by name: a
+view, or what a layer has returned as it came, counts the changes of the tensor behind it. A value that a later layer
+reads must be as it was after each layer; what the recompute reads again is copied before, once the first forward has
+shown that it changes.
+
+Where readers of a value are behind the region as well, the sum of their gradients goes to the entrance before the
+region's own backward, and autograd goes on adding to it, use by use: the latest use first, as in a single process,
+wherever the model is cut.
 
 Words: docs/glossary.md.
 """
@@ -31,13 +38,14 @@ from vpipe.runtime.crossing import (
     DTYPES,
     Gradients,
     check_tensor,
+    copied,
     edge_of,
     entrance,
     flatten,
     mapped,
     run_backward,
-    summed,
     tell_change,
+    tensors_of,
     versions_of,
 )
 from vpipe.runtime.device import scalar
@@ -45,10 +53,6 @@ from vpipe.runtime.flow import Pending, Value
 from vpipe.runtime.memory.saved_tensors import SavedTensors
 from vpipe.runtime.surroundings import seed_layer
 
-_IN_PLACE = (
-    "changes its input in place, which others read again (another layer, or the recompute); set the attribute "
-    "`inplace = True` on that module, so that it gets a copy, or let it compute a new tensor"
-)
 Backward = Callable[[list[GradientEdge], list[Tensor]], None]
 """Runs a graph from (edges, their gradients)."""
 
@@ -67,8 +71,9 @@ class RegionGraph:
     __slots__ = ("given", "roots", "scalars", "taken")
 
     def __init__(self) -> None:  # not a dataclass: one is made for every unit, and literals are made fastest
-        self.taken: list[tuple[Value, int, Gradients]] = []
-        """(value, reading layer, the gradients of its tensors that need one), filled by the backward."""
+        self.taken: list[tuple[Value, Gradients, list[GradientEdge]]] = []
+        """(value, the gradients of its tensors that need one, filled by the backward; the edges of these tensors, where
+        other regions may read the value)."""
         self.given: list[tuple[Value, list[Tensor]]] = []
         """The tensors that leave and need a gradient, until ``part``."""
         self.roots: list[tuple[Value, list[GradientEdge]]] = []
@@ -114,8 +119,9 @@ class Region:
         layers: Mapping[int, Layer],
         reads: Mapping[int, tuple[Value, ...]],
         given: Sequence[Value],
-        retention: Retention = Retention.KEPT,
-        shared: Collection[Value] = (),
+        retention: Retention,
+        shared: Collection[Value],
+        last_reads: Mapping[Value, int],
     ) -> None:
         self.modules = dict(modules)
         self.layers = dict(layers)
@@ -127,30 +133,17 @@ class Region:
         """Values that several layers read, wherever they are."""
         self.begin = min(modules)
         self.taken = tuple({value: None for layer in modules for value in reads[layer] if value[1] < self.begin})
-        self._watched = {
-            layer: [place for place, value in enumerate(reads[layer]) if value in self.shared or value in self.taken]
-            for layer in modules
-        }
-        """Per layer, the places of the arguments that are not the layer's alone."""
-        self._known: set[int] = set()
-        """Layers of a recomputed region that have shown whether they change their input."""
-        self._changes_input = {
-            layer
-            for layer, module in modules.items()
-            if any(getattr(part, "inplace", False) for part in module.modules())
-        }
-
-        self._plan = [
-            (
-                layer,
-                module,
-                self.reads[layer],
-                [(name, layer) for name in layers[layer].writes],
-                bool(self._watched[layer]),
-            )
-            for layer, module in modules.items()
-        ]
-        """(layer, module, values read and written, whether some arguments are not its alone), in order."""
+        self.changes: set[Value] | None = None if self.recompute else set()
+        """Of a region that is recomputed, what it changes of what it takes: known from its first forward on."""
+        self._plan = []
+        """(layer, module, values read and written, values of before that a later layer reads), in order."""
+        known = list(self.taken)
+        for layer, module in modules.items():
+            writes = [(name, layer) for name in layers[layer].writes]
+            later = [value for value in known if last_reads.get(value, -1) > layer]
+            self._plan.append((layer, module, self.reads[layer], writes, later))
+            known += writes
+        self._watched = {value for *_, later in self._plan for value in later}
 
     def forward(
         self,
@@ -159,20 +152,22 @@ class Region:
         loss: Callable[[Any], Tensor] | None = None,
         build_graph: bool = True,
         saved: SavedTensors | None = None,
+        tied: Collection[Value] = (),
     ) -> Outcome:
         """Run the layers. ``values`` has everything in ``taken``.
 
         Without ``build_graph``, a training run still finds out which results need a gradient, but saves nothing for a
-        backward. With ``saved``, what is saved may be swapped out.
+        backward. With ``saved``, what is saved may be swapped out. Values that are ``tied`` share memory with others
+        where the model is not cut.
         """
         graph = RegionGraph() if build_graph else None
         outcome = Outcome(graph)
         plain = saved is None and run.autocast is nullcontext and (build_graph or not run.training)
         if plain and run.training is torch.is_grad_enabled():  # mostly
-            local = self._compute(values, run, loss, outcome, saved)
+            local = self._compute(values, run, loss, outcome, saved, tied)
         else:
             with self._around(run, build_graph, saved):
-                local = self._compute(values, run, loss, outcome, saved)
+                local = self._compute(values, run, loss, outcome, saved, tied)
         for value in self.given if loss is None else ():
             found = outcome.given[value] = local[value]
             if type(found) is Tensor and found.dtype in DTYPES and found.layout is torch.strided:  # mostly
@@ -192,29 +187,29 @@ class Region:
         loss: Callable[[Any], Tensor] | None,
         outcome: Outcome,
         saved: SavedTensors | None,
+        tied: Collection[Value],
     ) -> dict[Value, Any]:
         """The values that the layers write; ``outcome`` gets the losses."""
         local: dict[Value, Any] = {}
+        versions: dict[Value, list[int]] = {}
+        inside: dict[int, Tensor] = {}
         scalars: list[Tensor] = []
         before = collect_into(scalars)
         try:
-            for layer, module, reads, writes, watched in self._plan:
-                arguments = []
-                for value in reads:
-                    if value in local:
-                        found = local[value]
-                        arguments.append(self._within(found, value, layer) if value in self.shared else found)
-                    else:
-                        arguments.append(self._enter(values[value], value, layer, outcome.graph, run.training, saved))
+            for value in self.taken:
+                local[value] = self._enter(value, values, outcome.graph, run.training, saved, inside)
+                versions[value] = versions_of(local[value])
+            for layer, module, reads, writes, later in self._plan:
                 seed_layer(run.seed, run.unit, layer)
-                if watched and layer not in self._changes_input:
-                    result = self._call(layer, module, arguments, values)
-                else:
-                    result = module(*arguments)
+                result = module(*[local[value] for value in reads])
+                if later:
+                    self._check_unchanged(layer, later, local, versions)
                 if len(writes) == 1:
                     local[writes[0]] = result
                 else:
                     self._keep(layer, result, local)
+                if self._watched:
+                    versions.update({value: versions_of(local[value]) for value in writes if value in self._watched})
                 if scalars:
                     outcome.added.extend((layer, scalar) for scalar in scalars)
                     scalars.clear()
@@ -222,7 +217,50 @@ class Region:
                 outcome.loss = self._loss(loss, [local[value] for value in self.given])
         finally:
             collect_into(before)
+        changed = {value for value in self.taken if versions_of(local[value]) != versions[value]}
+        for name, _ in changed.intersection(tied):
+            raise UserError(
+                f"layers {self.begin} to {max(self.modules)} change {name!r} in place, which shares memory with "
+                "another value or another part of it, perhaps on another rank; let one of them be a clone"
+            )
+        if changed or self.changes is None:
+            self._note_changed(changed, values, local, run.training and outcome.graph is None)
         return local
+
+    def _check_unchanged(
+        self, layer: int, later: Sequence[Value], local: Mapping[Value, Any], versions: dict[Value, list[int]]
+    ) -> None:
+        """Refuse a change of what a later layer reads: wherever that is, it may have a copy of its own."""
+        for value in later:
+            if versions_of(local[value]) != versions[value]:
+                raise UserError(
+                    f"{self.name(layer)} changes its input in place, and with it {value[0]!r}, which another layer "
+                    "reads later, perhaps on another rank; let it compute a new tensor (a torch module: inplace=False)"
+                )
+
+    def _note_changed(
+        self, changed: set[Value], values: Mapping[Value, Any], local: Mapping[Value, Any], first_of_two: bool
+    ) -> None:
+        """Layers have changed what the region took. Where they got an alias, autograd must know of it in the graph of
+        an earlier region, as it does in a single graph; the forward of a recomputed region notes it for the next."""
+        for value in changed:
+            for outer, inner in zip(tensors_of(values[value]), tensors_of(local[value]), strict=True):
+                if outer is not inner:
+                    tell_change(outer)
+        if self.recompute and first_of_two:
+            if self.changes is not None and not changed <= self.changes:
+                names = ", ".join(repr(name) for name, _ in changed - self.changes)
+                raise UserError(
+                    f"layers {self.begin} to {max(self.modules)} change {names} in place, which they have not done at "
+                    "first, and their recompute reads it again; leave them out of `recompute`"
+                )
+            self.changes = (self.changes or set()) | changed
+
+    def held(self, values: Mapping[Value, Any]) -> dict[Value, Any]:
+        """What the recompute will read: the region's values, in memory of their own where its layers change them."""
+        changing = [value for value in self.taken if self.changes is None or value in self.changes]
+        own = mapped(tuple(values[value] for value in changing), copied) if changing else ()
+        return {value: values[value] for value in self.taken} | dict(zip(changing, own, strict=True))
 
     def _part_with_scalars(self, outcome: Outcome) -> None:
         """Of losses, too, the graph keeps the edges, and the outcome the numbers."""
@@ -246,78 +284,38 @@ class Region:
                 around.enter_context(run.autocast())
             return around.pop_all()
 
-    def _call(self, layer: int, module: nn.Module, arguments: list[Any], values: Mapping[Value, Any]) -> Any:
-        """Run a layer, some of whose arguments are not its alone, and see whether it changes them in place.
-
-        What another layer reads must stay, wherever that layer is. What the recompute reads again is a copy the first
-        time, and ever after for a layer that has changed it. What an earlier region has given may be changed; autograd
-        must know of it there, as it does in a single graph.
-        """
-        trial = self.recompute and layer not in self._known
-        if trial:
-            arguments = mapped(arguments, Tensor.clone)
-            self._known.add(layer)
-        places = self._watched[layer]
-        if len(arguments) == 1 and type(arguments[0]) is Tensor and arguments[0].requires_grad:  # most layers
-            version = arguments[0]._version
-            result = module(arguments[0])
-            if arguments[0]._version == version:
-                return result
-            before = [[version]]
-        else:
-            before = [versions_of(arguments[place]) for place in places]
-            result = module(*arguments)
-        for place, versions in zip(places, before, strict=True):
-            if versions == versions_of(arguments[place]):
-                continue
-            value = self.reads[layer][place]
-            if value in self.shared or (self.recompute and not trial):
-                raise UserError(f"{self.name(layer)} {_IN_PLACE}")
-            if trial:
-                self._changes_input.add(layer)
-            else:
-                mapped(values[value], tell_change)
-        return result
-
     def _enter(
         self,
-        given: Any,
         value: Value,
-        layer: int,
+        values: Mapping[Value, Any],
         graph: RegionGraph | None,
         training: bool,
         saved: SavedTensors | None,
+        inside: dict[int, Tensor],
     ) -> Any:
-        """What a layer gets of a value from outside: where gradients are needed, by an edge of its own."""
+        """What layers get of a value from outside. ``inside`` has what they get of each tensor: one that comes by
+        several names has one leaf, and its gradient goes back by the first of them."""
         gradients: Gradients = []
+        edges: list[GradientEdge] = []
         if graph is not None:
-            graph.taken.append((value, layer, gradients))
-        if type(given) is Tensor and saved is None and layer not in self._changes_input:  # most values
-            if not training or not given.requires_grad:
-                return given
-            gradients.append(None)
-            return entrance(given if given.is_leaf else given.detach().requires_grad_(), gradients, 0)
+            graph.taken.append((value, gradients, edges))
 
         def enter(tensor: Tensor) -> Tensor:
-            if training and tensor.requires_grad:
-                gradients.append(None)
-                leaf = tensor.detach().requires_grad_()
+            if not training or not tensor.requires_grad:
+                return tensor
+            gradients.append(None)
+            found = inside.get(id(tensor))
+            if found is None:
+                leaf = tensor if tensor.is_leaf and saved is None else tensor.detach().requires_grad_()
                 if saved is not None:
                     saved.enter(leaf)
-                tensor = entrance(leaf, gradients, len(gradients) - 1)
-            return tensor.clone() if layer in self._changes_input else tensor
+                found = inside[id(tensor)] = entrance(leaf, gradients, len(gradients) - 1)
+            if value in self.shared:
+                edges.append(edge_of(found))
+            return found
 
-        return mapped(given, enter)
-
-    def _within(self, given: Any, value: Value, layer: int) -> Any:
-        """What a layer gets of a value of its own region that several layers read.
-
-        It is given to each by an edge of its own, so that the gradients are added reader by reader, as they are where
-        the readers are on other stages; and a reader that changes its input must not change that of the others.
-        """
-        if layer in self._changes_input:
-            return mapped(given, Tensor.clone)
-        return mapped(given, lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor)
+        given = values[value]
+        return enter(given) if type(given) is Tensor else mapped(given, enter)
 
     def _checked(self, value: Value, found: Any) -> list[Tensor]:
         """The tensors of a value that leaves the region, all of a kind that can travel."""
@@ -333,9 +331,6 @@ class Region:
 
     def _keep(self, layer: int, result: Any, local: dict[Value, Any]) -> None:
         names = self.layers[layer].writes
-        if len(names) == 1:
-            local[names[0], layer] = result
-            return
         if not isinstance(result, tuple | list) or len(result) != len(names):
             raise UserError(f"{self.name(layer)} writes {', '.join(names)}, but returned {describe(result)}")
         for name, part in zip(names, result, strict=True):
@@ -360,9 +355,10 @@ class Region:
             graph.part()
         roots: list[GradientEdge] = []
         gradients: list[Tensor] = []
-        for value, edges in graph.roots:
-            total = summed(pending.pop(value, []), len(edges))
-            for edge, gradient in zip(edges, total, strict=True):
+        taken = ((value, edges) for value, _, edges in graph.taken if edges)
+        for value, edges in (*graph.roots, *taken):
+            found = pending.pop(value, None)
+            for edge, gradient in zip(edges, found, strict=True) if found else ():
                 if gradient is not None:
                     roots.append(edge)
                     gradients.append(gradient)
@@ -371,8 +367,7 @@ class Region:
             gradients.append(scalar(weight, dtype, device))
         if roots:
             run(roots, gradients)
-        for value, layer, taken in reversed(graph.taken):
-            pending.setdefault(value, []).append((layer, taken))
+        pending.update((value, found) for value, found, _ in graph.taken)
 
 
 def _forget(tensor: Tensor) -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from vpipe.layer import TiedWeight, collecting
 from vpipe.runtime.flow import Flow, Value
@@ -133,6 +132,7 @@ class Replay:
         clip_norm: float | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         replicas: Sequence[int] | None = None,
+        first_unit: int = 0,
     ) -> None:
         self.flow = flow
         self.modules = dict(modules)
@@ -145,7 +145,7 @@ class Replay:
         self._parameters = [self._of_stage(stage) for stage in range(flow.num_stages)]
         trained = [[p for p in named.values() if p.requires_grad] for named in self._parameters]
         self._optimizers = [optimizer(parameters) if parameters else None for parameters in trained]
-        self._num_units = 0
+        self._num_units = first_unit
 
     def _of_stage(self, stage: int) -> dict[str, nn.Parameter]:
         layers = range(*self.flow.bounds[stage])
@@ -221,27 +221,17 @@ class Replay:
 
     def _layer(self, flight: Flight, layer: int, leaves: Mapping[str, Tensor]) -> None:
         module = self.modules[layer]
-        module.train()
         seed_layer(self._seed, self._num_units + flight.number, layer)
         prefix = f"{layer}."
         mine = {name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)}
         scalars: list[Tensor] = []
         with collecting(scalars):
-            read = tuple(self._read(flight.values, value) for value in self.flow.reads[layer])
-            result = functional_call(module, mine, read)
+            result = functional_call(module, mine, tuple(flight.values[value] for value in self.flow.reads[layer]))
         flight.added += scalars
         flight.parts.append(_added(float(scalar.detach()) for scalar in scalars))
         names = self.flow.layers[layer].writes
         parts = (result,) if len(names) == 1 else result
         flight.values.update({(name, layer): part for name, part in zip(names, parts, strict=True)})
-
-    def _read(self, values: Mapping[Value, Any], value: Value) -> Any:
-        """A value of several readers is given to each by an edge of its own: gradients are added reader by reader."""
-        if sum(value in reads for reads in self.flow.reads) < 2:
-            return values[value]
-        return tree_map_only(
-            Tensor, lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, values[value]
-        )
 
     def _update(self, stages: Sequence[int], gathered: Sequence[list[NamedGradients]], synchronous: bool) -> None:
         for stage, replicas in zip(stages, gathered, strict=True):

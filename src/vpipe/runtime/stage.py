@@ -14,22 +14,21 @@ Words: docs/glossary.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
-import torch
-from torch import Tensor, nn, strided
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
-from vpipe.runtime.crossing import detached, run_backward
-from vpipe.runtime.device import is_host
+from vpipe.runtime.buffers import ChangingBuffers, FoundState, generators_of, refusing_foreign_draws
+from vpipe.runtime.crossing import copied, detached, edge_of, mapped, overlap, run_backward, tensors_of
 from vpipe.runtime.flow import Flow, Pending, Value
-from vpipe.runtime.memory.saved_tensors import SavedTensor, SavedTensors
+from vpipe.runtime.memory.saved_tensors import SavedTensors
 from vpipe.runtime.memory.swap import Swappable
 from vpipe.runtime.region import Region, RegionGraph, Retention, Run
 from vpipe.runtime.split.deferred import WeightQueue
@@ -41,19 +40,22 @@ Loss = Callable[[Any, Any], Tensor]
 class Unit:
     """What a stage remembers of one microbatch."""
 
-    __slots__ = ("added", "buffers", "graphs", "loss", "run", "saved", "targets", "values", "version", "weight")
+    __slots__ = ("added", "found", "graphs", "loss", "run", "saved", "targets", "tied", "values", "version", "weight")
 
     def __init__(self, version: int, run: Run, targets: Any = None, weight: float = 1.0) -> None:
         self.version, self.run, self.targets, self.weight = version, run, targets, weight
         self.graphs: list[RegionGraph | None] = []
         self.values: dict[Value, Any] = {}
         """Inputs of the regions that will be recomputed."""
-        self.buffers: list[tuple[nn.Module, str, Tensor | None]] = []
-        """The buffers of recomputed layers as the forward found them: (module, slot, buffer)."""
+        self.found: FoundState | None = None
+        """Buffers and generators of the layers that will be recomputed."""
         self.saved: SavedTensors | None = None
         """What the swapped regions saved."""
         self.loss: Tensor | None = None
         self.added: list[tuple[int, Tensor]] = []
+        self.tied: set[Value] = set()
+        """Values that share memory with another one, or a part of theirs with another part, where the model is not cut:
+        here each has a copy, so that a change of one would not be seen in the other."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,6 @@ class StageOptions:
     stashes: bool = False
     """Whether what I computes of the weight gradient must wait for W: the program runs I in another order, or updates
     in between."""
-    fused: bool = False
     recompute: Collection[int] = ()
     """Layers whose activations are computed again instead of kept."""
     swap: Collection[int] = ()
@@ -91,40 +92,37 @@ class Stage:
         self.is_last = index == flow.num_stages - 1
         self.owned = dict(modules)
         """The layers, and at the last stage, under the number after the last layer, a loss that has parameters."""
-        called = dict(modules)
+        self.called = dict(modules)
+        """The same with any loss that is a module."""
         if self.is_last and isinstance(loss, nn.Module):
-            called[len(flow.layers)] = loss
+            self.called[len(flow.layers)] = loss
             if any(True for _ in loss.parameters()):
                 self.owned[len(flow.layers)] = loss
         self.weights = VersionedWeights(self.owned, options.swap) if options.versioned else Weights(self.owned)
         self.units: dict[int, Unit] = {}
         self.options = options
         names = list(self.weights.parameters)
-        self.queue = WeightQueue(names, options.fused, options.stashes) if options.splits else None
+        self.queue = WeightQueue(names, options.stashes) if options.splits else None
         """The weight gradients that wait for their W, where the program separates them."""
         self.loss = loss
         readers = Counter(value for reads in flow.reads for value in dict.fromkeys(reads))
         self._shared = {value for value, number in readers.items() if number > 1}
-        self._buffers = [
-            (part, slot)
-            for layer, module in called.items()
-            if min(layer, len(flow.layers) - 1) in options.recompute
-            for part in module.modules()
-            for slot, buffer in part.named_buffers(recurse=False)
-        ]
-        self._called = list(called.values())
-        self._changing = ChangingBuffers(self._called)
+        self._last_reads = {value: layer for layer, reads in enumerate(flow.reads) for value in reads}
+        again = [each for layer, each in self.called.items() if min(layer, len(flow.layers) - 1) in options.recompute]
+        self._found_again = list(dict.fromkeys(part for module in again for part in module.modules()))
+        """Parts of recomputed layers, once they are known only those that hold buffers."""
+        self._generators = generators_of(again)
+        self.changing = ChangingBuffers(self.called)
         self.regions = self._cut()
-        self._swapped = [region for region in self.regions if region.retention is Retention.SWAPPED]
-        kept = len(self.regions) == 1 and self.regions[0].retention is Retention.KEPT
-        self._is_plain = kept and not self._buffers and self._changing.are_none
-        """Whether a forward is that of one region and nothing else; most are."""
+        self._behind = [self._read_behind(max(region.modules)) for region in self.regions]
+        """Per region, what of the values known at its end is read later, and where."""
+        self._is_plain = False
+        """Whether a forward is known to be that of one region and nothing else; most are."""
 
-    @property
-    def buffer_slots(self) -> list[tuple[nn.Module, str]]:
-        """Where the layers and the loss hold buffers."""
-        parts = [part for module in self._called for part in module.modules()]
-        return [(part, slot) for part in parts for slot, _ in part.named_buffers(recurse=False)]
+    def state(self) -> FoundState:
+        """What the layers and the loss hold beside weights."""
+        parts = dict.fromkeys(part for module in self.called.values() for part in module.modules())
+        return FoundState(parts, generators_of(self.called.values()))
 
     def _cut(self) -> list[Region]:
         """Neighbouring layers of one retention form one region."""
@@ -134,9 +132,10 @@ class Stage:
 
     def _region(self, run: list[int], retention: Retention, end: int) -> Region:
         flow, last = self.flow, run[-1]
-        later = {value for layer in range(last + 1, len(flow.layers)) for value in flow.reads[layer]}
+        # One tensor may leave by several names: the gradients of what is read latest come first, as in one process.
+        later = {value: layer for layer in range(len(flow.layers) - 1, last, -1) for value in flow.reads[layer]}
         written = [(name, layer) for layer in run for name in flow.layers[layer].writes]
-        given = [value for value in written if value in later]
+        given = sorted((value for value in written if value in later), key=lambda value: -later[value])
         if self.is_last and last == end - 1:
             given = list(flow.outputs())
         return Region(
@@ -146,6 +145,7 @@ class Stage:
             given,
             retention,
             self._shared,
+            self._last_reads,
         )
 
     def forward(self, microbatch: int, unit: Unit, values: dict[Value, Any]) -> dict[Value, Any]:
@@ -153,26 +153,74 @@ class Stage:
         self.weights.read(unit.version)
         self.units[microbatch] = unit
         if self._is_plain:
-            return self._run(self.regions[0], unit, values, build_graph=True)
-        before = [_Seen(part, slot) for part, slot in self._buffers]
-        unit.saved = self._pack(unit, values) if self._swapped else None
-        if self._changing.are_none:
+            given = self._run(self.regions[0], unit, values, build_graph=True)
+            self._tie(unit, values, given, 0)
+            return given
+        found = FoundState(self._found_again, self._generators) if self._found_again or self._generators else None
+        retentions = {region.retention for region in self.regions}
+        unit.saved = self._pack(unit, values) if Retention.SWAPPED in retentions else None
+        with self.changing.kept(partial(self._roots, unit)), self._watched():
             given = self._forward(unit, values)
-        else:
-            with self._changing.kept():
-                given = self._forward(unit, values)
-        unit.buffers.extend([(seen.part, seen.slot, seen.as_found()) for seen in before])
+        if found is not None:
+            unit.found = found.settle(self.changing.changing)
+            self._found_again = [part for part in self._found_again if part._buffers]
+        self._is_plain = retentions == {Retention.KEPT} and self.changing.are_none
         return given
+
+    def _roots(self, unit: Unit) -> Iterator[GradientEdge]:
+        """Where the backwards of a unit begin that autograd itself keeps the saved tensors for."""
+        for region, graph in zip(self.regions, unit.graphs, strict=True):
+            if graph is not None and region.retention is not Retention.SWAPPED:
+                yield from (edge_of(tensor) for _, tensors in graph.given for tensor in tensors)
+                yield from (edge for edge, *_ in graph.scalars)
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Around the first forward, where the order of draws is not that of one process that keeps all."""
+        alone = self.flow.num_stages == self.flow.layout.num_ranks == 1 and not self.options.recompute
+        if alone or self.changing.have_shown:
+            return nullcontext()
+        return refusing_foreign_draws(
+            f"a layer of stage {self.index} (layers {min(self.modules)} to {max(self.modules)})"
+        )
 
     def _forward(self, unit: Unit, values: dict[Value, Any]) -> dict[Value, Any]:
         given: dict[Value, Any] = {}
-        for region in self.regions:
-            given.update(self._run(region, unit, values, build_graph=not region.recompute))
+        for number, region in enumerate(self.regions):
             if region.recompute:
-                unit.values.update({value: values[value] for value in region.taken})
+                unit.values.update(region.held(values))
+            given.update(self._run(region, unit, values, build_graph=not region.recompute))
+            self._tie(unit, values, given, number)
             if region is not self.regions[-1]:
-                values.update({value: detached(given[value]) for value in region.given})
+                values.update(_cut_off(given, region.given))
+                if region.recompute:
+                    _keep_apart(values, region.given, unit.values)
         return given
+
+    def _read_behind(self, last: int) -> dict[Value, int]:
+        """Values that are known at layer ``last`` and read behind it → the stage of the next reader."""
+        found: dict[Value, int] = {}
+        for layer in range(last + 1, len(self.flow.reads)):
+            for value in self.flow.reads[layer]:
+                here = value[1] >= min(self.modules) or any(value in self.flow.reads[each] for each in self.modules)
+                if value[1] <= last and here:
+                    found.setdefault(value, self.flow.layout.stages[layer])
+        return found
+
+    def _tie(self, unit: Unit, values: Mapping[Value, Any], given: Mapping[Value, Any], number: int) -> None:
+        """Note which values share memory at the end of a region. One tensor by two names stays one on its way to one
+        stage."""
+        behind = self._behind[number]
+        if not unit.tied and (not behind or (len(behind) == 1 and type(given.get(next(iter(behind)))) is Tensor)):
+            return  # mostly
+        holders: dict[int, dict[tuple[int, int], tuple[Tensor, list[Value]]]] = {}
+        for value in dict.fromkeys((*behind, *unit.tied)):
+            for tensor in tensors_of(given[value] if value in given else values[value]):
+                alike = holders.setdefault(tensor.untyped_storage()._cdata, {})
+                alike.setdefault((id(tensor), behind.get(value, -1)), (tensor, []))[1].append(value)
+        for alike in holders.values():
+            found = {value for _, names in alike.values() for value in names}
+            if found & unit.tied or (len(alike) > 1 and overlap([tensor for tensor, _ in alike.values()])):
+                unit.tied |= found
 
     def part(self, microbatch: int) -> None:
         """What a unit's forward gave is on its way: the stage lets go of it."""
@@ -180,23 +228,25 @@ class Stage:
             if graph is not None:
                 graph.part()
 
-    def _run(self, region: Region, unit: Unit, values: Mapping[Value, Any], build_graph: bool) -> dict[Value, Any]:
-        at_end = self.is_last and region is self.regions[-1]
+    def _run(
+        self, region: Region, unit: Unit, values: Mapping[Value, Any], build_graph: bool, wants_loss: bool = True
+    ) -> dict[Value, Any]:
+        at_end = wants_loss and self.is_last and region is self.regions[-1]
         loss = (lambda output: self.loss(output, unit.targets)) if at_end else None
         saved = unit.saved if region.retention is Retention.SWAPPED else None
-        outcome = region.forward(values, unit.run, loss, build_graph, saved)
+        outcome = region.forward(values, unit.run, loss, build_graph, saved, unit.tied)
         unit.graphs.append(outcome.graph)
-        if outcome.added:
+        if outcome.added and unit.run.training:
             unit.added.extend(outcome.added)
         if outcome.loss is not None:
             unit.loss = outcome.loss
-        return outcome.given if build_graph else {value: detached(given) for value, given in outcome.given.items()}
+        return outcome.given if build_graph else _cut_off(outcome.given, outcome.given)
 
     def _pack(self, unit: Unit, values: Mapping[Value, Any]) -> SavedTensors:
         """Nothing saved yet; knows what must stay: what belongs to the layers, and what came without a gradient."""
-        own = [tensor for module in self._called for tensor in (*module.parameters(), *module.buffers())]
+        own = [tensor for module in self.called.values() for tensor in (*module.parameters(), *module.buffers())]
         given = [tensor for tensor in tree_leaves((values, unit.targets)) if isinstance(tensor, Tensor)]
-        return SavedTensors([*own, *(t for t in given if not t.requires_grad)], self._changing.note)
+        return SavedTensors([*own, *(t for t in given if not t.requires_grad)], self.changing.note)
 
     def leave(self, microbatch: int) -> list[Swappable]:
         """What a unit's swapped regions saved, to be carried out, and old weights that nobody else needs now."""
@@ -212,35 +262,26 @@ class Stage:
             return []
         return [*unit.saved.come_back(), *self.weights.come_back(unit.version)]
 
-    def evaluate(
-        self, values: dict[Value, Any], run: Run, targets: Any, wants_loss: bool
-    ) -> tuple[dict[Value, Any], Tensor | None]:
+    def evaluate(self, unit: Unit, values: dict[Value, Any], wants_loss: bool) -> dict[Value, Any]:
         """A forward without gradients; at the last stage the loss, or the output itself."""
-        loss = None
-        for region in self.regions:
-            at_end = wants_loss and self.is_last and region is self.regions[-1]
-            outcome = region.forward(
-                values, run, (lambda output: self.loss(output, targets)) if at_end else None, build_graph=False
-            )
-            values.update(outcome.given)
-            loss = outcome.loss
-        return values, loss
+        for number, region in enumerate(self.regions):
+            given = self._run(region, unit, values, build_graph=False, wants_loss=wants_loss)
+            self._tie(unit, values, given, number)
+            values.update(given)
+        return values
 
     def recompute(self, microbatch: int) -> None:
         """Fill in the graphs that the forward left out, with the weights, random numbers and buffers it had."""
         unit = self.units[microbatch]
         self.weights.read(unit.version)
-        # The slots get what the forward found: copying into the buffers would tell autograd that they have changed.
-        current = [(part, slot, part._buffers[slot]) for part, slot in self._buffers]
-        _set_buffers(unit.buffers)
-        for index, region in enumerate(self.regions):
-            if region.recompute:
-                again = Unit(unit.version, unit.run, unit.targets)
-                self._run(region, again, unit.values, build_graph=True)
-                unit.graphs[index] = again.graphs[0]
+        with nullcontext() if unit.found is None else unit.found.again():
+            for index, region in enumerate(self.regions):
+                if region.recompute:
+                    again = Unit(unit.version, unit.run, unit.targets)
+                    self._run(region, again, unit.values, build_graph=True)
+                    unit.graphs[index] = again.graphs[0]
         unit.values.clear()
-        unit.buffers.clear()
-        _set_buffers(current)
+        unit.found = None
 
     def backward(self, microbatch: int, pending: Pending, defer_weights: bool) -> Pending:
         """Turn the gradients of what the unit gave into the gradients of what it took."""
@@ -278,88 +319,19 @@ class Stage:
         self.weights.gather(self.units.pop(microbatch).version)
 
 
-class _Seen:
-    """A buffer as a forward found it: itself where the forward leaves it alone, else a copy."""
-
-    def __init__(self, part: nn.Module, slot: str) -> None:
-        self.part, self.slot = part, slot
-        self._buffer = part._buffers[slot]
-        self._copy = None if self._buffer is None else self._buffer.clone()
-        self._version = 0 if self._buffer is None else self._buffer._version
-
-    def as_found(self) -> Tensor | None:
-        buffer, copy = self._buffer, self._copy
-        if buffer is None or copy is None:
-            return None
-        if is_host(buffer.device):
-            return buffer if torch.equal(buffer, copy) else copy
-        # To compare values the host would wait. Normalisations change their statistics behind the version's back.
-        counts = not (isinstance(self.part, _NormBase) and self.part.training)
-        return buffer if counts and buffer._version == self._version else copy
+def _cut_off(given: Mapping[Value, Any], chosen: Iterable[Value]) -> dict[Value, Any]:
+    """Values outside their graph, together: what is one tensor by two names stays one."""
+    names = tuple(chosen)
+    return dict(zip(names, detached(tuple(given[name] for name in names)), strict=True))
 
 
-def _set_buffers(buffers: Sequence[tuple[nn.Module, str, Tensor | None]]) -> None:
-    for part, slot, buffer in buffers:
-        part._buffers[slot] = buffer
+def _keep_apart(values: dict[Value, Any], given: Iterable[Value], held: Mapping[Value, Any]) -> None:
+    """Copy what a region has given of what its recompute reads again (its input as it came, a view of it): the next
+    region may change it."""
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors_of(tuple(held.values()))}
 
+    def apart(tensor: Tensor) -> Tensor:
+        return copied(tensor) if tensor.untyped_storage()._cdata in storages else tensor
 
-class ChangingBuffers:
-    """The buffers of a stage that a forward changes in place and then reads: a running mean of the user's own, a
-    codebook, a counter.
-
-    One process runs a unit's backward before the next unit's forward. A pipeline does not, so the backward would find
-    the buffer as a later unit has left it, and autograd would refuse it. Where a stage's forward has changed a buffer,
-    what autograd has saved of its buffers therefore becomes a copy at the forward's end:
-
-        unit 0   buffer += 1; y = x * buffer      has saved the buffer; then a copy of it
-        unit 1   buffer += 1; y = x * buffer      changes the buffer, not the copy
-
-    The first forward finds out; a stage whose buffers stay constant pays nothing later. One that begins to change them
-    afterwards is refused by autograd once, in words, if units were under way, and runs from the next step on.
-    Statistics of torch's own norms are left out: their kernels change them and read them as they should.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        parts = {part: None for module in modules for part in module.modules() if not isinstance(part, _NormBase)}
-        self._slots = [(part, slot) for part in parts for slot, _ in part.named_buffers(recurse=False)]
-        self._seen = False
-        self._change = False
-        self._storages: frozenset[int] = frozenset()
-        self._held: list[SavedTensor] = []
-
-    @property
-    def are_none(self) -> bool:
-        return not self._slots
-
-    def note(self, tensor: Tensor, saved: SavedTensor) -> None:
-        """Autograd has saved a tensor; perhaps a part of a buffer."""
-        if self._storages and tensor.layout is strided and tensor.untyped_storage()._cdata in self._storages:
-            self._held.append(saved)
-
-    def _pack(self, tensor: Tensor) -> SavedTensor:
-        saved = SavedTensor(tensor, None)
-        self.note(tensor, saved)
-        return saved
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Around a forward: what it saves of a changing buffer stays as it is at the end."""
-        if not self._slots:
-            yield
-            return
-        buffers = [buffer for part, slot in self._slots if (buffer := part._buffers[slot]) is not None]
-        before = [buffer._version for buffer in buffers]
-        try:
-            if self._seen and not self._change:
-                yield
-            else:
-                self._storages = frozenset(buffer.untyped_storage()._cdata for buffer in buffers)
-                with saved_tensors_hooks(self._pack, SavedTensor.get):
-                    yield
-            self._seen = True
-            self._change = self._change or before != [buffer._version for buffer in buffers]
-            for saved in self._held if self._change else ():
-                saved.keep()
-        finally:
-            self._held.clear()
-            self._storages = frozenset()
+    names = tuple(given)
+    values.update(zip(names, mapped(tuple(values[name] for name in names), apart), strict=True))

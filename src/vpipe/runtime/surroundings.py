@@ -24,12 +24,15 @@ run. A step gives the caller back the random state that it had.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from vpipe.errors import UserError
 
 _C: Any = torch._C
 
@@ -99,13 +102,17 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
             part.training = training
 
 
-def follow(first: nn.Module, copies: Sequence[nn.Module]) -> None:
-    """Let copies of a module train as the first does."""
-    for copied in copies:
-        for leader, part in zip(first.modules(), copied.modules(), strict=True):
-            part.training = leader.training
+def follow(first: nn.Module, copied: nn.Module) -> None:
+    """Let a copy of a module train as the first does."""
+    for leader, part in zip(first.modules(), copied.modules(), strict=True):
+        part.training = leader.training
+    with torch.no_grad():
         for weight, parameter in zip(first.parameters(), copied.parameters(), strict=True):
             parameter.requires_grad_(weight.requires_grad)
+            parameter._backward_hooks = weight._backward_hooks
+            parameter._post_accumulate_grad_hooks = weight._post_accumulate_grad_hooks
+            if not weight.is_cpu or not torch.equal(parameter, weight):  # devices are not asked: hosts would wait
+                parameter.copy_(weight)
 
 
 _MASK = (1 << 64) - 1
@@ -147,6 +154,27 @@ def use_generator_of(device: torch.device) -> None:
     """From now on layers draw from this kind of device's generator too."""
     if device.type != "cpu":
         _device_types.add(device.type)
+
+
+class OneThread:
+    """What one thread does at a time, and another is refused."""
+
+    def __init__(self) -> None:
+        self._free = threading.Lock()
+
+    @contextmanager
+    def undisturbed(self, devices: Sequence[torch.device]) -> Iterator[None]:
+        """The same as the function, for one thread."""
+        if not self._free.acquire(blocking=False):
+            raise UserError(
+                "this pipeline is in the middle of a step of another thread; use it from one thread at a time, or make "
+                "a Pipeline for each"
+            )
+        try:
+            with undisturbed(devices):
+                yield
+        finally:
+            self._free.release()
 
 
 @contextmanager

@@ -44,7 +44,6 @@ class Kind(StrEnum):
     """Roughly: ``saved.to(host)``, in the background."""
     IN = "IN"
     """Roughly: ``saved.to(device)``, in the background, awaited by ``B`` or ``I``."""
-    SEND_W = "SEND_W"
     """Roughly: ``isend(dw, the stage's other replicas)``, beside what follows; awaited by ``REDUCE``."""
     REDUCE = "REDUCE"
     """Roughly: ``dw = sum(dw of the stage's replicas)``."""
@@ -55,7 +54,7 @@ class Kind(StrEnum):
 
 
 class Action(NamedTuple):
-    """One thing that one rank does. ``microbatch`` is -1 for the actions of a whole stage (``SEND_W``, ``REDUCE``,
+    """One thing that one rank does. ``microbatch`` is -1 for the actions of a whole stage (``REDUCE``,
     ``STEP``), and for ``AGREE``, which a rank does once for all its stages and which is written with the first of
     them."""
 
@@ -67,10 +66,10 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{'' if self.microbatch < 0 else self.microbatch}"
 
 
-OF_A_STAGE = frozenset({Kind.SEND_W, Kind.REDUCE, Kind.AGREE, Kind.STEP})
+OF_A_STAGE = frozenset({Kind.REDUCE, Kind.AGREE, Kind.STEP})
 """Kinds that carry no microbatch."""
 
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|SEND_W|REDUCE|AGREE|STEP|OUT|IN|F|B|I|W|R)(\d*)")
+_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|AGREE|STEP|OUT|IN|F|B|I|W|R)(\d*)")
 
 
 def parse(text: str) -> Action:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -167,17 +167,13 @@ def with_updates(program: Program, name: str = "the program") -> Program:
     kinds = {action.kind for _, action in program.actions()}
     if Kind.STEP in kinds:
         return program
-    if not _trains(kinds):
+    if kinds.isdisjoint({*WEIGHT_GRADIENT, Kind.I}):
         raise UserError(f"{name} has forwards and no backward, so it trains nothing; add B, or I and W, for every F")
     closed = program.with_rows(
         (*row, *(Action(stage, Kind.STEP) for stage in stages))
         for row, stages in zip(program.rows, program.placement.stages_of, strict=True)
     )
     return reduce(closed) if is_lowered(program) else closed
-
-
-def _trains(kinds: Collection[Kind]) -> bool:
-    return any(kind in WEIGHT_GRADIENT or kind is Kind.I for kind in kinds)
 
 
 def short_name(name: str) -> str:

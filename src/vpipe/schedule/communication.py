@@ -15,28 +15,34 @@ import numpy as np
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.flat import CODE, KINDS, NONE, Bools, Flat, Ints, collector_paused, padded, with_flat
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import INPUT_GRADIENT, LANE, Lane, agrees_after, channel
+from vpipe.schedule.semantics import INPUT_GRADIENT, Lane, agrees_after, channel
+from vpipe.schedule.timeline import run, uniform
 
 POST_AHEAD = 2
 """How many compute actions before its use a receive is posted. A receive that is posted late exposes the whole
 transfer; one that is posted very early holds a buffer for nothing. With 2, data can arrive during the whole action
 before the one that needs it."""
+LAG = 0.7
+"""How long a message takes, as a part of a rank's forward, in the run that says where receives are posted that block.
+Of 0 to 2 it made the shortest steps, on near links and on far ones."""
 
 
-def communicate(program: Program, post_ahead: int = POST_AHEAD) -> Program:
+def communicate(program: Program, post_ahead: int = POST_AHEAD, *, receives_block: bool = False) -> Program:
     """``SEND`` right after each result that another rank needs; ``RECV`` some actions before its use.
 
     Between two ranks, receives are posted in the order of the sends: NCCL matches by order alone. A receive is posted
     ``post_ahead`` compute actions before its use, and before its send can happen: ahead of the last action of its rank
     whose result the sender has used by then. So even a blocking send never waits, and a program that runs at all runs
-    on every transport.
+    on every transport, unless ``receives_block``: a receive that has been posted may then keep its rank from going on
+    until its message is there, as a device's does if anything waits for the whole device.
     """
     with collector_paused():
         flat = program.flat
         results = _results(flat)
         messages = _messages(flat, results)
         post_at = _post_at(flat, results, messages, post_ahead)
-        return _assembled(flat, messages, post_at)
+        lowered = _assembled(flat, messages, post_at)
+        return _met(flat, results, messages, lowered) if receives_block else lowered
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ def _among_compute(flat: Flat) -> Ints:
 
 
 def _computes(flat: Flat) -> Bools:
-    return flat.of(kind for kind in KINDS if LANE[kind] is Lane.COMPUTE)
+    return flat.on(Lane.COMPUTE)
 
 
 def _table(flat: Flat, fill: int) -> Ints:
@@ -173,6 +179,35 @@ def _post_at(flat: Flat, results: _Results, messages: _Messages, post_ahead: int
         np.minimum.at(post_at, tuple(column[moved] for column in receives), latest[moved])
 
 
+def _met(flat: Flat, results: _Results, messages: _Messages, lowered: Program) -> Program:
+    """The same with every receive where its message is sent, so that none waits for what its own rank does later.
+
+    A run of the program says where: by their ends, all actions of all ranks stand in one order, which keeps that of the
+    rows and that of needs. A receive is posted between what its rank does before the message is sent, in this order,
+    and what it does after that. So ranks that did one action after the other, in this order, would run the program with
+    each message sent and received at once: no cycle of waits is there, whoever waits for whom. (Of a receive from
+    several stages the last message counts. The sends of skips therefore do not wait.)
+    """
+    timeline = run(lowered, uniform(lowered.placement, latency=LAG))
+    if timeline.stuck:
+        return lowered  # verify says why
+    compute, never = np.flatnonzero(_computes(flat)), len(flat)
+    there = np.flatnonzero(_computes(lowered.flat))
+    turn = np.empty(len(flat), np.int64)
+    turn[compute[np.lexsort((there, timeline.begins[there], timeline.ends[there]))]] = np.arange(len(compute))
+    receives = (messages.way, messages.reader, messages.microbatch)
+    turns, post_at = _table(flat, NONE), _table(flat, never)
+    np.maximum.at(turns, receives, turn[_sent_after(flat, messages, messages.result)])
+    floor = messages.queue * (never + 1)
+    while ((least := np.maximum.accumulate(turns[receives] + floor) - floor) > turns[receives]).any():
+        np.maximum.at(turns, receives, least)  # each no earlier than the one before of its queue
+    rows, first = flat.rank[compute] * never + turn[compute], messages.target * never
+    post_at[receives] = np.searchsorted(rows, first + turns[receives]) - np.searchsorted(rows, first)
+    takes = (results.way, results.stage, results.microbatch)
+    post_at[takes] = np.maximum(post_at[takes], _fence(flat)[results.number])
+    return _assembled(flat, messages, post_at, turns)
+
+
 def _fence(flat: Flat) -> Ints:
     """Of every action, the place before which its receive is not posted: where ranks agree on updates that are made,
     the forwards between the two may be made again, with all their messages."""
@@ -204,15 +239,18 @@ def _sent_after(flat: Flat, messages: _Messages, sender: Ints) -> Ints:
     return after[sender]
 
 
-def _assembled(flat: Flat, messages: _Messages, post_at: Ints) -> Program:
-    """The program with its SENDs and RECVs in place."""
+def _assembled(flat: Flat, messages: _Messages, post_at: Ints, turns: Ints | None = None) -> Program:
+    """The program with its SENDs and RECVs in place; receives at one place in the order of their ``turns``."""
     program = flat.program
     sends = np.zeros(len(flat), np.bool_)
     sends[messages.result] = True
     sender = np.flatnonzero(sends)
     behind = _sent_after(flat, messages, sender)
     send_kind = np.where(flat.kind[sender] == CODE[Kind.F], CODE[Kind.SEND_F], CODE[Kind.SEND_B])
-    way, reader, microbatch, target = _receives(flat, messages, post_at)
+    columns = _receives(flat, messages, post_at)
+    if turns is not None:
+        columns = columns[:, np.argsort(turns[tuple(columns[:3])], kind="stable")]
+    way, reader, microbatch, target = columns
     compute = np.flatnonzero(_computes(flat))
     before = compute[np.searchsorted(compute, flat.row_start[target]) + post_at[way, reader, microbatch]]
     receive_kind = np.where(way == 0, CODE[Kind.RECV_F], CODE[Kind.RECV_B])

@@ -9,25 +9,10 @@ stages, the first is upper case and the second lower case; where it holds more, 
 
 from __future__ import annotations
 
-from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
+from vpipe.schedule.semantics import NAMES, TRAITS
 from vpipe.schedule.simulate import Simulation, Span
 
-COLOURS = {Kind.F: 44, Kind.B: 42, Kind.I: 46, Kind.W: 43, Kind.R: 45, Kind.REDUCE: 47, Kind.AGREE: 47, Kind.STEP: 47}
-"""Kind → background colour of a terminal."""
-NAMES = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "input gradient",
-    Kind.W: "weight gradient",
-    Kind.R: "recompute",
-    Kind.SEND_W: "gradients sent",
-    Kind.REDUCE: "reduce",
-    Kind.AGREE: "agree",
-    Kind.STEP: "update",
-    Kind.OUT: "swap out",
-    Kind.IN: "swap in",
-}
 _SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -79,7 +64,7 @@ def _line(row: list[tuple[str, Span]], origin: float, scale: float, start: int, 
         for column in range(max(left, start), min(right, stop)):
             sign = drawn[column - left]
             painted = colour and column < right - 1
-            cells[column - start] = f"\x1b[30;{COLOURS[span.action.kind]}m{sign}\x1b[0m" if painted else sign
+            cells[column - start] = f"\x1b[30;{TRAITS[span.action.kind].colour}m{sign}\x1b[0m" if painted else sign
     if not colour:
         _dot(cells, row, origin, scale, start)
     return "".join(cells).rstrip()
@@ -100,7 +85,7 @@ def _legend(simulation: Simulation, colour: bool) -> list[str]:
     seen = {span.action.kind for row in simulation.spans for span in row if span.end > span.begin}
     kinds = [kind for kind in NAMES if kind in seen]
     if colour:
-        legend = "  ".join(f"\x1b[30;{COLOURS[kind]}m {kind} \x1b[0m {NAMES[kind]}" for kind in kinds)
+        legend = "  ".join(f"\x1b[30;{TRAITS[kind].colour}m {kind} \x1b[0m {NAMES[kind]}" for kind in kinds)
     else:
         legend = "  ".join(f"{kind} {NAMES[kind]}" for kind in kinds) + "  · idle"
     return [legend, figures(simulation)]

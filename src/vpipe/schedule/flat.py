@@ -1,20 +1,16 @@
-"""A program as arrays, and as lanes and links: what the readers of large programs work on.
+"""A program as arrays: what the readers of large programs work on.
 
 Half a million actions are too many to look at one by one in Python for every question. ``Flat`` holds stage, kind,
-microbatch and rank of every action, rank by rank, and finds actions by value in one look-up.
-
-``Lanes`` are what the event loop of ``timeline`` runs. A lane is a list of actions that run one after the other: the
-compute actions of a rank, its swaps, or the gradients that it sends to the replicas of its stages. Every action may
-also wait for messages, which links carry in the order of their receives, and for actions of other lanes.
+microbatch and rank of every action, rank by rank, and finds actions by value in one look-up. ``Transfers`` are the
+messages between ranks.
 """
 
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from operator import itemgetter
@@ -24,7 +20,7 @@ import numpy.typing as npt
 
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import LANE, MEETINGS, NEEDS, SEND_OF, Lane, rounds, sent_ahead
+from vpipe.schedule.semantics import LANE, SEND_OF, Lane
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -66,6 +62,10 @@ class Flat:
         wanted[[CODE[kind] for kind in kinds]] = True
         found: Bools = wanted[self.kind]
         return found
+
+    def on(self, lane: Lane) -> Bools:
+        """Which actions occupy such a lane."""
+        return self.of(kind for kind in KINDS if LANE[kind] is lane)
 
     @cached_property
     def _known(self) -> Bools:
@@ -196,94 +196,10 @@ def _transfers(flat: Flat) -> Transfers:
             edge = np.where(np.abs(sender - stage) == 1, 0, 1 + sender * program.num_stages + stage)
             parts.append((send[travels], receives[travels], edge[travels], np.full(int(travels.sum()), turn)))
     send, receive, edge, turns = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    ranks = flat.rank[send] * program.num_ranks + flat.rank[receive]
-    _, link = np.unique(edge * program.num_ranks**2 + ranks, return_inverse=True)
-    order = np.lexsort((turns, receive, link))
-    return Transfers(send[order], receive[order], link[order])
-
-
-@dataclass
-class Waits:
-    """What a few actions wait for beside one message."""
-
-    messages: list[int] = field(default_factory=list)
-    events: list[EventNumber] = field(default_factory=list)
-
-
-class Lanes:
-    """Lanes of actions, and what each action needs from elsewhere."""
-
-    def __init__(self, flat: Flat, transfers: Transfers, rendezvous: bool, blocking_sends: bool) -> None:
-        self.start: EventNumber = len(flat)
-        in_lane = {lane: flat.of(kind for kind in KINDS if LANE[kind] is lane) for lane in Lane}
-        blocking = in_lane[Lane.COMPUTE] | (flat.of(SEND_OF.values()) & blocking_sends)
-        before = previous(flat, blocking)
-        self.lanes: list[list[EventNumber]] = [_numbers(flat, blocking, rank) for rank in range(flat.program.num_ranks)]
-        self.sent: Ints = transfers.send if blocking_sends else before[transfers.send]
-        """Per message, the event whose end sends it."""
-        posted = before[transfers.receive]
-        self.posted: Ints = posted if rendezvous else np.full(len(posted), self.start)
-        """Per message, the event whose end posts its receive."""
-        self.link: Ints = transfers.link
-        self.first_of_link: Ints = np.flatnonzero(np.diff(transfers.link, prepend=NONE))
-        self.extra: dict[EventNumber, Waits] = defaultdict(Waits)
-        self.message: Ints = self._messages(flat, transfers)
-        """Per action, the message it waits for; a link brings all before it."""
-        if rendezvous and blocking_sends:
-            for send, event in zip(self.sent.tolist(), posted.tolist(), strict=True):
-                self.extra[send].events.append(event)
-        self._swaps(flat, in_lane[Lane.SWAP], before)
-        self._meetings(flat, before)
-        self._gradients(flat, in_lane[Lane.GRADIENTS], before)
-
-    def _messages(self, flat: Flat, transfers: Transfers) -> Ints:
-        """An action that reads from other stages waits for the messages of its receive."""
-        stage, microbatch = flat.stage[transfers.receive], flat.microbatch[transfers.receive]
-        users = np.full(len(transfers), NONE, np.int64)
-        for receive_kind in SEND_OF:
-            kinds = [kind for kind in KINDS if any(need.received_by is receive_kind for need in NEEDS[kind])]
-            mine = flat.of([receive_kind])[transfers.receive]
-            users[mine] = flat.find_any(kinds, stage[mine], microbatch[mine])
-        used = np.flatnonzero(users != NONE)
-        message = np.full(len(flat), NONE, np.int64)
-        message[users[used]] = used
-        for number in used[message[users[used]] != used].tolist():  # a second message, from another link
-            self.extra[int(users[number])].messages.append(number)
-        return message
-
-    def _swaps(self, flat: Flat, swaps: Bools, before: Ints) -> None:
-        """A swap starts after the compute action it stands behind; who needs the unit back waits for its IN."""
-        if not swaps.any():
-            return
-        for event in np.flatnonzero(swaps).tolist():
-            self.extra[event].events.append(int(before[event]))
-        users = [kind for kind in KINDS if any(Kind.IN in need.kinds for need in NEEDS[kind])]
-        fetches = np.flatnonzero(flat.of([Kind.IN]))
-        for kind in users:
-            found = flat.find(kind, flat.stage[fetches], flat.microbatch[fetches])
-            for fetch, user in zip(fetches.tolist(), found.tolist(), strict=True):
-                if user != NONE:
-                    self.extra[user].events.append(fetch)
-        self.lanes += [_numbers(flat, swaps, rank) for rank in range(flat.program.num_ranks)]
-
-    def _meetings(self, flat: Flat, before: Ints) -> None:
-        """Members of a meeting go on together, when the last has come."""
-        if not flat.kinds & MEETINGS:
-            return
-        ahead = sent_ahead(flat.program)
-        for meeting, places in rounds(flat.program).items():
-            events = [int(flat.row_start[rank]) + index for rank, index in places.items()]
-            sent = [int(flat.row_start[rank]) + index for rank, index in ahead.get(meeting, {}).items()]
-            needs = sent or [int(before[event]) for event in events]
-            for event in events:
-                self.extra[event].events += needs
-
-    def _gradients(self, flat: Flat, sends: Bools, before: Ints) -> None:
-        """What is sent ahead leaves after the compute action that it stands behind."""
-        for event in np.flatnonzero(sends).tolist():
-            self.extra[event].events.append(int(before[event]))
-        if sends.any():
-            self.lanes += [_numbers(flat, sends, rank) for rank in range(flat.program.num_ranks)]
+    queue = (edge * program.num_ranks + flat.rank[send]) * program.num_ranks + flat.rank[receive]
+    order = np.lexsort((turns, receive, queue))
+    link = np.cumsum(np.diff(queue[order], prepend=queue[order][:1]) != 0)
+    return Transfers(send[order], receive[order], link)
 
 
 def previous(flat: Flat, blocking: Bools) -> Ints:
@@ -291,8 +207,3 @@ def previous(flat: Flat, blocking: Bools) -> Ints:
     last = np.maximum.accumulate(np.where(blocking, np.arange(len(flat)), NONE)) if len(flat) else flat.stage
     before = np.concatenate(([NONE], last[:-1]))[: len(flat)]
     return np.where(before < flat.row_start[flat.rank], len(flat), before)
-
-
-def _numbers(flat: Flat, chosen: Bools, rank: int) -> list[EventNumber]:
-    begin, end = int(flat.row_start[rank]), int(flat.row_start[rank + 1])
-    return (np.flatnonzero(chosen[begin:end]) + begin).tolist()

@@ -5,7 +5,6 @@
     reduce      REDUCE before the STEP of every stage that has replicas
     communicate SEND after the result, RECV some actions ahead of its use
     agree       AGREE before the updates, which go to the end: only for a runtime that updates by the norm of all
-    send_ahead  SEND_W where a stage's gradients are complete while others of its rank are not, REDUCE before AGREE
 
 Each pass takes a program and returns another; every result verifies.
 
@@ -15,13 +14,13 @@ Words: docs/glossary.md.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from itertools import groupby
 
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.communication import POST_AHEAD, communicate
 from vpipe.schedule.program import Program, Row
-from vpipe.schedule.semantics import COMMUNICATION, INPUT_GRADIENT, LANE, WEIGHT_GRADIENT, Lane, agrees_after
+from vpipe.schedule.semantics import COMMUNICATION, INPUT_GRADIENT, WEIGHT_GRADIENT
 
 __all__ = [
     "POST_AHEAD",
@@ -32,7 +31,6 @@ __all__ = [
     "lower",
     "recompute",
     "reduce",
-    "send_ahead",
     "swap",
 ]
 
@@ -48,13 +46,14 @@ def lower(
     swap_stages: Collection[int] = (),
     post_ahead: int = POST_AHEAD,
     agrees: bool = False,
+    receives_block: bool = False,
 ) -> Program:
     """The executable program; where ``agrees``, that of a synchronous one: whoever predicts a step asks for what ranks
     run, agreement and all."""
     program = recompute(program, recompute_stages)
     program = swap(program, swap_stages)
     program = reduce(program)
-    program = communicate(program, post_ahead)
+    program = communicate(program, post_ahead, receives_block=receives_block)
     return agree(program) if agrees else program
 
 
@@ -140,40 +139,3 @@ def agree(program: Program) -> Program:
         yield from updates
 
     return program.with_rows(map(row, program.rows))
-
-
-def send_ahead(program: Program) -> Program:
-    """Of a program that agrees before it updates: what replicas must add is under way while they compute on.
-
-    A stage of a rank is a bucket. Where the rank still has something to compute when the stage's last gradient is
-    there, the gradients of the stage leave at once (behind the messages that others wait for); all its replicas send
-    theirs then. Every REDUCE comes directly before the AGREE, in the order of stages: all must be there by then.
-    """
-    kinds = program.flat.kinds
-    if Kind.SEND_W in kinds or not {Kind.AGREE, Kind.REDUCE} <= kinds or agrees_after(program):
-        return program
-    ends = [_last_gradients(row) for row in program.rows]
-    buckets = {
-        action.stage
-        for row, last in zip(program.rows, ends, strict=True)
-        for action in row
-        if action.kind is Kind.REDUCE and last.get(action.stage, -1) < max(last.values(), default=-1)
-    }
-
-    def row(actions: Row, last: Mapping[int, int]) -> Iterator[Action]:
-        waiting = {stage for stage, kind, _ in actions if kind is Kind.REDUCE}
-        due = sorted((last.get(stage, -1), stage) for stage in waiting & buckets)
-        for index, action in enumerate(actions):
-            while due and due[0][0] < index and LANE[action.kind] is Lane.COMPUTE:
-                yield Action(due.pop(0)[1], Kind.SEND_W)
-            if action.kind is Kind.AGREE:
-                yield from (Action(stage, Kind.REDUCE) for stage in sorted(waiting))
-            if action.kind is not Kind.REDUCE:
-                yield action
-
-    return program.with_rows(map(row, program.rows, ends))
-
-
-def _last_gradients(actions: Row) -> dict[int, int]:
-    """Stage → the place of the last gradient that it gathers."""
-    return {stage: index for index, (stage, kind, _) in enumerate(actions) if kind in WEIGHT_GRADIENT}

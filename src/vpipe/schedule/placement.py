@@ -23,7 +23,7 @@ difference of two layouts, which is data (``difference``) and is carried out by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -210,10 +210,6 @@ class Layout:
         """The ranks that hold any of these layers."""
         return sorted({rank for layer in layers for rank in self.ranks_of(layer)})
 
-    def layers_of(self, rank: int) -> tuple[int, ...]:
-        """The layers that a rank holds."""
-        return tuple(layer for stage in self.placement.stages_of[rank] for layer in range(*self.bounds[stage]))
-
     def with_counts(self, counts: Sequence[int]) -> Layout:
         """The same ranks with other partition."""
         if sum(counts) != self.num_layers:
@@ -250,21 +246,6 @@ class Layout:
             "holders": [[{"rank": h.rank, "role": str(h.role)} for h in stage] for stage in self.holders],
             "ranks": [{"host": seat.host, "device": seat.device} for seat in self.seats],
         }
-
-    @classmethod
-    def from_document(cls, document: object) -> Layout:
-        """The value of such a document; a sentence where it is none."""
-        try:
-            assert isinstance(document, Mapping)
-            holders = tuple(
-                tuple(Holder(int(h["rank"]), Role(h["role"])) for h in stage) for stage in document["holders"]
-            )
-            seats = tuple(Seat(str(seat["host"]), str(seat["device"])) for seat in document["ranks"])
-            return cls(tuple(map(int, document["partition"])), holders, seats)
-        except (AssertionError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"this is no layout ({type(error).__name__}: {error}); one has partition, holders and ranks"
-            ) from None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ with itself.
     B(s,k)       needs  F(s,k) and the backwards of the stages that read it; by law B = I, then W
     R, OUT, IN   stand between F and its backward and are needed by it where the program has them
     SEND, RECV   carry a result to another rank; on one rank stages hand results over directly
-    REDUCE       needs  every replica of the stage to come to it: round n of one is round n of all; where all of them
-                        have sent their gradients ahead (SEND_W), only these
+    REDUCE       needs  every replica of the stage to come to it: round n of one is round n of all
     AGREE        needs  every rank to come to it; gradients are complete before it, updates come after it (or before
                         it, and are taken back where they must be: ``agrees_after``)
 
@@ -39,26 +38,13 @@ from vpipe.schedule.program import Program, Row, Versions
 
 
 class Lane(Enum):
-    """What an action occupies while it runs. A rank has one compute lane; transfers, swaps and gradients for the
-    replicas of a stage pass beside it."""
+    """What an action occupies while it runs. A rank has one compute lane; transfers and swaps pass beside it."""
 
     COMPUTE = "compute"
     LINK = "link"
     SWAP = "swap"
-    GRADIENTS = "gradients"
 
 
-LANE = dict.fromkeys(Kind, Lane.COMPUTE) | {
-    Kind.SEND_F: Lane.LINK,
-    Kind.RECV_F: Lane.LINK,
-    Kind.SEND_B: Lane.LINK,
-    Kind.RECV_B: Lane.LINK,
-    Kind.OUT: Lane.SWAP,
-    Kind.IN: Lane.SWAP,
-    Kind.SEND_W: Lane.GRADIENTS,
-}
-
-COMMUNICATION = frozenset(kind for kind, lane in LANE.items() if lane is Lane.LINK)
 INPUT_GRADIENT = (Kind.B, Kind.I)
 """Kinds that yield the gradient of a stage's input."""
 WEIGHT_GRADIENT = (Kind.B, Kind.W)
@@ -82,9 +68,8 @@ class Need(NamedTuple):
     """One requirement: any of ``kinds`` at ``where``, for the same microbatch.
 
     A need at ``WRITERS`` or ``READERS`` is met directly on the same rank, and by ``received_by`` at this stage where
-    the other stage lives elsewhere. A need at ``MEMBERS`` is met by the first of ``kinds`` that they have in the round:
-    what they have sent ahead, else that they come. An ``optional`` need counts only where the program has such an
-    action.
+    the other stage lives elsewhere. A need at ``MEMBERS`` is met when they come. An ``optional`` need counts only where
+    the program has such an action.
     """
 
     kinds: tuple[Kind, ...]
@@ -100,41 +85,111 @@ _BACKWARD = (
     Need((Kind.IN,), optional=True),
 )
 
-NEEDS: dict[Kind, tuple[Need, ...]] = {
-    Kind.F: (Need((Kind.F,), Where.WRITERS, Kind.RECV_F),),
-    Kind.B: _BACKWARD,
-    Kind.I: _BACKWARD,
-    Kind.W: (Need((Kind.I,)),),
-    Kind.R: (Need((Kind.F,)), Need((Kind.IN,), optional=True)),
-    Kind.OUT: (Need((Kind.F,)),),
-    Kind.IN: (Need((Kind.OUT,)),),
-    Kind.SEND_F: (Need((Kind.F,)),),
-    Kind.SEND_B: (Need(INPUT_GRADIENT),),
-    Kind.RECV_F: (),
-    Kind.RECV_B: (),
-    Kind.SEND_W: (),
-    Kind.REDUCE: (Need((Kind.SEND_W, Kind.REDUCE), Where.MEMBERS),),
-    Kind.AGREE: (Need((Kind.AGREE,), Where.MEMBERS),),
-    Kind.STEP: (),
-}
-"""``SEND_W``, ``REDUCE``, ``AGREE`` and ``STEP`` act on whatever gradients the rank has gathered: their place in the
-row is their meaning, and ``updates`` has the rules of it."""
 
+class Trait(NamedTuple):
+    """All that a reader of programs wants to know of a kind."""
+
+    name: str
+    """In words; empty for what only posts a message and is not drawn."""
+    needs: tuple[Need, ...] = ()
+    lane: Lane = Lane.COMPUTE
+    price: tuple[str, ...] = ()
+    """The times of a stage (``timeline.StageCosts``) that it takes; SEND and RECV only post."""
+    colour: int = 47
+    """Background on a terminal."""
+    fills: tuple[str, str] = ("#d0d3d8", "#6a717c")
+    """On a light page, on a dark page."""
+    texture: str = ""
+    """Lines of a square of 6 that is laid over its boxes, and the same for matplotlib."""
+    hatch: str = ""
+
+
+TRAITS: dict[Kind, Trait] = {
+    Kind.F: Trait(
+        "forward",
+        (Need((Kind.F,), Where.WRITERS, Kind.RECV_F),),
+        price=("forward",),
+        colour=44,
+        fills=("#a9cdf5", "#2c66ad"),
+    ),
+    Kind.B: Trait(
+        "backward",
+        _BACKWARD,
+        price=("input_grad", "weight_grad"),
+        colour=42,
+        fills=("#8ccfa0", "#24764a"),
+        texture="M0 6L6 0M-1 1L1 -1M5 7L7 5",
+        hatch="//",
+    ),
+    Kind.I: Trait(
+        "input gradient",
+        _BACKWARD,
+        price=("input_grad",),
+        colour=46,
+        fills=("#f4bd84", "#a8601c"),
+        texture="M1.5 0V6M4.5 0V6",
+        hatch="||",
+    ),
+    Kind.W: Trait(
+        "weight gradient",
+        (Need((Kind.I,)),),
+        price=("weight_grad",),
+        colour=43,
+        fills=("#f3e39b", "#85731a"),
+        texture="M0 3H6",
+        hatch="--",
+    ),
+    Kind.R: Trait(
+        "recompute",
+        (Need((Kind.F,)), Need((Kind.IN,), optional=True)),
+        price=("recompute",),
+        colour=45,
+        fills=("#d5b6ea", "#74479a"),
+        texture="M0 0L6 6M-1 5L1 7M5 -1L7 1",
+        hatch="\\\\",
+    ),
+    Kind.REDUCE: Trait("reduce", (Need((Kind.REDUCE,), Where.MEMBERS),), price=("reduce",)),
+    Kind.AGREE: Trait("agree", (Need((Kind.AGREE,), Where.MEMBERS),)),
+    Kind.STEP: Trait("update", price=("step",)),
+    Kind.OUT: Trait(
+        "swap out",
+        (Need((Kind.F,)),),
+        Lane.SWAP,
+        ("swap",),
+        fills=("#f0b6ae", "#9b4a40"),
+        texture="M0 0L6 6M0 6L6 0",
+        hatch="xx",
+    ),
+    Kind.IN: Trait(
+        "swap in",
+        (Need((Kind.OUT,)),),
+        Lane.SWAP,
+        ("swap",),
+        fills=("#eab4d2", "#944a74"),
+        texture="M3 0V6M0 3H6",
+        hatch="++",
+    ),
+    Kind.SEND_F: Trait("", (Need((Kind.F,)),), Lane.LINK),
+    Kind.SEND_B: Trait("", (Need(INPUT_GRADIENT),), Lane.LINK),
+    Kind.RECV_F: Trait("", (), Lane.LINK),
+    Kind.RECV_B: Trait("", (), Lane.LINK),
+}
+"""One row a kind, in the order of a legend. ``REDUCE``, ``AGREE`` and ``STEP`` act on whatever gradients the rank has
+gathered: their place in the row is their meaning, and ``updates`` has the rules of it."""
+
+NEEDS = {kind: trait.needs for kind, trait in TRAITS.items()}
+LANE = {kind: trait.lane for kind, trait in TRAITS.items()}
+PRICE = {kind: trait.price for kind, trait in TRAITS.items()}
+DRAWN = {kind: trait for kind, trait in TRAITS.items() if trait.name}
+NAMES = {kind: trait.name for kind, trait in DRAWN.items()}
+
+COMMUNICATION = frozenset(kind for kind, lane in LANE.items() if lane is Lane.LINK)
 MEETINGS = frozenset(kind for kind, needs in NEEDS.items() if any(need.where is Where.MEMBERS for need in needs))
 """Kinds at which ranks wait for one another."""
-SENT_AHEAD_OF = {
-    ahead: kind
-    for kind in MEETINGS
-    for need in NEEDS[kind]
-    if need.where is Where.MEMBERS
-    for ahead in need.kinds
-    if ahead is not kind
-}
-"""Kinds that members may send ahead, each → the meeting that then waits for it alone."""
 
 
 def members(program: Program, action: Action) -> tuple[int, ...]:
-    """The ranks that meet at an action: a stage's replicas at REDUCE (and its SEND_W), everybody at AGREE."""
+    """The ranks that meet at an action: a stage's replicas at REDUCE, everybody at AGREE."""
     return program.placement.everyone if action.kind is Kind.AGREE else program.placement.ranks_of[action.stage]
 
 
@@ -169,33 +224,6 @@ def rounds(program: Program) -> dict[Round, dict[int, int]]:
                 found[Round(*place, been[place])][rank] = index
                 been[place] += 1
     return found
-
-
-def sent_ahead(program: Program) -> dict[Round, dict[int, int]]:
-    """Every meeting whose members send ahead what it needs → these, and the places where they do in their rows.
-
-    A stage of a rank is a *bucket*: what is sent ahead travels while the rank computes the backwards of its other
-    stages. Which is why a REDUCE with a SEND_W waits for the SEND_W of its members, and not for them to come to it."""
-    found: dict[Round, dict[int, int]] = defaultdict(dict)
-    for rank, row in enumerate(program.rows if program.flat.kinds & SENT_AHEAD_OF.keys() else ()):
-        been: dict[tuple[Kind, int], int] = defaultdict(int)
-        for index, (stage, kind, _) in enumerate(row):
-            if meeting := SENT_AHEAD_OF.get(kind):
-                found[Round(meeting, stage, been[meeting, stage])][rank] = index
-            been[kind, stage] += 1
-    return found
-
-
-class Message(NamedTuple):
-    """A transfer between two ranks: what ``writer``'s SEND gives to ``reader``'s RECV."""
-
-    send: Action
-    receive: Action
-    source: int
-    target: int
-
-    def __str__(self) -> str:
-        return f"{self.send} (rank {self.source}) → {self.receive} (rank {self.target})"
 
 
 def peers(program: Program, action: Action) -> tuple[int, ...]:

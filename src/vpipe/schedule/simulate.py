@@ -1,4 +1,4 @@
-"""The event loop with a clock: how long a program takes, where it idles, what it holds.
+"""A program with a clock: how long a program takes, where it idles, what it holds.
 
 makespan   first start → last end over all ranks
 maxspan    the longest single rank's span; reachable only if the optimizer step may be staggered
@@ -21,7 +21,7 @@ from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.flat import CODE, NONE, Bools, EventNumber, collector_paused
 from vpipe.schedule.lower import is_lowered, lower
 from vpipe.schedule.program import Program, Versions
-from vpipe.schedule.semantics import LANE, Lane, held_versions, live_versions, staleness, updates_once, version_table
+from vpipe.schedule.semantics import Lane, held_versions, live_versions, staleness, updates_once, version_table
 from vpipe.schedule.timeline import Costs, LinkModel, Timeline, run, uniform, usual
 
 Array = npt.NDArray[np.float64]
@@ -60,7 +60,7 @@ class Simulation:
     @cached_property
     def _computes(self) -> Bools:
         """Which actions are work: not those that wait for a message to go."""
-        return self.timeline.flat.of(kind for kind, lane in LANE.items() if lane is Lane.COMPUTE)
+        return self.timeline.flat.on(Lane.COMPUTE)
 
     @cached_property
     def _ends(self) -> list[tuple[float, float]]:
@@ -168,12 +168,9 @@ class Simulation:
         held = (self.memory(rank)[1] for rank in range(self.program.num_ranks))
         return [round(float(amounts.max()), 9) if amounts.size else 0.0 for amounts in held]
 
+    @collector_paused()
     def summary(self) -> dict[str, object]:
         """What ``vpipe simulate --json`` prints."""
-        with collector_paused():
-            return self._summary()
-
-    def _summary(self) -> dict[str, object]:
         return {
             "makespan": _tidy(self.makespan),
             "maxspan": _tidy(self.maxspan),
@@ -191,6 +188,7 @@ def bubble(work: float, num_ranks: int, time: float) -> float:
     return max(0.0, 1 - work / (num_ranks * time)) if time else 0.0
 
 
+@collector_paused()
 def simulate(
     program: Program,
     costs: Costs | None = None,

@@ -14,32 +14,10 @@ from html import escape
 from math import ceil
 
 from vpipe.schedule.action import Kind
-from vpipe.schedule.draw import NAMES, figures
+from vpipe.schedule.draw import figures
 from vpipe.schedule.program import Program
+from vpipe.schedule.semantics import DRAWN, NAMES, TRAITS
 from vpipe.schedule.simulate import Simulation, Span
-
-FILLS = {
-    Kind.F: ("#a9cdf5", "#2c66ad"),
-    Kind.B: ("#8ccfa0", "#24764a"),
-    Kind.I: ("#f4bd84", "#a8601c"),
-    Kind.W: ("#f3e39b", "#85731a"),
-    Kind.R: ("#d5b6ea", "#74479a"),
-    Kind.REDUCE: ("#d0d3d8", "#6a717c"),
-    Kind.AGREE: ("#d0d3d8", "#6a717c"),
-    Kind.STEP: ("#d0d3d8", "#6a717c"),
-    Kind.OUT: ("#f0b6ae", "#9b4a40"),
-    Kind.IN: ("#eab4d2", "#944a74"),
-}
-"""Kind → fill on a light page, on a dark page."""
-TEXTURES = {
-    Kind.B: "M0 6L6 0M-1 1L1 -1M5 7L7 5",
-    Kind.I: "M1.5 0V6M4.5 0V6",
-    Kind.W: "M0 3H6",
-    Kind.R: "M0 0L6 6M-1 5L1 7M5 -1L7 1",
-    Kind.OUT: "M0 0L6 6M0 6L6 0",
-    Kind.IN: "M3 0V6M0 3H6",
-}
-"""Kind → lines of a square of 6 that is laid over its boxes; the others are plain."""
 
 ROW, GAP, MARGIN, HEAD, FOOT = 24, 4, 62, 34, 52
 MAX_WIDTH = 1180
@@ -130,7 +108,7 @@ def _key(simulation: Simulation, top: int) -> list[str]:
 def _document(
     width: int, height: int, title: str | None, body: list[str], kinds: Collection[Kind], paper: Paper | None
 ) -> str:
-    drawn = {kind: fills for kind, fills in FILLS.items() if kind in kinds}
+    drawn = {kind: trait.fills for kind, trait in DRAWN.items() if kind in kinds}
     light, dark = ("".join(f".c{kind}{{fill:{fill[scheme]}}}" for kind, fill in drawn.items()) for scheme in (0, 1))
     box = f'viewBox="0 0 {width} {height}"'
     if paper is not None and paper.width is not None:
@@ -157,7 +135,7 @@ def _document(
 
 def _pattern(kind: Kind) -> str:
     """The fill of a kind: its colour, and its texture over it."""
-    lines = f'<path d="{TEXTURES[kind]}"/>' if kind in TEXTURES else ""
+    lines = f'<path d="{TRAITS[kind].texture}"/>' if TRAITS[kind].texture else ""
     square = 'width="6" height="6"'
     box = f'<rect class="c{kind}" {square}/>'
     return f'<pattern id="p{kind}" {square} patternUnits="userSpaceOnUse">{box}{lines}</pattern>'

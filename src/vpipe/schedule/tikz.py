@@ -7,9 +7,9 @@ Fonts are the document's own. Kinds differ in grey as well as in colour.
 
 from __future__ import annotations
 
-from vpipe.schedule.draw import NAMES, figures
+from vpipe.schedule.draw import figures
+from vpipe.schedule.semantics import NAMES, TRAITS
 from vpipe.schedule.simulate import Simulation
-from vpipe.schedule.svg import FILLS
 
 ROW = 0.42
 """Height of a rank's line in centimetres."""
@@ -24,7 +24,7 @@ def tikz(simulation: Simulation, title: str | None, width: float) -> str:
     origin = min((row[0].begin for row in spans if row), default=0.0)
     scale = (width - MARGIN) / max(simulation.makespan, 1e-12)
     kinds = [kind for kind in NAMES if any(span.action.kind is kind for row in spans for span in row)]
-    lines = [rf"\definecolor{{vpipe{kind}}}{{HTML}}{{{FILLS[kind][0][1:].upper()}}}" for kind in kinds]
+    lines = [rf"\definecolor{{vpipe{kind}}}{{HTML}}{{{TRAITS[kind].fills[0][1:].upper()}}}" for kind in kinds]
     lines.append(r"\begin{tikzpicture}[x=1cm,y=1cm,every node/.style={font=\tiny,inner sep=0pt}]")
     if title is not None:
         lines.append(rf"\node[anchor=base west,font=\small] at (0,{ROW + 0.15:.2f}) {{{escaped(title)}}};")

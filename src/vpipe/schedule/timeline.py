@@ -1,4 +1,4 @@
-"""What actions cost, and the event loop that turns their order into a timeline: ``verify`` and ``simulate`` share it.
+"""What actions cost, and when they happen under these costs: ``verify`` and ``simulate`` share it.
 
 Times of a stage are its own. ``uniform`` takes the numbers that papers use, the time of one rank's whole share of a
 microbatch, and divides them by the number of stages a rank holds for one direction.
@@ -6,8 +6,8 @@ microbatch, and divides them by the number of stages a rank holds for one direct
 A program becomes lanes: a compute lane for every rank, a swap lane for every rank that swaps, and links between ranks.
 A lane runs its actions one after the other; an action also waits for what comes from elsewhere: a backward for the
 message with its gradient, a swap for the action it stands behind. A link carries its messages one after the other, in
-the order of their receives. The loop runs every lane as far as it gets. What is left when no lane can move is a
-deadlock, and the actions at the heads of the lanes say why.
+the order of their receives. ``graph`` has when all that happens; what never does is a deadlock, and the first such
+actions of the lanes say why.
 
 Two models of a link:
 
@@ -15,7 +15,9 @@ Two models of a link:
     buffered     a transfer starts when its send is posted
 
 ``blocking_sends`` makes a rank wait at each SEND until its message has arrived, as a plain blocking ``send`` does. A
-program that passes this under rendezvous hangs on no transport.
+program that passes this under rendezvous hangs on no transport. With ``blocking_receives`` it also waits at each RECV
+until its messages have come, and at a SEND for the neighbouring stage alone: a program that passes this runs on devices
+that wait for their transfers.
 
 Needs between actions of one compute lane are met by their order; that the order is right is ``verify``'s business.
 """
@@ -26,30 +28,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 from math import isfinite
 
 import numpy as np
 
 from vpipe.errors import UserError
-from vpipe.schedule import wavefront
 from vpipe.schedule.action import Kind
-from vpipe.schedule.flat import (
-    CODE,
-    KINDS,
-    NONE,
-    EventNumber,
-    Flat,
-    Ints,
-    Lanes,
-    Transfers,
-    collector_paused,
-    find_transfers,
-    previous,
-)
+from vpipe.schedule.flat import KINDS, EventNumber, Flat, Transfers, previous
+from vpipe.schedule.graph import Array, ProgramGraph
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import LANE, MEETINGS, SEND_OF, Lane, Message, rounds, sent_ahead
-from vpipe.schedule.wavefront import Array, EventTimes
+from vpipe.schedule.semantics import LANE, MEETINGS, PRICE, SEND_OF, Lane
 
 
 @dataclass(frozen=True)
@@ -130,10 +120,6 @@ def uniform(
     return Costs(tuple(stages), latency, overhead)
 
 
-WIDE = 128
-"""Lanes, and actions of a lane, from which on running them all at once is worth a try."""
-
-
 class LinkModel(StrEnum):
     """How a link behaves."""
 
@@ -143,17 +129,15 @@ class LinkModel(StrEnum):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action began and ended, and when every transfer began and its message arrived; -1 is never."""
+    """When every action began and ended; -1 is never."""
 
     flat: Flat
     transfers: Transfers
     lanes: list[list[EventNumber]]
-    """The ranks' compute lanes first, then their swap lanes, then those of gradients."""
+    """The ranks' compute lanes first, then their swap lanes."""
     begins: Array
     """By event; the last is that of the start of time."""
     ends: Array
-    departed: Array
-    arrived: Array
 
     @cached_property
     def begin(self) -> list[float]:
@@ -172,12 +156,6 @@ class Timeline:
         halted = (lane for lane in self.lanes if lane and self.ends[lane[-1]] < 0)  # a lane runs in its order
         return [next(event for event in lane if self.end[event] < 0) for lane in halted]
 
-    def message(self, number: int) -> Message:
-        """A transfer in words."""
-        send, receive = int(self.transfers.send[number]), int(self.transfers.receive[number])
-        flat = self.flat
-        return Message(flat.action(send), flat.action(receive), int(flat.rank[send]), int(flat.rank[receive]))
-
 
 def run(
     program: Program,
@@ -185,14 +163,13 @@ def run(
     *,
     transport: LinkModel = LinkModel.RENDEZVOUS,
     blocking_sends: bool = False,
+    blocking_receives: bool = False,
 ) -> Timeline:
     """The timeline of a lowered program. Without costs every compute action takes one unit of time."""
-    with collector_paused():
-        flat = program.flat
-        transfers = find_transfers(flat)
-        lanes = Lanes(flat, transfers, transport is LinkModel.RENDEZVOUS, blocking_sends)
-        times = loop(lanes, *_durations(flat, transfers, costs, blocking_sends))
-        return Timeline(flat, transfers, lanes.lanes, *times)
+    rendezvous = transport is LinkModel.RENDEZVOUS
+    graph = ProgramGraph(program, rendezvous=rendezvous, blocking=blocking_sends, blocking_receives=blocking_receives)
+    price, hop, lag = price_tables(costs or Costs((_UNIT,) * program.num_stages))
+    return Timeline(graph.flat, graph.transfers, graph.lanes, *graph.times(graph.table(price, hop, lag), lag))
 
 
 def usual(program: Program) -> Timeline:
@@ -216,7 +193,7 @@ def never_waits(timeline: Timeline) -> bool:
     if flat.kinds & (MEETINGS | {Kind.OUT, Kind.IN}) or timeline.stuck:
         return False
     at = timeline.begins.copy()
-    compute = flat.of(kind for kind in KINDS if LANE[kind] is Lane.COMPUTE)
+    compute = flat.on(Lane.COMPUTE)
     sends = flat.of(SEND_OF.values())
     at[:-1][sends] = timeline.ends[previous(flat, compute)[sends]]
     before = previous(flat, compute | sends)[transfers.receive]
@@ -224,150 +201,17 @@ def never_waits(timeline: Timeline) -> bool:
     return bool((at[before[asked]] < at[transfers.send[asked]]).all())
 
 
-def _durations(
-    flat: Flat, transfers: Transfers, costs: Costs | None, blocking_sends: bool
-) -> tuple[Array, Array, Array]:
-    """Of every action, of every transfer, and the latency of each; a blocking SEND takes its transfer's time itself."""
-    costs = costs or Costs(tuple(_UNIT for _ in range(flat.program.num_stages)))
-    price, hop, lag = price_tables(costs)
-    if blocking_sends:
-        price[[CODE[Kind.SEND_F], CODE[Kind.SEND_B]]] = hop + lag
-        nothing = np.zeros(len(transfers))
-        return price[priced_as(flat), flat.stage], nothing, nothing
-    way = directions(flat, transfers)
-    stage = flat.stage[transfers.send]
-    return price[priced_as(flat), flat.stage], hop[way, stage], lag[way, stage]
-
-
-def priced_as(flat: Flat) -> Ints:
-    """Per action the kind whose price it has: a REDUCE of what was sent ahead has only to come, as to an AGREE."""
-    places = [*sent_ahead(flat.program)]
-    if not places:
-        return flat.kind
-    kinds, met = flat.kind.copy(), rounds(flat.program)
-    for meeting in places:
-        for rank, index in met.get(meeting, {}).items():
-            kinds[flat.row_start[rank] + index] = CODE[Kind.AGREE]
-    return kinds
-
-
-def directions(flat: Flat, transfers: Transfers) -> Ints:
-    """0 for a message that goes forward, 1 for a gradient."""
-    found: Ints = (flat.kind[transfers.send] == CODE[Kind.SEND_B]).astype(np.int64)
-    return found
-
-
 def price_tables(costs: Costs) -> tuple[Array, Array, Array]:
     """Seconds of (kind, stage), and of (direction, stage) what a message occupies its link and what it then waits."""
     stages = costs.stages
-    price = [[_price(kind, cost) + costs.overhead * (LANE[kind] is Lane.COMPUTE) for cost in stages] for kind in KINDS]
+    times = {part: np.array([getattr(cost, part) for cost in stages]) for part in {*chain(*PRICE.values())}}
+    price = np.zeros((len(KINDS), len(stages)))
+    for code, kind in enumerate(KINDS):
+        price[code] = sum(times[part] for part in PRICE[kind]) + costs.overhead * (LANE[kind] is Lane.COMPUTE)
     back = [cost.transfer if cost.transfer_back is None else cost.transfer_back for cost in stages]
     lag = [[cost.latency for cost in stages], [cost.latency_back for cost in stages]]
     waits = [[costs.latency if each is None else each for each in row] for row in lag]
-    return np.array(price), np.array([[cost.transfer for cost in stages], back]), np.array(waits)
+    return price, np.array([[cost.transfer for cost in stages], back]), np.array(waits)
 
 
 _UNIT = StageCosts(1.0, 1.0, 1.0, recompute=1.0, swap=1.0)
-
-
-def _price(kind: Kind, cost: StageCosts) -> float:
-    """How long an action occupies its lane. SEND and RECV only post: the transfer takes the time."""
-    match kind:
-        case Kind.F:
-            return cost.forward
-        case Kind.B:
-            return cost.input_grad + cost.weight_grad
-        case Kind.I:
-            return cost.input_grad
-        case Kind.W:
-            return cost.weight_grad
-        case Kind.R:
-            return cost.recompute
-        case Kind.OUT | Kind.IN:
-            return cost.swap
-        case Kind.REDUCE | Kind.SEND_W:
-            return cost.reduce
-        case Kind.STEP:
-            return cost.step
-        case _:
-            return 0.0
-
-
-def loop(graph: Lanes, duration: Array, transfer: Array, latency: Array) -> EventTimes:
-    """When everything happens: of all lanes at once where the program is wide, else of one after the other."""
-    num_lanes, num_events = len(graph.lanes), sum(map(len, graph.lanes))
-    wide = not graph.extra and num_lanes >= WIDE and num_events >= num_lanes * WIDE
-    found = wavefront.loop(graph, duration, transfer, latency) if wide else None
-    return found or _loop(graph, duration.tolist(), transfer.tolist(), latency.tolist())
-
-
-def _loop(graph: Lanes, duration: list[float], transfer: list[float], latency: list[float]) -> EventTimes:
-    """Run each lane until it needs an action that has not ended; wake it when that action ends.
-
-    A link needs no lane of its own: when an action asks for a message, every earlier one of its link was sent before.
-    This is the inner loop of every simulation, so it keeps to local lists and calls nothing.
-    """
-    lanes, message, extra = graph.lanes, graph.message.tolist(), graph.extra
-    sent, posted, link = graph.sent.tolist(), graph.posted.tolist(), graph.link.tolist()
-    upcoming = graph.first_of_link.tolist()
-    begin, end = [-1.0] * (graph.start + 1), [-1.0] * (graph.start + 1)
-    begin[graph.start] = end[graph.start] = 0.0
-    departed, arrived = [-1.0] * len(sent), [-1.0] * len(sent)
-    free = [0.0] * len(upcoming)
-    position, clock = [0] * len(lanes), [0.0] * len(lanes)
-    waiter, after = [NONE] * (graph.start + 1), [NONE] * len(lanes)
-    """The last lane that waits for an event, and for each lane the one that waited before it for the same."""
-    runnable = list(range(len(lanes)))[::-1]  # the first ranks fill the pipeline without waiting
-    while runnable:
-        lane = runnable.pop()
-        events, now = lanes[lane], clock[lane]
-        missing: EventNumber = NONE
-        for index in range(position[lane], len(events)):
-            event = events[index]
-            number = message[event]
-            further = _NOTHING
-            if extra and event in extra:
-                further = extra[event].messages.copy()
-                for need in extra[event].events:
-                    if end[need] < 0:
-                        missing = need
-                        break
-                    now = max(now, end[need])
-            while number >= 0 and missing < 0:
-                at = arrived[number]
-                if at < 0:  # run the link up to this message
-                    line = link[number]
-                    current, free_at = upcoming[line], free[line]
-                    while current <= number:
-                        sender, receiver = sent[current], posted[current]
-                        at, other = end[sender], end[receiver]
-                        if at < 0 or other < 0:
-                            missing = sender if at < 0 else receiver
-                            break
-                        if other > at:
-                            at = other
-                        if free_at > at:
-                            at = free_at
-                        departed[current] = at
-                        free_at = at + transfer[current]
-                        arrived[current] = at = free_at + latency[current]
-                        current += 1
-                    upcoming[line], free[line] = current, free_at
-                if at > now:
-                    now = at
-                number = further.pop() if further else NONE
-            if missing >= 0:
-                position[lane], clock[lane] = index, now
-                after[lane], waiter[missing] = waiter[missing], lane
-                break
-            begin[event] = now
-            now += duration[event]
-            end[event] = now
-            asleep = waiter[event]
-            while asleep >= 0:
-                runnable.append(asleep)
-                asleep = after[asleep]
-    return np.array(begin), np.array(end), np.array(departed), np.array(arrived)
-
-
-_NOTHING: list[int] = []

@@ -101,11 +101,8 @@ def _lonely_replicas(program: Program, lowered: bool) -> Iterator[Violation]:
     """The replicas of a stage reduce and update equally often, and reduce all of a gradient before they apply it."""
     for stage, ranks in enumerate(program.placement.ranks_of):
         if len(ranks) == 1:
-            if (alone := Action(stage, Kind.SEND_W)) in program.rows[ranks[0]]:
-                place = program.rows[ranks[0]].index(alone)
-                yield Violation(ranks[0], place, str(alone), f"stage {stage} has no other replica to send gradients to")
             continue
-        for counted in (Kind.STEP, Kind.SEND_W) if lowered else (Kind.STEP, Kind.REDUCE, Kind.SEND_W):
+        for counted in (Kind.STEP,) if lowered else (Kind.STEP, Kind.REDUCE):
             counts = {rank: program.rows[rank].count(Action(stage, counted)) for rank in ranks}
             if len(set(counts.values())) > 1:
                 often = " and ".join(f"{count} times on rank {rank}" for rank, count in counts.items())
@@ -116,18 +113,12 @@ def _lonely_replicas(program: Program, lowered: bool) -> Iterator[Violation]:
 
 
 def _unreduced(program: Program, stage: int, rank: int) -> Iterator[Violation]:
-    reduced = sent = False
+    reduced = False
     for index, action in enumerate(program.rows[rank]):
         if action.stage != stage:
             continue
         if action.kind is Kind.REDUCE and reduced:
             yield Violation(rank, index, str(action), "reduces what is reduced already")
-        if action.kind is Kind.SEND_W and (sent or reduced):
-            yield Violation(rank, index, str(action), "sends what the other replicas have been sent already")
-        if sent and (action.kind in WEIGHT_GRADIENT or action.kind is Kind.STEP):
-            reason = f"comes between the {stage}SEND_W of its gradients and the {stage}REDUCE that adds what was sent"
-            yield Violation(rank, index, str(action), reason)
-        sent = action.kind is Kind.SEND_W or (sent and action.kind not in (Kind.REDUCE, Kind.STEP, *WEIGHT_GRADIENT))
         if action.kind is Kind.STEP and not reduced:
             yield Violation(
                 rank, index, str(action), f"applies a gradient that the other replicas of stage {stage} have not shared"

@@ -2,7 +2,7 @@
 
 ``verify`` returns every violation, not the first: what is missing, what comes twice, what stands on the wrong rank or
 in the wrong order, sends and receives that do not match, a deadlock under the chosen transport, memory beyond a bound,
-and updates that lose or mix gradients. What hangs, the event loop of ``timeline`` tells; what becomes of weights,
+and updates that lose or mix gradients. What hangs, ``timeline`` tells; what becomes of weights,
 ``updates``. ``executable`` gives the runtime what it runs: no program gets there unverified.
 
 The law of an action is asked of all at once, as arrays (``flat``): a program of 256 ranks and 1,024 microbatches has a
@@ -10,7 +10,7 @@ million and a half of them. Words are made only for those that break one.
 
 At ``REDUCE`` the replicas of a stage meet, at ``AGREE`` all ranks (``semantics.members``). A communicator, the set of
 ranks that meet, has one queue: its members must come to their meetings in the same order, or each waits for the other
-at another one. What hangs through meetings of several communicators, the event loop finds.
+at another one. What hangs through meetings of several communicators, the clock finds.
 
 Words: docs/glossary.md.
 """
@@ -28,7 +28,7 @@ from vpipe.errors import UserError
 from vpipe.schedule import updates
 from vpipe.schedule.action import OF_A_STAGE, Action, Kind
 from vpipe.schedule.flat import NONE, Bools, Flat, Ints, collector_paused, find_transfers, padded
-from vpipe.schedule.lower import agree, communicate, is_lowered, lower, reduce, send_ahead
+from vpipe.schedule.lower import agree, communicate, is_lowered, lower, reduce
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import COMMUNICATION, MEETINGS, NEEDS, SEND_OF, Need, Round, Where, members, peers, rounds
 from vpipe.schedule.simulate import simulate
@@ -43,14 +43,16 @@ def verify(
     *,
     transport: LinkModel = LinkModel.RENDEZVOUS,
     max_activations: float | None = None,
+    receives_block: bool = False,
 ) -> list[Violation]:
     """Every violation, in the order of ranks and actions; none: the program runs and computes the right thing.
 
     A program that says nothing of communication is completed by lowering first. The index of a violation counts the
-    actions of the program as it was given. What makes other checks meaningless ends the search.
+    actions of the program as it was given. What makes other checks meaningless ends the search. ``receives_block``: it
+    is asked whether the program runs where a receive that is posted may block its rank.
     """
     with collector_paused():
-        return _verify(program, transport, max_activations)
+        return _verify(program, transport, max_activations, receives_block)
 
 
 def executable(
@@ -60,26 +62,33 @@ def executable(
     recompute_stages: Collection[int] = (),
     swap_stages: Collection[int] = (),
     agrees: bool = False,
-    early_reduction: bool = False,
+    receives_block: bool = False,
 ) -> Program:
     """What ranks run of a program called ``name``: lowered unless it is, with the agreement of a synchronous one, and
-    verified; a ``UserError`` where it cannot be run."""
+    verified; a ``UserError`` where it cannot be run. Where ``receives_block``, its messages are lowered anew."""
     if is_lowered(program):
         _check_lowered(program, {Kind.R: recompute_stages, Kind.OUT: swap_stages})
+        if receives_block:
+            silent = program.with_rows([a for a in row if a.kind not in COMMUNICATION] for row in program.rows)
+            program = communicate(silent, receives_block=True)
         program = agree(program) if agrees else program
     else:
-        program = lower(program, recompute_stages=recompute_stages, swap_stages=swap_stages, agrees=agrees)
-    if agrees and early_reduction:
-        program = send_ahead(program)
-    if violations := _known(program):
+        program = lower(
+            program,
+            recompute_stages=recompute_stages,
+            swap_stages=swap_stages,
+            agrees=agrees,
+            receives_block=receives_block,
+        )
+    if violations := _known(program, receives_block):
         kinds = "; ".join(map(str, folded(violations)[:3]))
         raise UserError(f"{name} is not a valid program: {kinds} ({len(violations)} in all; 'vpipe verify' lists them)")
     return program
 
 
 @lru_cache(maxsize=64)
-def _known(program: Program) -> tuple[Violation, ...]:
-    return tuple(verify(program))
+def _known(program: Program, receives_block: bool) -> tuple[Violation, ...]:
+    return tuple(verify(program, receives_block=receives_block))
 
 
 def _check_lowered(program: Program, wanted: Mapping[Kind, Collection[int]]) -> None:
@@ -95,7 +104,9 @@ def _check_lowered(program: Program, wanted: Mapping[Kind, Collection[int]]) -> 
                 )
 
 
-def _verify(program: Program, transport: LinkModel, max_activations: float | None) -> list[Violation]:
+def _verify(
+    program: Program, transport: LinkModel, max_activations: float | None, receives_block: bool
+) -> list[Violation]:
     flat, places = program.flat, Places(program)
     foreign = [*strangers(flat)]
     twice = [*duplicates(flat)]
@@ -104,7 +115,7 @@ def _verify(program: Program, transport: LinkModel, max_activations: float | Non
         return sorted(set(found))
     lowered = is_lowered(program)
     found += updates.violations(program, lowered)
-    whole = program if lowered else communicate(reduce(program))
+    whole = program if lowered else communicate(reduce(program), receives_block=receives_block)
     alone = [*unmatched(whole.flat, places)]
     unmet = [*unmet_needs(whole.flat, places)]
     if twice and not lowered:  # between which of the two a message is added is nobody's fault
@@ -114,24 +125,29 @@ def _verify(program: Program, transport: LinkModel, max_activations: float | Non
     found += missed_meetings(whole, program)
     found += lost_swaps(flat)
     if not found:
-        found += _deadlock(whole, program, transport, places)
+        found += _deadlock(whole, program, transport, places, receives_block)
     if not found and max_activations is not None:
         found += _too_much(whole, max_activations)
     return sorted(set(found))
 
 
-def _deadlock(program: Program, given: Program, transport: LinkModel, places: Places) -> Iterator[Violation]:
+def _deadlock(
+    program: Program, given: Program, transport: LinkModel, places: Places, receives_block: bool
+) -> Iterator[Violation]:
     """What every rank waits for when none can go on. Sends block, as the strictest transport's do."""
-    if never_waits(usual(program)):
+    if not receives_block and never_waits(usual(program)):
         return
-    timeline = run(program, transport=transport, blocking_sends=True)
+    timeline = run(program, transport=transport, blocking_sends=True, blocking_receives=receives_block)
     for event in timeline.stuck:
         action, rank = timeline.flat.action(event), int(timeline.flat.rank[event])
         if action.kind in MEETINGS:
             yield deadlock_at_meeting(timeline, given, event, f"deadlock under {transport}")
             continue
         if action.kind in COMMUNICATION:
-            waits = f"{Action(peers(program, action)[0], RECEIVE_OF[action.kind], action.microbatch)} to be posted"
+            partner, done = (
+                (SEND_OF[action.kind], "sent") if action.kind in SEND_OF else (RECEIVE_OF[action.kind], "posted")
+            )
+            waits = f"{Action(peers(program, action)[0], partner, action.microbatch)} to be {done}"
         else:
             waits = f"what {_waits_for(action)} to arrive"
         yield places.at(action, rank, f"deadlock under {transport}: waits for ever for {waits}")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from vpipe.plan.planner import plan
 from vpipe.plan.predict import predict
 from vpipe.plan.transfer import measure_swap
 from vpipe.plan.units import format_bytes
+from vpipe.records import parsed
 from vpipe.runtime.moves.moving import Moved
 from vpipe.runtime.options import Memory, recomputed_and_swapped
 from vpipe.runtime.pipeline import Pipeline
@@ -69,13 +70,6 @@ class Decision:
         """What ``move`` is told."""
         return None if self.recompute is None else Memory(frozenset(self.recompute), frozenset(self.swap))
 
-    @classmethod
-    def parse(cls, text: str) -> Decision:
-        told: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()
-        }
-        return cls(**told)
-
 
 @dataclass(frozen=True)
 class Cap:
@@ -97,12 +91,9 @@ class Adapter:
         tell: Callable[[Decision, Moved | None], None],
         move: Callable[[Layout, Memory | None], Moved] | None = None,
         cap: Cap | None = None,
-        prepare: Callable[[Layout], bool] | None = None,
     ) -> None:
         self._pipeline, self._mode, self._tell = pipeline, mode, tell
-        self._move, self._prepare = move or pipeline.move, prepare or pipeline.prepare_move
-        self._pending: Decision | None = None
-        """A move whose frozen weights are on their way, beside training."""
+        self._move = move or pipeline.move
         self._bytes = layer_bytes
         self._cap = cap
         self._sizes: Profile | None = None
@@ -119,10 +110,6 @@ class Adapter:
 
     def after_step(self, seconds: float, steps_left: int) -> None:
         """A step has ended that took so long; layers may move now."""
-        if self._pending is not None:
-            if self._pipeline.is_prepared():
-                self._tell(self._pending, self._carry_out(self._pending))
-            return
         times = _gathered(self._pipeline, WITH_RECOMPUTE if self._cap is None else CHANNEL)
         if self._skip:
             self._skip -= 1
@@ -135,24 +122,18 @@ class Adapter:
         quiet = self._known is not None and bool(np.all(_news(now, self._known) < NOTICE))
         word = ""
         if self._pipeline.is_leader and not quiet:
-            word = json.dumps(self._decide(now, steps_left).__dict__)
+            word = json.dumps(asdict(self._decide(now, steps_left)))
         word = self._pipeline.gather_first(word)
         if not word:
             return
         self._known = now
-        decision = Decision.parse(word)
-        if decision.moves and self._mode == "on" and self._prepare(self._layout_of(decision)):
-            self._pending = decision
-        else:
-            self._tell(decision, self._carry_out(decision))
-
-    def _layout_of(self, decision: Decision) -> Layout:
-        return self._pipeline.layout.with_counts(decision.partition)
+        decision = parsed(Decision, json.loads(word))
+        self._tell(decision, self._carry_out(decision))
 
     def _carry_out(self, decision: Decision) -> Moved | None:
         if not decision.moves or self._mode != "on":
             return None
-        moved = self._move(self._layout_of(decision), decision.memory)
+        moved = self._move(self._pipeline.layout.with_counts(decision.partition), decision.memory)
         self._pace.append((self._moving_bytes(moved), moved.seconds))
         self.forget_times()
         return moved
@@ -161,7 +142,7 @@ class Adapter:
         """The layout has changed: what was measured belongs to another one."""
         self._window.clear()
         self._seconds.clear()
-        self._skip, self._known, self._pending = 1, None, None
+        self._skip, self._known = 1, None
 
     def _moving_bytes(self, moved: Moved) -> int:
         return sum(self._bytes[transfer.layer] for transfer in moved.difference.transfers)

@@ -10,7 +10,9 @@ what a checkpoint would have of its layers into the older of its two pieces:
 
 The magic is erased first and written last, and the sum of all words must be right: a copy whose writer died on the way
 is none. Weights and optimizer state are copied by a thread beside the next forwards (``Copier``): nothing writes them
-until the next update. Buffers are copied at once, since a forward may change them.
+until the next update. What a forward may change is copied at once: buffers, frozen weights (one may be an average of
+others, or have been trained until now; it is copied where it has changed), and weights that a forward has been seen to
+change, whose copy of that moment is none.
 
 **Why two are enough**: a rank begins copy t+2 over copy t only after a step in which all ranks took part, and none of
 them takes part in an update before its copy t+1 is whole. So there is always a *generation* that all ranks have whole,
@@ -39,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from vpipe.records import parsed
 from vpipe.rundir.manifest import Standing
 from vpipe.runtime.memory.sums import word_sum as _sum
 
@@ -97,20 +100,22 @@ class CopyShelf:
     def __init__(self, descriptors: Sequence[int]) -> None:
         self._pieces = [_Piece(descriptor) for descriptor in descriptors]
         self._last: _Piece | None = None
+        """The one that became whole last."""
+        self._restless: set[TensorKey] = set()
+        """Weights that a forward has changed while they were copied."""
 
     def keep(self, iteration: int, epoch: int) -> None:
         """The run goes on from this generation: the copy that is here is overwritten last. What is newer here was
         written by a rank that had come further than others, and is worth nothing now."""
         self._last = next((piece for piece in self._pieces if piece.order() == (iteration, epoch)), None)
 
-    def last(self) -> tuple[int, int]:
-        """Which of the pieces was written last, and its descriptor."""
-        assert self._last is not None
-        return self._pieces.index(self._last), self._last.descriptor
+    def last(self) -> tuple[int, int] | None:
+        """Which of the pieces became whole last, and its descriptor."""
+        return (self._pieces.index(self._last), self._last.descriptor) if self._last is not None else None
 
     def write(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[TensorKey] = ()) -> int:
         """Keep the state after an update, beside the one before; bytes that were copied. What is ``frozen`` is copied
-        once."""
+        where it has changed."""
         return self.begin(standing, part, layers, frozen)()
 
     def begin(
@@ -119,25 +124,15 @@ class CopyShelf:
         """The same in two parts: what forwards may change is copied now, the rest by the call that is returned, which
         another thread may make as long as nothing writes weights and optimizer state."""
         piece = next(piece for piece in self._pieces if piece is not self._last)
-        finish = piece.begin(standing, part, layers, frozen)
-        self._last = piece
+        copy_rest = piece.begin(standing, part, layers, frozen, self._restless)
+
+        def finish() -> int:
+            size, changed = copy_rest()
+            self._restless |= changed
+            self._last = self._last if changed else piece
+            return size
+
         return finish
-
-    def find(self, tensor: Tensor) -> tuple[int, StoredTensor] | None:
-        """Where the newest copy has a tensor that it was made of, if they are still the same: its piece and entry."""
-        piece = self._last
-        key = piece.origins.get(tensor.data_ptr()) if piece is not None else None
-        if piece is None or key is None:
-            return None
-        copied = piece.views[key]
-        same = copied.dtype == tensor.dtype and copied.shape == tensor.shape and _is_equal(copied, tensor)
-        return (self._pieces.index(piece), piece.table[key[0]][key[1]]) if same else None
-
-    def at(self, piece: int, entry: StoredTensor) -> Tensor:
-        """What a piece has at a place."""
-        descriptor = self._pieces[piece].descriptor
-        memory = torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
-        return _view(memory, entry).clone()
 
     def leave(self, folder: Path) -> None:
         """Write the whole ones to the disk, unless they are there already: each is again a piece, of a shelf of one."""
@@ -153,6 +148,22 @@ class CopyShelf:
         return [copy for piece in self._pieces if (copy := piece.read()) is not None]
 
 
+class Fingerprints:
+    """What frozen tensors were when they were copied last. torch's count of changes alone would miss ``.data``."""
+
+    def __init__(self) -> None:
+        self._seen: dict[TensorKey, tuple[int, int, int]] = {}
+
+    def unchanged(self, layers: Layers, frozen: Collection[TensorKey]) -> set[TensorKey]:
+        """Those of the frozen tensors that are what they were; asked when all others are copied."""
+        before, self._seen = self._seen, {}
+        for layer, tensors in layers.items():
+            for name in [name for name in tensors if (layer, name) in frozen]:
+                tensor = tensors[name]
+                self._seen[layer, name] = (tensor._version, tensor.data_ptr(), _sum(tensor))
+        return {key for key, seen in self._seen.items() if before.get(key) == seen}
+
+
 class _Piece:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -163,9 +174,7 @@ class _Piece:
         """Where each tensor goes: a fifth of the time of a copy was spent on finding it again."""
         self._text = b""
         self._begin = self._end = 0
-        self._frozen: set[TensorKey] = set()
-        self.origins: dict[int, TensorKey] = {}
-        """Address of a tensor → which of the copied it is."""
+        self._seen = Fingerprints()
 
     def order(self) -> tuple[int, int]:
         """(iteration, epoch); nothing, or a torn copy, is older than any."""
@@ -178,7 +187,16 @@ class _Piece:
             return None
         return _HEAD.unpack(data)
 
-    def begin(self, standing: Standing, part: Part, layers: Layers, frozen: Collection[TensorKey]) -> Callable[[], int]:
+    def begin(
+        self,
+        standing: Standing,
+        part: Part,
+        layers: Layers,
+        frozen: Collection[TensorKey],
+        restless: Collection[TensorKey],
+    ) -> Callable[[], tuple[int, set[TensorKey]]]:
+        """Copy what forwards may change; the call that copies the rest, and tells how many bytes there were, and which
+        tensors a forward has changed meanwhile: then the copy is none."""
         os.pwrite(self.descriptor, bytes(len(_MAGIC)), 0)
         form = [(layer, name, t.dtype, t.shape) for layer, tensors in layers.items() for name, t in tensors.items()]
         if form != self._form:
@@ -189,26 +207,31 @@ class _Piece:
             raise AssertionError("the table of a copy has outgrown its room")
         os.pwrite(self.descriptor, (told + self._text).ljust(self._begin - _HEAD.size), _HEAD.size)
         now: list[tuple[Tensor, Tensor]] = []
-        later: list[tuple[Tensor, Tensor]] = []
+        later: dict[TensorKey, tuple[Tensor, Tensor]] = {}
+        unchanged = self._seen.unchanged(layers, frozen)
         for layer, tensors in layers.items():
             for name, tensor in tensors.items():
-                if (layer, name) not in self._frozen or (layer, name) not in frozen:
-                    (now if name.startswith(BUFFER) else later).append((self.views[layer, name], tensor))
+                key = (layer, name)
+                if name.startswith(BUFFER) or key in restless or (key in frozen and key not in unchanged):
+                    now.append((self.views[key], tensor))
+                elif key not in unchanged:
+                    later[key] = (self.views[key], tensor)
         _copy(now)
-        self._frozen = set(frozen)
-        self.origins = {t.data_ptr(): (layer, name) for layer, tensors in layers.items() for name, t in tensors.items()}
+        versions = {key: tensor._version for key, (_, tensor) in later.items()}
         head = (standing.iteration, part.epoch, self._begin, self._end)
         memory = self._memory
-        size = sum(place.nbytes for place, _ in (*now, *later))
+        size = sum(place.nbytes for place, _ in (*now, *later.values()))
 
-        def finish() -> int:
-            _copy(later)
-            facts = _HEAD.pack(b"", *head, _sum(memory[_HEAD.size : head[-1]]))
-            os.pwrite(self.descriptor, facts[len(_MAGIC) :], len(_MAGIC))
-            os.pwrite(self.descriptor, _MAGIC, 0)
-            return size
+        def copy_rest() -> tuple[int, set[TensorKey]]:
+            _copy(list(later.values()))
+            changed = {key for key, (_, tensor) in later.items() if tensor._version != versions[key]}
+            if not changed:
+                facts = _HEAD.pack(b"", *head, _sum(memory[_HEAD.size : head[-1]]))
+                os.pwrite(self.descriptor, facts[len(_MAGIC) :], len(_MAGIC))
+                os.pwrite(self.descriptor, _MAGIC, 0)
+            return size, changed
 
-        return finish
+        return copy_rest
 
     def _lay_out(self, layers: Layers) -> None:
         """Where every tensor goes, in memory that is large enough."""
@@ -227,7 +250,7 @@ class _Piece:
             for layer, tensors in layers.items()
         }
         self._text = json.dumps(self.table, separators=(",", ":")).encode()
-        self._frozen = set()
+        self._seen = Fingerprints()
         if os.fstat(self.descriptor).st_size < self._end:
             os.ftruncate(self.descriptor, self._end)
         self._memory = torch.frombuffer(mmap.mmap(self.descriptor, 0), dtype=torch.uint8)
@@ -250,23 +273,7 @@ class _Piece:
         standing, number, num_parts, partition = json.loads(first)
         table = {int(layer): entries for layer, entries in json.loads(second).items()}
         part = Part(epoch, number, num_parts, tuple(partition))
-        return Copy(iteration, part, Standing.parse(standing), table, memory)
-
-
-class HeldCopies:
-    """The copies of a machine's ranks, for layers that move between them (``runtime.moves.held``)."""
-
-    def __init__(self, shelves: Sequence[CopyShelf], slot: int) -> None:
-        self._shelves, self._slot = shelves, slot
-
-    def find(self, tensor: Tensor) -> list[Any] | None:
-        found = self._shelves[self._slot].find(tensor)
-        return None if found is None else [self._slot, found[0], *found[1]]
-
-    def read(self, place: Sequence[Any]) -> Tensor:
-        slot, piece, dtype, shape, offset = place
-        shelf: CopyShelf = self._shelves[slot]
-        return shelf.at(piece, (dtype, shape, offset))
+        return Copy(iteration, part, parsed(Standing, standing), table, memory)
 
 
 def newest(shelves: Sequence[CopyShelf]) -> list[Copy]:
@@ -286,11 +293,6 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     tensor makes training wait as often."""
     if pairs:
         torch._foreach_copy_([place for place, _ in pairs], [tensor for _, tensor in pairs])
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """By their bytes: a NaN is what it is."""
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
 def _aligned(offset: int) -> int:

@@ -29,6 +29,7 @@ import torch
 from vpipe.config import PipelineConfig
 from vpipe.data.dataset import DataSet
 from vpipe.registry import load_plugins
+from vpipe.rundir.claim import Claim
 from vpipe.rundir.journal import BY_SIGNAL
 from vpipe.rundir.layout import CHECKPOINTS
 from vpipe.rundir.manifest import Standing, checkpoints
@@ -39,13 +40,13 @@ from vpipe.runtime.ranks import device_groups, membership
 from vpipe.runtime.ranks.control import Aborted, Control, EpochOrder
 from vpipe.runtime.ranks.device_groups import NO_WATCHDOG, DeviceLost
 from vpipe.runtime.ranks.failure import PeerLost
-from vpipe.train import abroad, copies
-from vpipe.train.abroad import Abroad, Generation, StoreDoor
-from vpipe.train.copies import SHELVES, Copier, CopyShelf, HeldCopies, Layers, Part, TensorKey
+from vpipe.train import copies_elsewhere
+from vpipe.train.copies import SHELVES, Copier, CopyShelf, Fingerprints, Layers, Part, TensorKey
+from vpipe.train.copies_elsewhere import Abroad, Generation
 from vpipe.train.session import gather, load_data, open_session, schedule_of
 from vpipe.train.sizes import resized
 from vpipe.train.trainer import Trainer
-from vpipe.train.worker import StopRequests, make_console
+from vpipe.train.worker import StopRequests, make_console, refuse_unseen
 
 CONSEQUENCE = 0.5
 """Seconds within which an error must be explained by an abort; later it is this rank's own."""
@@ -76,12 +77,11 @@ class Rank:
         self._control = Control.read(os.environ)
         self._shelves = [CopyShelf(pair) for pair in json.loads(os.environ[SHELVES])]
         self._staging = Staging()
-        self._frozen: set[TensorKey] = set()
-        """What was frozen when this epoch's last copy left the device."""
+        self._seen = Fingerprints()
+        """Of what is frozen, when this epoch's last copy left the device."""
         self._data: DataSet | None = None
-        self._door = StoreDoor()
         self._abroad: Abroad | None = None
-        self._copier = Copier()
+        self._copier, self._sending = Copier(), Copier()
         self._code = 0
 
     def live(self) -> int:
@@ -89,7 +89,7 @@ class Rank:
         for number in BY_SIGNAL:
             signal.signal(number, self._hear)
         self._data = load_data(self._config)
-        control.tell(ready=True, **self._door.facts())
+        control.tell(ready=True)
         while (order := control.next()) is not None:
             try:
                 with control.epoch(order):
@@ -105,7 +105,7 @@ class Rank:
                     raise
                 lost = str(error)
             self._part()
-            control.tell(**({"lost": order.epoch, "sentence": lost} if lost else {}), ready=True, **self._door.facts())
+            control.tell(**({"lost": order.epoch, "sentence": lost} if lost else {}), ready=True)
         return self._code
 
     def _hear(self, number: int, _: Any) -> None:
@@ -117,7 +117,7 @@ class Rank:
     def _part(self) -> None:
         """Drop everything that belongs to the ranks of before; a copy that is on its way becomes whole."""
         self._copier.settle()
-        self._frozen.clear()
+        self._seen = Fingerprints()
         self._control.sockets.shut()
         try:
             with suppress(RuntimeError, AssertionError):
@@ -132,16 +132,18 @@ class Rank:
         took = Marks(order)
         if membership.current() is not None:  # it had finished, and another one had not
             self._part()
-        own = self._door.variables(order) | self._device_variables(order)
+        own = copies_elsewhere.variables(order) | self._device_variables(order)
         os.environ.update(NO_WATCHDOG | _environment(order) | own)
         with self._control.sockets.noting():
             assembly.join(self._config.parallel.timeout)
             took.mark("met")
-            found = self._newest(order)
+            found = copies_elsewhere.agree(self._shelves)
             config = self._config_of(order, found)
             session = open_session(config, gather(config, self._data))
-        session.epoch = order.epoch
+        session.epoch, session.losses = order.epoch, int((order.facts or {}).get("losses", 0))
         took.mark("groups")
+        if order.epoch == 1:
+            refuse_unseen(session.pipeline, Claim(self._directory, self._run))
         console = make_console(config, self._quiet) if order.rank == 0 else None
         trainer = Trainer(session, self._directory, StopRequests(session.pipeline), console, self._run)
         try:
@@ -152,8 +154,6 @@ class Rank:
             trainer.updated = partial(self._keep, trainer, order, took)
             trainer.around_move = self._around_move
             session.pipeline.each_engine(self._copier.watch)
-            if "meet" not in (order.facts or {}):
-                session.pipeline.held = HeldCopies(self._shelves, self._control.slot)
             self._control.wished = partial(setattr, trainer.stop_requests, "wish")
             trainer.run()
             self._copier.settle()
@@ -169,15 +169,9 @@ class Rank:
         """A process keeps its device, whichever rank it becomes: that of its place in ``launch.machines``, or of its
         slot."""
         machines, slot = self._config.launch.machines, self._control.slot
-        place = (machines[slot].partition(":")[2] or "0") if machines else str(slot)
+        host, _, place = machines[slot].rpartition(":") if machines else ("here", "", str(slot))
+        place = place if host and place.isdigit() else "0"
         return {DEVICES: ",".join([place] * order.num_ranks)}
-
-    def _newest(self, order: EpochOrder) -> Generation | None:
-        """The state to go on from, the same for all ranks: what this machine has, or what several have together."""
-        if "meet" in (order.facts or {}):
-            return abroad.agree(self._shelves)
-        found = copies.newest(self._shelves)
-        return Generation.of(found) if found else None
 
     def _config_of(self, order: EpochOrder, found: Generation | None) -> PipelineConfig:
         """The config of this epoch: its ranks, and the layers where they have moved to, if there are as many stages.
@@ -193,17 +187,13 @@ class Rank:
     def _restore(self, trainer: Trainer, order: EpochOrder, found: Generation | None) -> None:
         """Go on from the newest copy that is whole, else from the newest checkpoint, else from where the run began."""
         pipeline = trainer.session.pipeline
-        generation = [float(found.iteration), float(found.epoch)] if found else [-1.0, -1.0]
-        everybody = pipeline.gather_numbers(generation)
-        if any(numbers != generation for numbers in everybody):
-            raise RuntimeError(f"the ranks would go on from different copies: {everybody}")
         if found is not None:
             self._shelves[self._control.slot].keep(found.iteration, found.epoch)
-            trainer.restore(found.standing, abroad.fetch(pipeline, found))
+            trainer.restore(found.standing, copies_elsewhere.fetch(pipeline, found))
         elif (start := self._start(order)) is not None:
             trainer.resume(start)
         if (order.facts or {}).get("guest"):
-            self._abroad = Abroad(order, self._control.slot)
+            self._abroad = Abroad(order, self._control.slot, self._sending)
 
     def _start(self, order: EpochOrder) -> Path | None:
         """Where to begin without copies: two machines may be lost at once."""
@@ -233,7 +223,7 @@ class Rank:
                 if not parameter.requires_grad
             }
             part = Part(order.epoch, writers.index(order.rank), len(writers), tuple(pipeline.partition))
-            shelf, standing = self._shelves[self._control.slot], kept.standing(trainer.iteration, trainer.position)
+            shelf, standing = self._shelves[self._control.slot], kept.standing(trainer.progress)
             with self._control.undisturbed():
                 finish = self._begun(shelf, standing, part, kept.layers(), frozen)
                 self._copier.begin(partial(_finish, finish, shelf, self._abroad))
@@ -248,8 +238,7 @@ class Rank:
         leaves by a stream of its own, and nobody but the copier waits until it has come."""
         if all(is_host(tensor.device) for tensors in layers.values() for tensor in tensors.values()):
             return shelf.begin(standing, part, layers, frozen)
-        copied, arrivals = self._staging.copy(layers, self._frozen & set(frozen))
-        self._frozen = set(frozen)
+        copied, arrivals = self._staging.copy(layers, self._seen.unchanged(layers, frozen))
 
         def written() -> None:
             landed(arrivals)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vpipe.errors import UserError
 from vpipe.train.feed import Feed
-from vpipe.train.session import Session
+from vpipe.train.session import Session, num_replicas
 
 
 class Evaluation:
@@ -14,6 +14,8 @@ class Evaluation:
         self._session = session
         self._feed: Feed | None = None
         self.why_not = ""
+        self.examples = self.targets = 0
+        """What the last one read, and how many targets counted."""
         training, dataset = session.config.training, session.config.dataset
         if session.data.valid is None:
             self.why_not = "the data set holds nothing out"
@@ -21,8 +23,9 @@ class Evaluation:
         try:
             self._feed = Feed(
                 session.data.valid,
+                session.model.count,
                 num_microbatches=training.num_microbatches,
-                num_replicas=session.num_replicas,
+                num_replicas=num_replicas(session.config),
                 batch_size=dataset.batch_size,
                 max_tokens=dataset.max_tokens,
                 shuffle=False,
@@ -42,9 +45,13 @@ class Evaluation:
         assert self._feed is not None, "asked only where there are batches"
         session, total, targets = self._session, 0.0, 0
         session.prepare()
-        for batch in range(self.num_batches):
-            units = self._feed.read([(0, batch)]) if session.reads_data else None
-            loss = session.pipeline.evaluate(units.inputs() if units else None, units.targets() if units else None)
+        self.examples = 0
+        for place in range(self.num_batches):  # spread over all: by tokens, the first are the shortest
+            position = (0, place * self._feed.num_batches // self.num_batches)
+            units = session.units(self._feed, [position])
+            loss = session.evaluate(units)
+            self.examples += self._feed.num_examples(position)
             if units is not None:
                 total, targets = total + loss * units.num_targets, targets + units.num_targets
+        self.targets = targets
         return total / max(targets, 1)

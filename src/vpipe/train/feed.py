@@ -1,29 +1,55 @@
 """From a data set to the units of an iteration.
 
-Only the ranks that hold the first or the last stage read data; labels do not hop through the middle. Both read the same
-batch by themselves, because a batch is a pure function of its position. With d replicas of every stage, unit k is part
-k // d of replica k mod d's batch.
+Only the ranks that hold the first or the last stage read data, and the one that tells what was read (``Session``);
+labels do not hop through the middle. All read the same batch by themselves: its examples follow from its position, and
+so do the random numbers of the code that makes it, because torch's, numpy's and Python's generators are seeded for
+every unit. With d replicas of every stage, unit k is part k // d of replica k mod d's batch.
+
+Workers are processes, since threads would share these generators with each other and with the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple, cast
+from zlib import crc32
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from vpipe.data.dataset import Batch, DataSet
-from vpipe.data.order import BatchOrder
+from vpipe.data.dataset import DataSet, seeded
+from vpipe.data.facts import bytes_of, tensors_of
+from vpipe.data.order import ENDLESS, Indices, PartsRead
 from vpipe.errors import UserError
 from vpipe.layer import split_sizes
+from vpipe.process import die_with_parent
 from vpipe.runtime.microbatches import Microbatches
 
 Position = tuple[int, int]
-"""(epoch, batch)."""
+"""(epoch, batch): the iterations of an epoch are counted as they were made."""
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """How far a run has come."""
+
+    iteration: int
+    position: Position
+    examples: int
+    """Examples trained on since the run began, whatever batches they came in."""
+    sound: bool = True
+    """Whether its loss is finite."""
+    lowered: float = 1.0
+    """What the learning rate is multiplied by."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +61,33 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class ReadUnit:
+    """One unit, read."""
+
+    inputs: Any
+    targets: Any
+    num_targets: int
+    """Targets that count in the loss, as the model counts them."""
+    num_tokens: int
+    """Tokens that the model reads, padding left out."""
+    checksums: Mapping[str, int]
+    """Of each of its tensors: two ranks that read the same unit have the same."""
+
+    @property
+    def num_samples(self) -> int:
+        return int(_leading(self.inputs).shape[0])
+
+    @property
+    def checksum(self) -> int:
+        """Of all of it, never 0."""
+        return 1 + crc32(repr(sorted(self.checksums.items())).encode())
+
+
+@dataclass(frozen=True)
 class Units:
     """The units of one or several iterations, read."""
 
-    batches: Sequence[Batch]
-    pad_id: int | None = None
+    batches: Sequence[ReadUnit]
     whole: Whole | None = None
     """The units of the update, where these are only a part of them (gradient accumulation)."""
     num_updates: int = 1
@@ -48,16 +96,16 @@ class Units:
     @property
     def num_targets(self) -> int:
         """Targets that count in the loss."""
-        return sum(batch.num_tokens for batch in self.batches)
+        return sum(batch.num_targets for batch in self.batches)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the model reads, padding left out: what throughput and MFU count."""
-        return sum(_num_tokens(batch, self.pad_id) for batch in self.batches)
+        """Tokens that the model reads: what throughput and MFU count."""
+        return sum(batch.num_tokens for batch in self.batches)
 
     @property
     def num_samples(self) -> int:
-        return sum(_leading(batch.inputs).shape[0] for batch in self.batches)
+        return sum(batch.num_samples for batch in self.batches)
 
     @property
     def part(self) -> float:
@@ -71,19 +119,40 @@ class Units:
         whole = self.whole or Whole(self.num_targets, len(self.batches))
         if whole.num_targets == 0:
             return [1 / whole.num_units] * len(self.batches)
-        return [batch.num_tokens / whole.num_targets for batch in self.batches]
+        return [batch.num_targets / whole.num_targets for batch in self.batches]
 
     def by_update(self) -> list[Units]:
         """The units of one update after the other."""
-        each = len(self.batches) // self.num_updates
+        return self.split(self.num_updates)
+
+    def split(self, count: int) -> list[Units]:
+        """The units of one iteration, or update, after the other."""
+        each = len(self.batches) // count
         parts = (self.batches[begin : begin + each] for begin in range(0, len(self.batches), each))
         return [replace(self, batches=part, num_updates=1) for part in parts]
 
+    def message(self) -> tuple[Any, ...]:
+        """Itself as what a transport carries; numbers that change are in a tensor, so that its form stays the same."""
+        numbers = [[b.num_targets, b.num_tokens, *b.checksums.values()] for b in self.batches]
+        values = [(b.inputs, b.targets, list(b.checksums)) for b in self.batches]
+        return values, [torch.tensor(each, dtype=torch.int64) for each in numbers]
+
+    @classmethod
+    def of_message(cls, message: tuple[Any, ...]) -> Units:
+        units = []
+        for (inputs, targets, names), numbers in zip(*message, strict=True):
+            num_targets, num_tokens, *checksums = numbers.tolist()
+            units.append(ReadUnit(inputs, targets, num_targets, num_tokens, dict(zip(names, checksums, strict=True))))
+        return cls(units)
+
     def inputs(self) -> Microbatches:
-        return Microbatches([batch.inputs for batch in self.batches].__getitem__, self.shares())
+        return self._microbatches([batch.inputs for batch in self.batches])
 
     def targets(self) -> Microbatches:
-        return Microbatches([batch.targets for batch in self.batches].__getitem__, self.shares())
+        return self._microbatches([batch.targets for batch in self.batches])
+
+    def _microbatches(self, values: Sequence[Any]) -> Microbatches:
+        return Microbatches(values.__getitem__, self.shares(), [batch.checksum for batch in self.batches])
 
 
 def accumulated(parts: Sequence[Units]) -> list[Units]:
@@ -102,11 +171,56 @@ def _leading(inputs: Any) -> Tensor:
     return inputs if isinstance(inputs, Tensor) else _leading(inputs[0])
 
 
-def _num_tokens(batch: Batch, pad_id: int | None) -> int:
-    leading = _leading(batch.inputs)
+def _num_tokens(inputs: Any, pad_id: int | None) -> int:
+    leading = _leading(inputs)
     if leading.is_floating_point():
         return int(leading.shape[0])
     return int(leading.numel() if pad_id is None else (leading != pad_id).sum())
+
+
+def _checksum(tensor: Tensor) -> int:
+    return crc32(bytes_of(tensor), crc32(f"{tensor.dtype} {list(tensor.shape)}".encode()))
+
+
+class UnitsWanted(NamedTuple):
+    """The units of an iteration that are to be read."""
+
+    epoch: int
+    first_unit: int
+    """How many units of the epoch come before."""
+    examples: list[Sequence[int]]
+    """Of every unit."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads units, here or in a process of its own."""
+
+    data: DataSet
+    count: Callable[[Any], int]
+    """The model's: how many targets of a unit count."""
+    seed: int
+
+    def __getitem__(self, wanted: UnitsWanted) -> list[ReadUnit] | UserError:
+        try:
+            numbers = range(wanted.first_unit, wanted.first_unit + len(wanted.examples))
+            return [self._unit(wanted.epoch, *pair) for pair in zip(numbers, wanted.examples, strict=True)]
+        except UserError as error:
+            return error  # a worker would make a traceback of it
+
+    def _unit(self, epoch: int, number: int, examples: Sequence[int]) -> ReadUnit:
+        with seeded(self.seed, epoch, number) if self.data.draws else nullcontext():
+            inputs, targets = self.data.batch(examples)
+        tensors = [*tensors_of(inputs, "inputs"), *tensors_of(targets, "labels")]
+        checksums = {name: _checksum(tensor) for name, tensor in tensors}
+        return ReadUnit(inputs, targets, int(self.count(targets)), _num_tokens(inputs, self.data.pad_id), checksums)
+
+
+def _begin_worker(parent: int, _: int) -> None:
+    """A process that reads ahead ends with the rank, and leaves signals to it."""
+    die_with_parent(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Feed:
@@ -115,6 +229,7 @@ class Feed:
     def __init__(
         self,
         data: DataSet,
+        count: Callable[[Any], int],
         *,
         num_microbatches: int,
         num_replicas: int = 1,
@@ -124,67 +239,154 @@ class Feed:
         num_workers: int = 0,
         shuffle: bool = True,
     ) -> None:
-        self._data = data
-        self._num_microbatches = num_microbatches
-        options: dict[str, Any] = {"max_tokens": max_tokens} if max_tokens else {"batch_size": batch_size}
-        self._orders: list[BatchOrder] = [
-            data.order(seed=seed, num_replicas=num_replicas, replica=replica, shuffle=shuffle, **options)
-            for replica in range(num_replicas)
-        ]
-        self._by_tokens = max_tokens is not None
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="vpipe-data") if num_workers else None
-        self._num_workers = num_workers
-        self._ahead: dict[Position, Future[list[Batch]]] = {}
-        per_iteration = num_microbatches if self._by_tokens else 1
-        self.num_batches = len(self._orders[0]) // per_iteration
-        """Iterations of an epoch."""
+        self._data, self._by_tokens = data, max_tokens is not None
+        self._num_microbatches, self._num_replicas = num_microbatches, num_replicas
+        rows = None if batch_size is None or max_tokens else batch_size * num_replicas
+        self._order = data.order(batch_size=rows, max_tokens=max_tokens, seed=seed, shuffle=shuffle)
+        self._rows = rows or 0
+        self._per_iteration = 1 if rows else num_microbatches * num_replicas
+        self._reader = Reader(data, count, seed)
+        self._num_workers = min(num_workers, 1) if len(data) == ENDLESS else num_workers
+        self._ahead: Iterator[list[ReadUnit] | UserError] | None = None
+        self._coming: Position | None = None
+        """What the workers give next."""
+        self._start: Position = (0, 0)
+        self._read: PartsRead = ()
+        """What had been read of the epoch of ``_start``."""
+        self._tables: dict[int, Sequence[Indices]] = {}
+        self._sums: dict[int, Indices] = {}
+        """Epoch → the examples of its first batches, for each number of them."""
+        self.num_batches = self._num_left(0)
+        """Iterations of a whole epoch."""
         if self.num_batches == 0:
+            on_each = f" on each of {num_replicas} replicas" if num_replicas > 1 else ""
+            if max_tokens:
+                raise UserError(
+                    f"dataset.max_tokens {max_tokens} makes {len(self._table(0))} batches, fewer than "
+                    f"training.num_microbatches = {num_microbatches}{on_each}; lower one of them"
+                )
             raise UserError(
-                f"dataset.max_tokens {max_tokens} makes {len(self._orders[0])} batches on each of {num_replicas} "
-                f"replicas, fewer than training.num_microbatches = {num_microbatches}; lower one of them"
+                f"the data set has {len(data)} examples, fewer than one batch of {batch_size}{on_each}; use a smaller "
+                "dataset.batch_size or more data"
             )
-        per_replica = num_microbatches if max_tokens else int(batch_size or 0)
-        self.step = per_replica * num_replicas
-        """What one iteration takes of an epoch, over all replicas: examples, or batches where they go by tokens."""
+
+    def begin(self, position: Position, read: PartsRead) -> Position:
+        """Go on at a position before which ``read`` had been read of its epoch, by whatever batches; the position of
+        the next batch."""
+        self._start, self._read = position, read
+        self._tables.clear()
+        self._sums.clear()
+        self.close()
+        return position if position[1] < self.batches_of(position[0]) else (position[0] + 1, 0)
+
+    def batches_of(self, epoch: int) -> int:
+        """Iterations of an epoch: those before ``begin`` are counted as they were made."""
+        start, made = self._start
+        return made + self._num_left(epoch) if epoch == start else self.num_batches
+
+    def read_before(self, position: Position) -> PartsRead:
+        """What has been read of a position's epoch before it, for ``begin``."""
+        epoch, batch = position
+        start, made = self._start
+        read, made = (self._read, made) if epoch == start else ((), 0)
+        return self._order.extended(read, (batch - made) * self._per_iteration)
+
+    def passes(self, position: Position) -> float:
+        """How often the data have been read before a position: whole epochs, and the part of this one in examples; of a
+        stream, the iterations."""
+        epoch, batch = position
+        if not batch:
+            return float(epoch)
+        if len(self._data) == ENDLESS:
+            return float(batch)
+        if epoch not in self._sums:
+            self._sums = {epoch: np.cumsum([0, *map(len, self._table(epoch))])}
+        sums = self._sums[epoch]
+        made = self._start[1] if epoch == self._start[0] else 0
+        before = len(self._data) - int(sums[-1])
+        end, whole = ((batch - made) * self._per_iteration, self._num_left(epoch) * self._per_iteration)
+        return epoch + (before + int(sums[end])) / (before + int(sums[whole]))
+
+    def num_examples(self, position: Position) -> int:
+        """The examples of an iteration, over all replicas."""
+        return sum(map(len, self._batches_at(position)))
 
     def next(self, position: Position) -> Position:
         """The position after this one."""
         epoch, batch = position
-        return (epoch, batch + 1) if batch + 1 < self.num_batches else (epoch + 1, 0)
+        return (epoch, batch + 1) if batch + 1 < self.batches_of(epoch) else (epoch + 1, 0)
 
     def read(self, positions: Sequence[Position]) -> Units:
         """The units of these iterations, in order."""
-        if self._pool is None:
-            return self._made([unit for position in positions for unit in self._batches(self._indices(position))])
-        wanted = list(positions)
-        for _ in range(self._num_workers):
-            wanted.append(self.next(wanted[-1]))
-        for position in wanted:
-            if position not in self._ahead:
-                # The order is asked here: it remembers one epoch, which threads would take from each other.
-                self._ahead[position] = self._pool.submit(self._batches, self._indices(position))
-        return self._made([unit for position in positions for unit in self._ahead.pop(position).result()])
+        return Units([unit for position in positions for unit in self._units(position)])
 
-    def _made(self, batches: list[Batch]) -> Units:
-        return Units(batches, self._data.pad_id)
-
-    def _indices(self, position: Position) -> list[Sequence[int]]:
-        """The examples of every unit of an iteration."""
-        epoch, batch = position
-        parts: list[list[Sequence[int]]]
-        if self._by_tokens:  # every unit is a batch of its own, padded by itself
-            first = batch * self._num_microbatches
-            parts = [[o.indices(first + i, epoch) for i in range(self._num_microbatches)] for o in self._orders]
+    def _units(self, position: Position) -> list[ReadUnit]:
+        if self._num_workers and self._ahead is None:
+            self._ahead, self._coming = self._read_ahead(position), position
+        if self._ahead is not None and position == self._coming:
+            found, self._coming = next(self._ahead), self.next(position)
         else:
-            parts = [_cut(order.indices(batch, epoch), self._num_microbatches) for order in self._orders]
-        return [parts[replica][i] for i in range(self._num_microbatches) for replica in range(len(parts))]
+            found = self._reader[self._wanted(position)]
+        if isinstance(found, UserError):
+            raise found
+        return found
 
-    def _batches(self, units: Sequence[Sequence[int]]) -> list[Batch]:
-        return [self._data.batch(unit) for unit in units]
+    def _read_ahead(self, position: Position) -> Iterator[list[ReadUnit] | UserError]:
+        """All iterations from this one on, by processes."""
+
+        def positions() -> Iterator[UnitsWanted]:
+            at = position
+            while True:
+                yield self._wanted(at)
+                at = self.next(at)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # every rank would say that there are fewer cores than workers
+            loader: DataLoader[Any] = DataLoader(
+                cast("Dataset[Any]", self._reader),
+                batch_size=None,
+                sampler=cast("Sampler[Any]", positions()),
+                num_workers=self._num_workers,
+                collate_fn=lambda units: units,
+                worker_init_fn=partial(_begin_worker, os.getpid()),
+                generator=torch.Generator(),  # else it draws from the one that is everybody's
+                multiprocessing_context="fork",
+            )
+            return iter(loader)
+
+    def _table(self, epoch: int) -> Sequence[Indices]:
+        """The batches that are left of an epoch. Two epochs are remembered, for those who read ahead."""
+        if epoch not in self._tables:
+            self._tables = {known: self._tables[known] for known in list(self._tables)[-1:]}
+            self._tables[epoch] = self._order.batches(epoch, self._read if epoch == self._start[0] else ())
+        return self._tables[epoch]
+
+    def _num_left(self, epoch: int) -> int:
+        table = self._table(epoch)
+        short = bool(self._rows and table and len(table[-1]) < self._rows)  # what fills no batch is left out
+        return (len(table) - short) // self._per_iteration
+
+    def _batches_at(self, position: Position) -> Sequence[Indices]:
+        epoch, batch = position
+        begin = (batch - (self._start[1] if epoch == self._start[0] else 0)) * self._per_iteration
+        return self._table(epoch)[begin : begin + self._per_iteration]
+
+    def _wanted(self, position: Position) -> UnitsWanted:
+        epoch, batch = position
+        return UnitsWanted(epoch, batch * self._num_microbatches * self._num_replicas, self._examples(position))
+
+    def _examples(self, position: Position) -> list[Sequence[int]]:
+        """The examples of every unit of an iteration: unit k is of replica k mod d."""
+        found = self._batches_at(position)
+        if self._by_tokens:  # every unit is a batch of its own, padded by itself
+            return [unit.tolist() for unit in found]
+        replicas = [
+            _cut(part.tolist(), self._num_microbatches) for part in np.array_split(found[0], self._num_replicas)
+        ]
+        return [part[i] for i in range(self._num_microbatches) for part in replicas]
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._ahead = self._coming = None  # its processes end with it
 
 
 def _cut(indices: Sequence[int], num_units: int) -> list[Sequence[int]]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from vpipe.config.sections import TrainingConfig
 from vpipe.errors import UserError
-from vpipe.layer import Layer
+from vpipe.layer import Layer, changed
 from vpipe.registry import OPTIMIZER_REGISTRY
 from vpipe.runtime.device import device_type
 from vpipe.runtime.updates.optimizing import LearningRate, OptimizerMaker
@@ -37,17 +37,10 @@ def optimizer(training: TrainingConfig) -> OptimizerMaker:
     """What makes a stage's optimizer."""
     made = OPTIMIZER_REGISTRY.get(training.optimizer)
     own = OPTIMIZER_REGISTRY.is_own(training.optimizer)
-    options = ({} if own else _options(training)) | {"lr": training.learning_rate} | training.optimizer_options
+    options = {"lr": training.learning_rate} | training.optimizer_options
     if training.weight_decay or not own:
         options.setdefault("weight_decay", training.weight_decay)
     return OptimizerMaker(training.optimizer, made, options)
-
-
-def _options(training: TrainingConfig) -> dict[str, Any]:
-    """The keys of the config that are arguments of one of torch's."""
-    if training.optimizer == "sgd":
-        return {"momentum": training.momentum}
-    return {"betas": training.betas, "eps": training.eps}
 
 
 class Lamb(Optimizer):
@@ -58,7 +51,7 @@ class Lamb(Optimizer):
         params: Iterable[nn.Parameter],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -110,9 +103,9 @@ def loss_scale(training: TrainingConfig) -> LossScale:
     return LossScale(float(training.loss_scale))
 
 
-def learning_rate(training: TrainingConfig, num_updates: int) -> LearningRate:
+def learning_rate(training: TrainingConfig, num_updates: float) -> LearningRate:
     """The rate of every update of a run that makes ``num_updates``."""
-    total = max(1, num_updates)
+    total = max(1.0, num_updates)
     return LearningRate(
         training.learning_rate,
         training.learning_rate_policy,
@@ -125,9 +118,9 @@ def learning_rate(training: TrainingConfig, num_updates: int) -> LearningRate:
     )
 
 
-def _updates(amount: float, total: int) -> float:
-    """Below 1 a share of all updates, else a number of updates."""
-    return amount * total if amount < 1 else amount
+def _updates(amount: float, total: float) -> int:
+    """Below 1 a share of all updates, else a number of updates; whole ones."""
+    return ceil(round(amount * total if amount < 1 else amount, 6))
 
 
 def compiled(layers: Sequence[Layer], spec: ScheduleSpec) -> list[Layer]:
@@ -137,17 +130,4 @@ def compiled(layers: Sequence[Layer], spec: ScheduleSpec) -> list[Layer]:
             f"model.compile makes one piece of a layer's backward, but {spec.entry.name} takes the weights' gradients "
             "apart (I, then W); set model.compile: false, or parallel.scheduler to one without W, such as 1f1b"
         )
-    return [replace(layer, module=_compiled(layer.module)) for layer in layers]
-
-
-def _compiled(module: nn.Module | Callable[[], nn.Module]) -> nn.Module | Callable[[], nn.Module]:
-    if isinstance(module, nn.Module):
-        module.compile()
-        return module
-
-    def build() -> nn.Module:
-        made = module()
-        made.compile()
-        return made
-
-    return build
+    return [changed(layer, nn.Module.compile) for layer in layers]

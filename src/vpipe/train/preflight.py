@@ -32,8 +32,18 @@ from vpipe.runtime.flow import resolve
 from vpipe.runtime.updates.update import checked_scale
 from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Layout, Placement
+from vpipe.train.cut import Cut, cut
 from vpipe.train.optimizers import loss_scale
-from vpipe.train.session import Cut, Materials, cut, feed_of, load_data, load_model, schedule_of
+from vpipe.train.session import (
+    Materials,
+    check_padding,
+    check_vocabulary,
+    feed_of,
+    load_data,
+    load_model,
+    schedule_of,
+    skeleton_of,
+)
 from vpipe.train.session import refuse as refuse_unsupported
 
 T = TypeVar("T")
@@ -96,22 +106,22 @@ def check(config: PipelineConfig, *, parallel: bool = True, here: bool = True, e
     if "model" not in absent:
         model = found.attempt(partial(load_model, config, vocab_size), "model", *(["dataset"] if data else []))
     if model is not None:
-        skeleton = found.attempt(partial(Skeleton.of, config.model.name, model), "model")
+        skeleton = found.attempt(partial(skeleton_of, config, model), "model", "training")
     if parallel:
         stages = _stages(found, config, here, model, skeleton if "parallel" not in absent else None)
     if data is not None:
-        _vocabulary(found, config, data, model)
-        feed = found.attempt(partial(feed_of, config, data), "dataset", "training", "parallel")
+        size = model.vocab_size if model is not None else config.model.vocab_size
+        found.attempt(partial(check_vocabulary, config, size, data), "model", "dataset")
+        feed = found.attempt(partial(feed_of, config, data, model), "dataset", "training", "parallel")
         if model is not None and skeleton is not None:
-            _together(found, config, data.vocab_size, rows, model, skeleton, ends)
+            _together(found, config, data, rows, model, skeleton, ends)
             # Code of the user's own may remember that it was tried: a run makes its model and data anew.
             own = MODEL_REGISTRY.is_own(config.model.name) or DATASET_REGISTRY.is_own(config.dataset.name)
             if feed is not None and stages is not None and not own:
                 found.materials = Materials(data, model, skeleton, *stages, feed)
         if feed is not None and (found.problems or found.materials is None):
             feed.close()
-    if found.problems:
-        found.problems = _once(found.problems)
+    found.problems = list({str(each): each for each in found.problems}.values())  # two steps may trip over one mistake
     return found
 
 
@@ -157,7 +167,7 @@ def _stages(
 def _together(
     found: Findings,
     config: PipelineConfig,
-    vocab_size: int,
+    data: DataSet,
     rows: Batch | None,
     model: Model,
     skeleton: Skeleton,
@@ -177,7 +187,7 @@ def _together(
         pair = f"the data set {config.dataset.name} does not fit the model {config.model.name}"
         found.note(f"{pair}: {error.sentence}", "model", "dataset")
         return
-    if 0 < model.vocab_size < vocab_size or not _ids(found, config, rows, model):
+    if 0 < model.vocab_size < data.vocab_size or not _ids(found, config, rows, model):
         return
     small = ends and sum(skeleton.parameters) <= FEW_PARAMETERS
     modules = None if small else skeleton.modules  # built, which is quicker than shapes: these load 1.4 s of torch
@@ -189,17 +199,8 @@ def _together(
             "model",
             "dataset",
         )
-
-
-def _vocabulary(found: Findings, config: PipelineConfig, data: DataSet, model: Model | None) -> None:
-    size = config.model.vocab_size if model is None else model.vocab_size
-    if 0 < size < data.vocab_size:
-        found.note(
-            f"is {size}, but the data set {config.dataset.name} has {data.vocab_size} token ids; set "
-            "model.vocab_size: -1 to ask the data set",
-            "dataset",
-            key=("model", "vocab_size"),
-        )
+    else:
+        found.attempt(partial(check_padding, config, model, data), "model", "dataset")
 
 
 def _ids(found: Findings, config: PipelineConfig, rows: Batch, model: Model) -> bool:
@@ -221,8 +222,3 @@ def _ids(found: Findings, config: PipelineConfig, rows: Batch, model: Model) -> 
                 "model",
             )
     return len(found.problems) == before
-
-
-def _once(found: list[Problem]) -> list[Problem]:
-    """Each sentence once: two steps may trip over one mistake."""
-    return list({str(problem): problem for problem in found}.values())

@@ -1,5 +1,6 @@
 """The last thing that is done for an elastic run whose launcher, or every rank, was killed: the copies that its ranks
-left in memory become a checkpoint. It runs in a child of the zygote, when no rank lives any more.
+left in memory become a checkpoint. It runs when no rank lives any more, in a child of the zygote, or by itself where
+that was killed.
 
 Where the run was on several machines, none of them has all copies. Each leaves what it has in the run directory, and
 the one that finds a whole generation there makes the checkpoint."""
@@ -9,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -83,8 +85,14 @@ def _write(found: Sequence[Copy], checked: PipelineConfig, where: Path, run: str
     epoch = max(copy.part.epoch for copy in found) + 1
     saver = Saver(CheckpointPlace(folder, 0, 1, section.keep, epoch), blocking=True)
     wanted = Save(found[0].standing, line, values)
-    saver.begin(wanted, dict(sorted(layers.items())))
+    saver.begin(wanted, lambda: dict(sorted(layers.items())))
+    saver.end()
     if beat is not None and wanted.path is not None:
         beat.saved, beat.checkpoint = wanted.standing.iteration, str(wanted.path)
+        beat.iteration = max(beat.iteration, beat.saved)
         beat.write(where)
     return wanted.path is not None
+
+
+if __name__ == "__main__":
+    {"save": save, "save_together": save_together}[sys.argv[1]](**json.loads(sys.argv[2]))

@@ -2,47 +2,44 @@
 
 Every rank builds the same session; what a rank does not hold it does not build.
 
-Which layers each stage holds, and what it recomputes or swaps, the config says, or the plan that it names. A plan is
-for one schedule, one number of ranks and one number of microbatches: its memory was counted and its time predicted for
-them. A config that names a plan and says something else is refused. What every layer weighs and works, the model's
-skeleton says.
-
 Words: docs/glossary.md.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from vpipe.config import PipelineConfig
-from vpipe.config.pipeline import OLDER_KEYS
 from vpipe.data import dataset
 from vpipe.data.dataset import DataSet
+from vpipe.data.facts import OF_A_RANK, Facts, differences, facts_of
 from vpipe.errors import UserError
-from vpipe.interfaces import ModelInterface, registered_dataset, registered_model, stage_sizes
-from vpipe.layer import balanced
-from vpipe.models import model as models
+from vpipe.interfaces import registered_dataset, registered_model
 from vpipe.models.model import Model, Skeleton
-from vpipe.plan.layout import layout_from_json
-from vpipe.plan.memory import Choice
 from vpipe.process import under_launcher
-from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, load_plugins
+from vpipe.registry import DATASET_REGISTRY, FORM_REGISTRY, OPTIMIZER_REGISTRY, load_plugins
+from vpipe.runtime import assembly
 from vpipe.runtime.device import chosen as chosen_devices
 from vpipe.runtime.device import is_host
-from vpipe.runtime.options import Chosen, Memory, Ranks, Schedule, Update
+from vpipe.runtime.microbatches import Microbatches, UnitsDiffer
 from vpipe.runtime.pipeline import Pipeline
-from vpipe.runtime.priorities.order import Backend
-from vpipe.runtime.priorities.turns import take_turns
-from vpipe.schedule import catalog
 from vpipe.schedule.authors.authoring import BATCHES, REPLICAS, Chain
 from vpipe.schedule.catalog import ScheduleSpec
+from vpipe.train.cut import Cut, cut
 from vpipe.train.feed import Feed, Position, Units
+from vpipe.train.groups import check_groups, grouped
 from vpipe.train.optimizers import autocast, compiled, loss_scale, optimizer
+
+ONE = ", or set dataset.read_by: one, so that one rank reads for all"
 
 
 @dataclass
@@ -55,19 +52,18 @@ class Session:
     skeleton: Skeleton
     pipeline: Pipeline
     feed: Feed
-    device: Backend | None = None
+    device: Any = None
     """Who orders the work on a device that ranks share."""
+    losses: int = 0
+    """Ranks that this run has lost."""
     epoch: int = 0
     """Of an elastic run: how often its ranks have met."""
 
     @property
     def reads_data(self) -> bool:
-        """Whether this process holds an end of the pipeline."""
-        return self.pipeline.is_first or self.pipeline.is_last
-
-    @property
-    def num_replicas(self) -> int:
-        return num_replicas(self.config)
+        """Whether this process reads batches: it holds an end of the pipeline, or it leads, and tells how many tokens
+        and targets there were. (Which stages the leader holds is the layout's choice.)"""
+        return self.pipeline.is_first or self.pipeline.is_last or self.pipeline.is_leader
 
     def prepare(self, num_iterations: int = 1) -> int:
         """Make the pipeline ready for that many iterations at once; what ``train_step`` must be told as its number of
@@ -78,12 +74,67 @@ class Session:
         if chains is Chain.BATCHES:
             self.pipeline.chain(num_iterations)
             return own
-        return own * num_iterations * self.num_replicas if chains is Chain.UNITS else own
+        return own * num_iterations * num_replicas(self.config) if chains is Chain.UNITS else own
 
-    def read(self, positions: Sequence[Position]) -> Units:
-        """The units of these iterations; of a synchronous schedule each is an update of its own."""
-        units = self.feed.read(positions)
-        return replace(units, num_updates=len(positions)) if self.pipeline.synchronous else units
+    def units(self, feed: Feed, positions: Sequence[Position]) -> Units | None:
+        """The units of these iterations, where this process needs them. Every rank calls this."""
+        if self.config.dataset.read_by == "one":
+            units = feed.read(positions) if self.pipeline.is_leader else Units(())
+            transport = None if self.pipeline.in_process else self.pipeline.transport
+            return Units.of_message(assembly.told_by_leader(transport, units.message()))
+        return feed.read(positions) if self.reads_data else None
+
+    def read(self, positions: Sequence[Position]) -> Units | None:
+        """The same of the training data; of a synchronous schedule each iteration is an update of its own."""
+        units = self.units(self.feed, positions)
+        return replace(units, num_updates=len(positions)) if units and self.pipeline.synchronous else units
+
+    @cached_property
+    def data_facts(self) -> Facts:
+        """What tells the data from others, as far as this process reads them."""
+        section = self.config.dataset
+        own = DATASET_REGISTRY.is_own(section.name)  # which files it reads, it alone knows
+        path = None if own else section.path or section.extra.get("path")
+        sampled = section.read_by == "each" or self.pipeline.is_leader
+        return facts_of(self.data, self.config.model.sequence_length, Path(path) if path else None, sampled)
+
+    def check_data(self) -> None:
+        """Refuse to begin where ranks have loaded other data. Every rank calls this."""
+        told = [json.loads(each) for each in self.pipeline.gather(json.dumps(dict(self.data_facts)))]
+        for rank, facts in enumerate(told):
+            if found := differences(told[0], facts, OF_A_RANK):
+                raise UserError(
+                    f"ranks 0 and {rank} have loaded different data: {', '.join(found)}; {_why(self.config)}"
+                )
+
+    def train_step(self, units: Units | None, **options: Any) -> float:
+        """``Pipeline.train_step`` on these units."""
+        with self._same_units(units):
+            return self.pipeline.train_step(*_ends(units), **options)
+
+    def evaluate(self, units: Units | None) -> float:
+        """``Pipeline.evaluate`` of these units."""
+        with self._same_units(units):
+            return self.pipeline.evaluate(*_ends(units))
+
+    @contextmanager
+    def _same_units(self, units: Units | None) -> Iterator[None]:
+        """Around a step: where the ends of the pipeline have read different units, say what differs, and why."""
+        try:
+            yield
+        except UnitsDiffer as error:
+            mine = units.batches[error.microbatch].checksums if units is not None else {}
+            told = [json.loads(each) for each in self.pipeline.gather(json.dumps(mine))]
+            known = [(rank, each) for rank, each in enumerate(told) if each]
+            differing = [each for each in known[1:] if each[1] != known[0][1]]
+            if not differing:
+                raise
+            (first, one), (second, other) = known[0], differing[0]
+            names = [name for name in one if one[name] != other.get(name)] or sorted(other.keys() - one.keys())
+            raise UserError(
+                f"ranks {first} and {second} have read different data for microbatch {error.microbatch}: {names[0]} is "
+                f"not the same, {len(names)} of {len(one | other)} differ; {_why(self.config)}"
+            ) from None
 
     def close(self) -> None:
         self.feed.close()
@@ -99,26 +150,46 @@ def num_replicas(config: PipelineConfig) -> int:
     return replicas[0] if len(set(replicas)) == 1 else 1
 
 
+def _ends(units: Units | None) -> tuple[Microbatches | None, Microbatches | None]:
+    return (units.inputs(), units.targets()) if units is not None else (None, None)
+
+
+def _why(config: PipelineConfig) -> str:
+    """What makes two processes read other data."""
+    if DATASET_REGISTRY.is_own(config.dataset.name):
+        return (
+            f"the data set {config.dataset.name} gives other examples or random numbers in another process (the order "
+            "of a set, a generator with a seed of the clock, a file that changes; torch's, numpy's and Python's own "
+            f"generators are seeded for every unit): make it give the same{ONE}"
+        )
+    return f"the files under {config.dataset.path} are not the same for all ranks: copy them again" + ONE
+
+
 def load_data(config: PipelineConfig) -> DataSet:
     """The data set of a config: built in, or registered by the user."""
     section, length = config.dataset, config.model.sequence_length
     load_plugins(config.plugins)
     if DATASET_REGISTRY.is_own(section.name):
-        return registered_dataset(section, length, config.training.seed)
+        with dataset.seeded(section.split_seed):
+            rows = section.batch_size * num_replicas(config) if config.training.max_iterations > 0 else 0
+            return registered_dataset(section, length, section.split_seed, rows)
     extra = dict(section.extra)
     if "test_size" in dataset.options(section.name):
         extra.setdefault("test_size", section.test_size)
-    return dataset.load(section.name, path=section.path, sequence_length=length, seed=config.training.seed, extra=extra)
+    return dataset.load(section.name, path=section.path, sequence_length=length, seed=section.split_seed, extra=extra)
 
 
 def load_model(config: PipelineConfig, vocab_size: int | None) -> Model:
     """The model of a config: built in, or registered by the user."""
-    section, seed = config.model, config.training.seed
     load_plugins(config.plugins)
-    if MODEL_REGISTRY.is_own(section.name):
-        return registered_model(section, vocab_size, seed)
-    known = inspect.signature(models.builder(section.name)).parameters
-    return models.build(section.name, models.model_options(section, known), vocab_size=vocab_size, seed=seed)
+    return grouped(registered_model(config.model, vocab_size, config.training.seed), config.training)
+
+
+def skeleton_of(config: PipelineConfig, model: Model) -> Skeleton:
+    """Its names, shapes and sizes; refused where the config names parameters that it does not have."""
+    skeleton = Skeleton.of(config.model.name, model)
+    check_groups(skeleton, config.training)
+    return skeleton
 
 
 def refuse(config: PipelineConfig) -> None:
@@ -126,12 +197,17 @@ def refuse(config: PipelineConfig) -> None:
     worse."""
     parallel = config.parallel
     entry = schedule_of(config).entry
+    if not OPTIMIZER_REGISTRY.is_own(config.training.optimizer):
+        optimizer(config.training)([nn.Parameter(torch.zeros(1))])
     if parallel.backend == "nccl":
         _need_accelerator(parallel.device)
-    if entry.chains is Chain.UNITS and config.training.gradient_accumulation != 1:
+    if entry.asynchronous and config.training.gradient_accumulation != 1:
+        units = entry.chains is Chain.UNITS
+        why = "counts units" if units else "updates with every batch, by the weights of the one before"
+        remedy = "give parallel.schedule_options: {update_interval: N}" if units else "raise dataset.batch_size"
         raise UserError(
             f"training.gradient_accumulation is {config.training.gradient_accumulation}, but scheduler {entry.name} "
-            "counts units: give parallel.schedule_options: {update_interval: N} instead"
+            f"{why}: {remedy} instead"
         )
     alone = parallel.transport != "inprocess" and not parallel.use_orion_scheduler
     if parallel.priority != "none" and alone and not entry.runs_threads:
@@ -167,11 +243,12 @@ def gather(config: PipelineConfig, data: DataSet | None = None) -> Materials:
     refuse(config)
     data = data or load_data(config)
     model = load_model(config, data.vocab_size)
-    _check_vocabulary(config, model, data)
-    skeleton = Skeleton.of(config.model.name, model)
+    check_vocabulary(config, model.vocab_size, data)
+    check_padding(config, model, data)
+    skeleton = skeleton_of(config, model)
     spec = schedule_of(config)
     return Materials(
-        data, model, skeleton, spec, cut(config, skeleton, spec.placement.num_stages), feed_of(config, data)
+        data, model, skeleton, spec, cut(config, skeleton, spec.placement.num_stages), feed_of(config, data, model)
     )
 
 
@@ -183,30 +260,28 @@ def open_session(config: PipelineConfig, materials: Materials | None = None) -> 
     pipeline = Pipeline(
         compiled(model.layers, spec) if config.model.compile else model.layers,
         model.loss,
-        schedule=Schedule(spec, partition=chosen.partition),
-        memory=Memory(chosen.recompute, chosen.swap),
-        update=Update(
-            optimizer(training),
-            clip_norm=training.gradient_clipping or None,
-            exact_reduction=parallel.exact_reduction,
-            early_reduction=parallel.early_reduction,
-            loss_scale=loss_scale(training),
-            autocast=autocast(training, parallel.device),
-        ),
-        ranks=Ranks(
-            config.num_ranks,
-            parallel.replicas or parallel.data_parallel_size,
-            transport=parallel.transport if under_launcher() else "auto",
-            device=parallel.device,
-            device_messages=parallel.backend != "gloo",
-            timeout=parallel.timeout,
-        ),
+        schedule=spec,
+        partition=chosen.partition,
+        recompute=chosen.recompute,
+        swap=chosen.swap,
+        optimizer=optimizer(training),
+        clip_norm=training.gradient_clipping or None,
+        exact_reduction=parallel.exact_reduction,
+        loss_scale=loss_scale(training),
+        autocast=autocast(training, parallel.device),
+        num_ranks=config.num_ranks,
+        replicas=parallel.replicas or parallel.data_parallel_size,
+        transport=parallel.transport if under_launcher() else "auto",
+        device=parallel.device,
+        device_messages=parallel.backend != "gloo",
+        timeout=parallel.timeout,
         tied=model.tied,
         seed=training.seed,
     )
     device = None
     if parallel.priority != "none" or parallel.use_orion_scheduler:
-        device = take_turns(
+        device = FORM_REGISTRY.create(
+            "turns",
             pipeline.each_engine,
             parallel.priority,
             use_orion=parallel.use_orion_scheduler,
@@ -215,22 +290,32 @@ def open_session(config: PipelineConfig, materials: Materials | None = None) -> 
     return Session(config, made.data, model, made.skeleton, pipeline, made.feed, device)
 
 
-def _check_vocabulary(config: PipelineConfig, model: Model, data: DataSet) -> None:
-    if 0 < model.vocab_size < data.vocab_size:
+def check_vocabulary(config: PipelineConfig, size: int, data: DataSet) -> None:
+    """Refuse ids that a model with a vocabulary of this ``size`` does not have."""
+    if 0 < size < data.vocab_size:
         raise UserError(
-            f"model.vocab_size is {model.vocab_size}, but the data set {config.dataset.name} has {data.vocab_size} "
+            f"model.vocab_size is {size}, but the data set {config.dataset.name} has {data.vocab_size} "
             "token ids; set model.vocab_size: -1 to ask the data set"
         )
 
 
+def check_padding(config: PipelineConfig, model: Model, data: DataSet) -> None:
+    """Refuse padding that the model would train on."""
+    ignored = getattr(model.loss, "ignored", data.ignore_index)
+    if ignored != data.ignore_index and not DATASET_REGISTRY.is_own(config.dataset.name):
+        raise UserError(
+            f"the data set {config.dataset.name} marks what does not count with {data.ignore_index}, but the loss of "
+            f"the model {config.model.name} ignores {ignored} and would train on it; give the model its own "
+            f"(huggingface: model.config.pad_token_id: {data.ignore_index}, or model.extra.ignored)"
+        )
+
+
 def schedule_of(config: PipelineConfig) -> ScheduleSpec:
-    """The schedule that the config's pipeline runs, with the options that ``parallel.schedule_options`` and older keys
-    give: its entry says which it has, and its author what they may be. Nothing here knows an option's meaning."""
+    """The schedule that the config's pipeline runs, with the options that ``parallel.schedule_options`` gives: its
+    entry says which it has, and its author what they may be. Nothing here knows an option's meaning."""
     parallel, num_readers = config.parallel, num_replicas(config)
-    older = {each.option: each.value(config) for each in OLDER_KEYS}
-    options = {name: value for name, value in older.items() if value is not None} | parallel.schedule_options
     for own in (BATCHES, REPLICAS):
-        if own in options:
+        if own in parallel.schedule_options:
             raise UserError(
                 f"parallel.schedule_options has {own}, which a run chooses itself (iterations between two drains, "
                 "parallel.replicas); remove it"
@@ -241,15 +326,16 @@ def schedule_of(config: PipelineConfig) -> ScheduleSpec:
         config.training.num_microbatches,
         parallel.stages_per_rank,
         parallel.replicas or parallel.data_parallel_size,
-        options,
+        parallel.schedule_options,
         num_readers,
     )
 
 
-def feed_of(config: PipelineConfig, data: DataSet) -> Feed:
-    """The units of the config's iterations."""
+def feed_of(config: PipelineConfig, data: DataSet, model: Model | None) -> Feed:
+    """The units of the config's iterations; without a model they can only be planned."""
     return Feed(
         data,
+        model.count if model is not None else len,
         num_microbatches=config.training.num_microbatches,
         num_replicas=num_replicas(config),
         batch_size=config.dataset.batch_size,
@@ -257,98 +343,3 @@ def feed_of(config: PipelineConfig, data: DataSet) -> Feed:
         seed=config.training.seed,
         num_workers=config.dataset.num_workers,
     )
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a model is cut; what is recomputed and what is swapped is a share of each stage's layers, or a set of
-    layers."""
-
-    partition: list[int]
-    recompute: Chosen
-    swap: Chosen
-
-
-def cut(config: PipelineConfig, skeleton: Skeleton, num_stages: int) -> Cut:
-    """``auto`` balances the work that the layers' weights suggest; a list and a plan are taken as they are."""
-    parallel = config.parallel
-    if parallel.partition == "auto":
-        sizes = _registered_cut(config, num_stages) or balanced(skeleton.work, num_stages)
-        return Cut(sizes, parallel.recompute, parallel.swap)
-    if isinstance(parallel.partition, str):
-        return _planned(config, Path(parallel.partition), len(skeleton.modules))
-    found = list(parallel.partition)
-    if sum(found) != len(skeleton.modules):
-        raise UserError(
-            f"parallel.partition {found} holds {sum(found)} layers, but the model {config.model.name} has "
-            f"{len(skeleton.modules)}; change one of them, or use partition: auto"
-        )
-    return Cut(found, parallel.recompute, parallel.swap)
-
-
-def _registered_cut(config: PipelineConfig, num_stages: int) -> list[int] | None:
-    """What ``get_stage_partition`` of a registered model says, where its author wrote one."""
-    if not MODEL_REGISTRY.is_own(config.model.name):
-        return None
-    found = MODEL_REGISTRY.get(config.model.name)
-    if not (isinstance(found, type) and issubclass(found, ModelInterface)):
-        return None
-    if found.get_stage_partition is ModelInterface.get_stage_partition:
-        return None
-    return stage_sizes(found(config.model), num_stages)
-
-
-def read_plan(path: Path) -> dict[str, Any]:
-    """The JSON of a plan."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"the plan {path} cannot be read: {error.strerror}; make it with 'vpipe plan'") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no plan, since it is not JSON ({error}); make it with 'vpipe plan'") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is no plan, since it holds no object; make it with 'vpipe plan'")
-    return found
-
-
-def _planned(config: PipelineConfig, path: Path, num_layers: int) -> Cut:
-    plan = read_plan(path)
-    layout = layout_from_json(plan, str(path), num_layers)
-    _agree(config, path, plan)
-    for name in ("recompute", "swap"):
-        own = getattr(config.parallel, name)
-        if own and any(own if isinstance(own, tuple) else (own,)):
-            raise UserError(
-                f"parallel.{name} is {own}, but the plan {path} says what is done with each layer; "
-                f"remove parallel.{name}"
-            )
-    recompute, swap = (
-        {layer for stage in range(layout.num_stages) for layer in layout.layers(stage, choice)}
-        for choice in (Choice.RECOMPUTE, Choice.SWAP)
-    )
-    return Cut(list(layout.counts), recompute, swap)
-
-
-def _agree(config: PipelineConfig, path: Path, plan: dict[str, Any]) -> None:
-    """What the plan was made for must be what the config runs."""
-    schedule = plan.get("schedule")
-    own = {
-        "parallel.scheduler": catalog.get(config.parallel.scheduler).name,
-        "parallel.model_parallel_size": config.parallel.model_parallel_size,
-        "training.num_microbatches": config.training.num_microbatches,
-        "parallel.replicas": list(
-            config.parallel.replicas or (config.parallel.data_parallel_size,) * config.parallel.model_parallel_size
-        ),
-    }
-    planned = {
-        "parallel.scheduler": catalog.get(schedule).name if isinstance(schedule, str) else None,
-        "parallel.model_parallel_size": plan.get("num_ranks"),
-        "training.num_microbatches": plan.get("num_microbatches"),
-        "parallel.replicas": plan.get("replicas") or None,
-    }
-    for key, value in planned.items():
-        if value is not None and value != own[key]:
-            raise UserError(
-                f"the plan {path} is for {key} {value}, but the config says {own[key]}; set {key}={value}, plan anew, "
-                f"or give its partition as a list: parallel.partition={plan['partition']}"
-            )

@@ -42,7 +42,7 @@ def bounds(config: PipelineConfig) -> tuple[int, int]:
     if least == most:
         return least, most
     told = [key for key in ("recompute", "swap") if isinstance(getattr(parallel, key), tuple)]
-    told += [key for key in ("replicas", "depths") if getattr(parallel, key) is not None]
+    told += ["replicas"] if parallel.replicas is not None else []
     each = catalog.get(parallel.scheduler).per_stage
     told += [f"schedule_options.{option}" for option in parallel.schedule_options if option in each]
     if told:
@@ -69,11 +69,6 @@ def started(config: PipelineConfig, num_ranks: int) -> PipelineConfig:
             f"the launcher has started {num_ranks} ranks, but launch.elastic is {config.launch.elastic}"
             + (f" and every stage has {replicas} replicas" if replicas > 1 else "")
             + "; start another number, or change it"
-        )
-    if config.checkpoint.on_exit:
-        raise UserError(
-            "checkpoint.on_exit writes copies that a launcher of vpipe's keeps in memory, but another one (torchrun, "
-            "srun, mpirun) has started these ranks; set checkpoint.interval, and remove checkpoint.on_exit"
         )
     values = resized(config, num_ranks).to_dict()
     values["launch"] |= {"elastic": None, "machines": []}

@@ -28,26 +28,23 @@ from vpipe.rundir import lineage
 from vpipe.rundir.facts import RunFacts
 from vpipe.rundir.journal import ENDING, Ending
 from vpipe.rundir.manifest import Standing
-from vpipe.runtime.job import Stats
+from vpipe.runtime.microbatches import mean_loss
 from vpipe.runtime.moves.moving import Moved
 from vpipe.runtime.options import Memory
-from vpipe.schedule.authors.authoring import Chain
 from vpipe.schedule.catalog import short_name
 from vpipe.schedule.placement import Layout
 from vpipe.train.checkpoints.manager import CheckpointManager
 from vpipe.train.evaluation import Evaluation
-from vpipe.train.feed import Position, Units, accumulated
-from vpipe.train.optimizers import learning_rate
+from vpipe.train.feed import Position, TrainingProgress, Units, accumulated
+from vpipe.train.rates import RunPlan
 from vpipe.train.reporting.clocks import profiled
 from vpipe.train.reporting.run_log import Metrics, RunLog, device_name, run_facts
 from vpipe.train.session import Session
+from vpipe.train.soundness import LEAST_RATE, Soundness
 
 if TYPE_CHECKING:
     from vpipe.train.adapt import Adapter, Decision
     from vpipe.train.worker import StopRequests
-
-MAX_CHAINED_UNITS = 256
-"""Units that an asynchronous schedule runs between two drains at most."""
 
 
 class Trainer:
@@ -61,18 +58,10 @@ class Trainer:
         console: Console | None = None,
         run: str | None = None,
     ) -> None:
-        config, pipeline, training = session.config, session.pipeline, session.config.training
+        config, training = session.config, session.config.training
         self.session = session
         self.directory = directory
-        self.position: Position = (0, 0)
-        """The batch that comes next."""
-        self.iteration = 0
-        most = training.max_iterations
-        whole = training.epochs * session.feed.num_batches
-        self.num_iterations = whole if most < 0 else min(whole, most)
-        self.num_updates = -(-self.num_iterations // training.gradient_accumulation) * pipeline.updates_per_step
-        self.rate = learning_rate(training, self.num_updates)
-        pipeline.set_learning_rate(self.rate)
+        self._go_on(TrainingProgress(0, (0, 0), 0))
         self.run_id = run or lineage.new_id()
         self.log = RunLog(session, directory, self.run_id, console)
         self.checkpoints = CheckpointManager(session, directory, self.run_id, self.log.say, self.log.beat)
@@ -86,6 +75,8 @@ class Trainer:
         self._closed = False
         self._owes_checkpoint = False
         self._asked: Signals | None = None
+        self._fault = ""
+        """Why the run ends before its end."""
         self._updates: deque[float] = deque(maxlen=16)
         """Seconds of the latest updates."""
         self._since_update = perf_counter()
@@ -93,15 +84,20 @@ class Trainer:
         """Called between two updates, when all that belongs to the one before is done."""
         self.around_move: Callable[[], AbstractContextManager[None]] = nullcontext
         """What is around every move of layers, which may open connections."""
-        self._wished = ""
-        """A layout that was asked for and whose frozen weights are on their way."""
-        self._accumulating: list[Units] = []
+        self._accumulating: list[Units | None] = []
         """The iterations of this update that are read but not yet trained on."""
 
     def resume(self, where: Path) -> None:
         """Go on from the newest whole checkpoint of ``where``."""
         try:
             self._go_on(self.checkpoints.resume(where))
+            if self.checkpoints.changes:
+                scale, rate = self.session.pipeline.loss_scale.value, self.plan.rate_at(self.position)
+                scaled = f", loss scale {scale:g}" if self.session.config.training.precision == "fp16" else ""
+                self.log.say(
+                    f"warning: not as in the run that it goes on from: {self.checkpoints.changes}; it goes on with "
+                    f"learning rate {rate:.4g}{scaled}"
+                )
         except BaseException:
             self.close()
             raise
@@ -109,18 +105,25 @@ class Trainer:
     def restore(self, standing: Standing, tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Go on from a copy in memory of this very run."""
         self._go_on(self.checkpoints.restore(standing, tensors))
-        self._owes_checkpoint = self._owed()
+        for line in self.checkpoints.trained(self.iteration):
+            self.metrics.add(line["seconds"], line["tokens"], line["samples"])
+        due = self.checkpoints.last_due(self.progress, self.num_iterations)
+        self._owes_checkpoint = self.checkpoints.newest < due
+        if self._owes_checkpoint and due < self.iteration:
+            self.log.say(f"the checkpoint of iteration {due} was lost on its way; {self.iteration} is saved instead")
 
-    def _owed(self) -> bool:
-        """Whether the update that was restored asked for a checkpoint, which may have got lost with a rank."""
-        interval, step = self.session.config.checkpoint.interval, self.session.config.training.gradient_accumulation
-        if interval <= 0:
-            return interval == 0 and (self.position[1] < step or self.iteration == self.num_iterations)
-        return self._due(interval) or self.iteration // interval != (self.iteration - step) // interval
+    def _go_on(self, progress: TrainingProgress) -> None:
+        self.iteration, self.position, self.examples = progress.iteration, progress.position, progress.examples
+        self.lowered = progress.lowered
+        self.soundness = Soundness(self.session)
+        self.plan = RunPlan(self.session, self.iteration, self.position, self.lowered)
+        self.num_iterations = self.plan.num_iterations
+        self.session.pipeline.set_learning_rate(self.plan.rate)
 
-    def _go_on(self, position: Position) -> None:
-        self.position = position
-        self.iteration = position[0] * self.session.feed.num_batches + position[1]
+    @property
+    def progress(self) -> TrainingProgress:
+        """How far the run has come, for a checkpoint."""
+        return TrainingProgress(self.iteration, self.position, self.examples, not self.soundness.streak, self.lowered)
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or until somebody asks to stop; the summary. ``ended`` says how."""
@@ -129,20 +132,19 @@ class Trainer:
             self.checkpoints.enter()
             self.log.start(self._facts())
             self.log.resumed(self.iteration)
-            if training.warmup > self.num_updates:
-                self.log.say(
-                    f"warning: training.warmup is {training.warmup:g} updates, but the run makes {self.num_updates}: "
-                    "the learning rate does not reach its peak"
-                )
             if self.evaluation is not None and not self.evaluation.num_batches:
                 self.log.say(f"warning: there is no evaluation: {self.evaluation.why_not}")
+            for sentence in self.plan.beyond():
+                self.log.say(f"warning: {sentence}")
             if self._owes_checkpoint:
-                self.checkpoints.save(self.iteration, self.position)
+                self.checkpoints.save(self.progress)
                 self._owes_checkpoint = False
             with self.stop_requests.listening():
                 self._since_update = perf_counter()
                 while self.iteration < self.num_iterations and not self._stops():
                     self._train()
+                    if self.soundness.is_lost and self._ends_update(self.iteration) and not self._goes_back():
+                        break
                     self._evaluate_and_save()
                     if self.updated is not None and self._ends_update(self.iteration):
                         self.updated()
@@ -150,10 +152,32 @@ class Trainer:
                         break
             unsaved = self.checkpoints.end()
             summary = self._summary()
-            self.ended = self.log.finish(summary, self._asked, self.iteration, unsaved)
+            ending = Ending.diverged(self._fault, self.iteration) if self._fault else self._ending(unsaved)
+            self.ended = self.log.finish(summary, ending)
             return summary
         finally:
             self.close()
+
+    def _ending(self, unsaved: str) -> Ending:
+        asked, iteration = self._asked, self.iteration
+        ending = Ending.finished(iteration) if asked is None else Ending.asked(asked, iteration)
+        return ending.unsaved(unsaved) if unsaved else ending
+
+    def _goes_back(self) -> bool:
+        """Go back to the latest checkpoint with a lower rate, where the config says so and it may help; otherwise the
+        run ends."""
+        fault, lowered = self.soundness.describe(), self.lowered / 2
+        back = self.session.config.training.on_nan == "roll-back" and lowered >= LEAST_RATE
+        progress = self.checkpoints.go_back() if back else None
+        if progress is None:
+            self._fault = fault
+            return False
+        self._go_on(replace(progress, lowered=lowered))
+        self._accumulating.clear()
+        self._owes_checkpoint = False
+        self.log.resumed(self.iteration)
+        self.log.say(f"warning: {fault}; back to iteration {self.iteration}, with {lowered:g} of the learning rate")
+        return True
 
     def close(self) -> None:
         """End what runs beside: readers of data, recorders, the page, last the heartbeat. Once is enough."""
@@ -175,34 +199,18 @@ class Trainer:
         sizes = [3 * size for size in session.skeleton.weight_bytes]  # with what optimizers keep, about
         cap = memory_cap(session)
         work = session.skeleton.work
-        return Adapter(session.pipeline, mode, work, sizes, self._adapted, self._move, cap, self._prepare_move)
+        return Adapter(session.pipeline, mode, work, sizes, self._adapted, self._move, cap)
 
     def _move(self, layout: Layout, memory: Memory | None = None) -> Moved:
         with self.around_move():
             return self.session.pipeline.move(layout, memory)
 
-    def _prepare_move(self, layout: Layout) -> bool:
-        with self.around_move():
-            return self.session.pipeline.prepare_move(layout)
-
-    def _consider_wish(self, wish: str) -> None:
-        """Somebody outside wants another layout: ``{"partition": layers per stage, "ranks": their order}``. What
-        nothing writes is sent first."""
-        told, layout = json.loads(wish), self.session.pipeline.layout
-        try:
-            wanted = layout.with_counts(told["partition"]).with_ranks(told["ranks"])
-            self._wished = wish if self._prepare_move(wanted) else ""
-        except UserError:
-            self._wished = ""  # moving says why
-        if not self._wished:
-            self._move_as_asked(wish)
-
     def _move_as_asked(self, wish: str) -> None:
-        told, pipeline = json.loads(wish), self.session.pipeline
-        self._wished = ""
+        """Take a layout asked for from outside: ``{"partition": layers per stage, "ranks": their order}``."""
+        told, layout = json.loads(wish), self.session.pipeline.layout
         self.checkpoints.settle()
         try:
-            moved = self._move(pipeline.layout.with_counts(told["partition"]).with_ranks(told["ranks"]))
+            moved = self._move(layout.with_counts(told["partition"]).with_ranks(told["ranks"]))
         except UserError as error:
             self.log.say(f"iteration {self.iteration}  not moved as asked: {error.sentence}")
             return
@@ -224,12 +232,12 @@ class Trainer:
         self.log.adapted(self.iteration, decision, moved, facts)
 
     def _facts(self) -> RunFacts:
-        num_microbatches = self.session.prepare(len(self._chain()))
+        num_microbatches = self.session.prepare(len(self.plan.chain(self.iteration, self.position)))
         return replace(
             run_facts(self.session, num_microbatches),
             run=self.run_id,
             iterations=self.num_iterations,
-            iterations_per_epoch=self.session.feed.num_batches,
+            iterations_per_epoch=min(self.session.feed.num_batches, self.num_iterations),
             directory=str(self.directory),
         )
 
@@ -237,37 +245,39 @@ class Trainer:
         """One iteration; an asynchronous schedule chains several, so that it drains rarely."""
         session, pipeline = self.session, self.session.pipeline
         self.log.align_clocks(self.iteration)
-        positions = self._chain()
+        positions = self.plan.chain(self.iteration, self.position)
         count = len(positions)
         begin = perf_counter()
-        units = self._read(positions) if session.reads_data else None
+        units = self._read(positions)
         watched = self._profiles(self.iteration)
-        around = self._profiled() if watched else self.log.counted()
+        name = f"profiler_{short_name(session.config.parallel.scheduler)}"
+        around = profiled(pipeline, self.directory / name) if watched else self.log.counted()
+        num_microbatches = session.prepare(count)
+        self.plan.step(positions, num_microbatches, self._ends_update(self.iteration))
         with around:
-            loss = pipeline.train_step(
-                units.inputs() if units else None,
-                units.targets() if units else None,
+            loss = session.train_step(
+                units,
                 update=self._ends_update(self.iteration + 1) or count > 1,
-                num_microbatches=session.prepare(count),
+                num_microbatches=num_microbatches,
             )
-        seconds, stats = perf_counter() - begin, pipeline.stats
+        if pipeline.checked:
+            self.log.say(f"step {pipeline.step - 1} is {pipeline.checked}")
+            pipeline.checked = ""
+        seconds = perf_counter() - begin
+        if self._ends_update(self.iteration + count):
+            self._updates.append(perf_counter() - self._since_update)
+        lines = self._lines(positions, loss, units, seconds, not watched)
         self.iteration += count
         self.position = session.feed.next(positions[-1])
-        if units is not None:
-            loss = loss / units.part if units.part else loss
-        self._last_loss = loss
-        tokens, samples = (units.num_tokens, units.num_samples) if units else (0, 0)
-        for _ in range(count):
-            self.metrics.add(seconds / count, tokens / count, samples / count, counts=not watched)
-        if self._ends_update(self.iteration):
-            self._updates.append(perf_counter() - self._since_update)
         beat = {"phase": "training", "iteration": self.iteration, "iterations": self.num_iterations}
         beat["update_seconds"] = max(self._updates, default=0.0)
-        self.log.iteration(self._line(positions[-1][0], loss, tokens, seconds, count, stats), beat)
+        self.log.step(lines, beat)
+        if said := self.soundness.see(lines, positions):
+            self.log.say(said)
         self.checkpoints.poll()
         self._adapt(seconds / count)
 
-    def _read(self, positions: list[Position]) -> Units:
+    def _read(self, positions: list[Position]) -> Units | None:
         """The units of these iterations. Where gradients are accumulated, all iterations of the update are read first:
         a unit weighs as much as its share of all their targets."""
         if self.session.config.training.gradient_accumulation == 1:
@@ -277,66 +287,64 @@ class Trainer:
             while not self._ends_update(end):
                 group.append(self.session.feed.next(group[-1]))
                 end += 1
-            self._accumulating = accumulated([self.session.feed.read([position]) for position in group])
+            parts = [self.session.units(self.session.feed, [position]) for position in group]
+            read = [part for part in parts if part is not None]
+            self._accumulating = [*accumulated(read)] if read else [None] * len(group)
         return self._accumulating.pop(0)
 
     def _ends_update(self, iteration: int) -> bool:
         """Whether an update follows after that many iterations."""
         return iteration % self.session.config.training.gradient_accumulation == 0 or iteration == self.num_iterations
 
-    def _chain(self) -> list[Position]:
-        """The iterations of one program: as many as fit before the next thing that needs a drain."""
-        config, feed = self.session.config, self.session.feed
-        positions = [self.position]
-        chains = self.session.pipeline.spec.chains
-        if chains is Chain.NOT or (chains is Chain.BATCHES and config.training.gradient_accumulation > 1):
-            return positions
-        intervals = [
-            config.training.evaluation_interval,
-            config.checkpoint.interval,
-            config.observe.log_interval,
-            config.observe.verbose_interval,
-        ]
-        most = max(1, MAX_CHAINED_UNITS // (config.training.num_microbatches * self.session.num_replicas))
-        while len(positions) < min(most, self.num_iterations - self.iteration):
-            done = self.iteration + len(positions)
-            following = feed.next(positions[-1])
-            if following[1] == 0 or any(interval > 0 and done % interval == 0 for interval in intervals):
-                break
-            if self._profiles(done) or self._profiles(done - 1):
-                break
-            positions.append(following)
-        return positions
-
-    def _profiled(self) -> AbstractContextManager[Any]:
-        name = f"profiler_{short_name(self.session.config.parallel.scheduler)}"
-        return profiled(self.session.pipeline, self.directory / name)
-
     def _profiles(self, iteration: int) -> bool:
         return iteration == self.session.config.training.profile_iteration
 
-    def _line(self, epoch: int, loss: float, tokens: int, seconds: float, count: int, stats: Stats) -> dict[str, Any]:
-        return {
-            "iteration": self.iteration,
-            "epoch": epoch,
-            "update": stats.num_updates,
-            "loss": loss,
-            "learning_rate": self.rate(max(0, stats.num_updates - 1)),
-            "tokens": tokens,
-            "seconds": seconds / count,
-            "tokens_per_second": tokens / seconds,
-            "gradient_norm": stats.gradient_norm,
-            "loss_scale": stats.loss_scale,
-            "skipped": stats.num_skipped,
-        }
+    def _lines(
+        self, positions: list[Position], loss: float, units: Units | None, seconds: float, counts: bool
+    ) -> list[dict[str, Any]]:
+        """What there is to say of each iteration of the step that has ended; ``counts`` where its time does."""
+        stats, count, lines = self.session.pipeline.stats, len(positions), []
+        losses = list(self.session.pipeline.unit_losses.values())
+        parts = units.split(count) if units is not None else [None] * count
+        for number, (position, part) in enumerate(zip(positions, parts, strict=True), start=1):
+            if count > 1:
+                own = losses[(number - 1) * len(losses) // count : number * len(losses) // count]
+                loss = mean_loss(own) / (sum(share for share, _ in own) or 1.0)
+            elif part is not None and part.part:
+                loss = loss / part.part
+            tokens, samples = (part.num_tokens, part.num_samples) if part is not None else (0, 0)
+            self.examples += self.session.feed.num_examples(position)
+            self.metrics.add(seconds / count, tokens, samples, counts=counts)
+            if part is not None and not part.num_targets:
+                self.log.say(f"warning: iteration {self.iteration + number} has no label that counts: its loss is 0")
+            update = self.plan.updates_after(number)
+            lines.append(
+                {
+                    "iteration": self.iteration + number,
+                    "epoch": position[0],
+                    "update": min(update, stats.num_updates),
+                    "loss": loss,
+                    "learning_rate": self.plan.rate(max(self.plan.updates_after(0), update - 1)),
+                    "tokens": tokens,
+                    "samples": samples,
+                    "seconds": seconds / count,
+                    "tokens_per_second": tokens * count / seconds,
+                    "gradient_norm": stats.gradient_norm,
+                    "loss_scale": stats.loss_scale,
+                    "skipped": stats.num_skipped,
+                }
+            )
+        self._last_loss = loss
+        return lines
 
     def _evaluate_and_save(self) -> None:
         config = self.session.config
         if self._due(config.training.evaluation_interval):
             self.evaluate()
         self._owes_checkpoint = self._owes_checkpoint or self._due(config.checkpoint.interval)
-        if self._owes_checkpoint and self._ends_update(self.iteration):  # half of an update cannot be resumed
-            self.checkpoints.save(self.iteration, self.position)
+        waits = self.soundness.streak and self.iteration < self.num_iterations  # for a loss that is finite
+        if self._owes_checkpoint and self._ends_update(self.iteration) and not waits:  # no half of an update
+            self.checkpoints.save(self.progress)
             self._owes_checkpoint = False
 
     def evaluate(self) -> float | None:
@@ -345,7 +353,8 @@ class Trainer:
             return None
         begin = perf_counter()
         loss = self.evaluation.run()
-        self.log.evaluation({"iteration": self.iteration, "loss": loss, "seconds": perf_counter() - begin})
+        read = {"examples": self.evaluation.examples, "targets": self.evaluation.targets}
+        self.log.evaluation({"iteration": self.iteration, "loss": loss, **read, "seconds": perf_counter() - begin})
         return loss
 
     def _due(self, interval: int) -> bool:
@@ -360,24 +369,28 @@ class Trainer:
         if not self._ends_update(self.iteration):
             return False
         self._since_update = perf_counter()
-        self._asked = self.stop_requests.agreed()
+        self._asked = self.stop_requests.agreed(self.checkpoints.in_trouble)
+        if self.stop_requests.in_trouble:
+            self.checkpoints.settle(called_off=True)
         if self._asked is None:
             if self.stop_requests.granted:
-                self._consider_wish(self.stop_requests.granted)
-            elif self._wished and self.session.pipeline.is_prepared():
-                self._move_as_asked(self._wished)
+                self._move_as_asked(self.stop_requests.granted)
             return False
         self.log.say(f"asked to stop ({self._asked.name}) after iteration {self.iteration}")
         self.log.beat(lambda beat: setattr(beat, "phase", ENDING), at_once=True)
         if self.iteration:
-            self.checkpoints.save(self.iteration, self.position)
+            self.checkpoints.save(self.progress)
         return True
 
     def _summary(self) -> dict[str, Any]:
         model, device = self.session.skeleton, device_name(self.session.pipeline.devices[0])
-        return self.metrics.summary(model.num_parameters, model.flops_per_token, device) | {
-            "final_loss": self._last_loss,
-            "iterations_done": self.iteration,
-            "stopped": self._asked is not None,
-            "scheduler": self.session.config.parallel.scheduler,
-        }
+        return (
+            self.metrics.summary(model.num_parameters, model.flops_per_token, device)
+            | {
+                "final_loss": self._last_loss,
+                "iterations_done": self.iteration,
+                "stopped": self._asked is not None,
+                "scheduler": self.session.config.parallel.scheduler,
+            }
+            | ({"ranks_lost": self.session.losses} if self.session.losses else {})
+        )

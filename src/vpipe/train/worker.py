@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -17,12 +19,13 @@ import torch.distributed as dist
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
+from vpipe.observe import dashboard
 from vpipe.observe.console import Console, QuietConsole
 from vpipe.process import under_launcher
 from vpipe.registry import load_plugins
 from vpipe.rundir import claim
-from vpipe.rundir.claim import CLAIMED, Claim
-from vpipe.rundir.journal import BY_SIGNAL, MISTAKE, Ending, EndingKind, conclude_from_outside
+from vpipe.rundir.claim import Claim
+from vpipe.rundir.journal import BY_SIGNAL, MISTAKE, MOST_DETAILS, Ending, EndingKind, conclude_from_outside
 from vpipe.runtime import assembly
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.ranks import membership
@@ -31,8 +34,7 @@ from vpipe.runtime.ranks.membership import Membership
 from vpipe.train.session import Materials, open_session
 from vpipe.train.trainer import Trainer
 
-MOST_DETAILS = 8_000
-"""Characters of a traceback that are kept: its end says what it was."""
+SEEN_WITHIN = 5.0
 
 
 class StopRequests:
@@ -45,6 +47,8 @@ class StopRequests:
         self.wish = ""
         """What else this rank was asked for, as text; all ranks hear of it at the same place."""
         self.granted = ""
+        self.in_trouble = False
+        """Whether the checkpoint that is on its way has failed on some rank."""
 
     @contextmanager
     def listening(self, to_the_end: bool = False) -> Iterator[None]:
@@ -69,16 +73,18 @@ class StopRequests:
             raise KeyboardInterrupt
         self.heard = number
 
-    def agreed(self) -> signal.Signals | None:
-        """The signal that any rank has heard; ``granted`` is what any has been asked for. Every rank calls this."""
-        if self._pipeline.in_process:  # nobody else is asked
-            self.granted, self.wish = self.wish, ""
+    def agreed(self, in_trouble: bool) -> signal.Signals | None:
+        """The signal that any rank has heard; ``granted`` is what any has been asked for, ``in_trouble`` whether any
+        says so. Every rank calls this."""
+        if self._pipeline.in_process:
+            self.granted, self.wish, self.in_trouble = self.wish, "", in_trouble
             return signal.Signals(self.heard) if self.heard else None
         wish = self.wish
-        told = self._pipeline.gather_numbers([self.heard, bool(wish)])
-        self.granted = self._pipeline.gather_first(wish) if any(numbers[1] for numbers in told) else ""
+        told = self._pipeline.gather_numbers([self.heard, bool(wish), in_trouble])
+        heard, wished, troubled = (max(int(numbers[at]) for numbers in told) for at in range(3))
+        self.granted = self._pipeline.gather_first(wish) if wished else ""
         self.wish = "" if self.granted else self.wish
-        heard = max(int(numbers[0]) for numbers in told)
+        self.in_trouble = bool(troubled)
         return signal.Signals(heard) if heard else None
 
 
@@ -96,13 +102,15 @@ def run(
     overwrite: bool = False,
     continues: bool = False,
     quiet: bool = False,
+    check: bool = False,
     told: Callable[[Claim], object] | None = None,
     materials: Materials | None = None,
 ) -> int:
     """Train as one of the ranks that a launcher started, or alone; the exit code.
 
     ``directory`` is the one that our launcher has taken for ``run``; without it rank 0 takes one. ``continues`` allows
-    one that a run has used: the user said ``--resume``, even if there was no checkpoint yet.
+    one that a run has used: the user said ``--resume``, even if there was no checkpoint yet. ``check`` compares the
+    first step with one process.
     ``told`` is called with the directory that was taken here. ``materials`` are what the check of this process has
     gathered.
     """
@@ -113,24 +121,30 @@ def run(
     if under_launcher():
         assembly.join(config.parallel.timeout)
         rank, member = dist.get_rank(), membership.current()
+        if member is not None and not config.launch.threads and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(member.num_own_cores)
     taken = Claim(Path(directory), run) if directory and run else None
     with _concluding(taken, rank, member) as conclusion:
         session = open_session(config, materials)
+        session.pipeline.num_checks = int(check)
         if taken is None:
+            resume = session.pipeline.gather_first(resume or "") or None  # rank 0 knows what the latest is
             chosen, source = Path(output_dir) if output_dir else None, Path(resume) if resume else None
             take = partial(
                 claim.take, config, config.to_yaml(), chosen, resume=continues, source=source, overwrite=overwrite
             )
-            taken = _take(session.pipeline, chosen, rank, take)
+            taken = _take(session.pipeline, rank, take)
             conclusion.claim = taken
             if told is not None:
                 told(taken)
+        refuse_unseen(session.pipeline, taken)
         console = make_console(config, quiet) if rank == 0 else None
         stops = StopRequests(session.pipeline)
         trainer = Trainer(session, taken.directory, stops, console, taken.run)
         if resume is not None:
             trainer.resume(Path(resume))
-        with stops.listening(to_the_end=under_launcher()):
+        page = dashboard.served(config, taken.directory, quiet) if rank == 0 else nullcontext()
+        with stops.listening(to_the_end=under_launcher()), page:
             trainer.run()
             if trainer.ended.code:
                 session.pipeline.gather("")  # a launcher ends the others with the first that ends so: all are ready
@@ -197,14 +211,23 @@ def of_cause(cause: Cause) -> Ending:
     return Ending.of(kind.get(cause.kind, EndingKind.FAILED), str(cause), code, rank=cause.rank)
 
 
-def _take(pipeline: Pipeline, output_dir: Path | None, rank: int, take: Callable[[], Claim]) -> Claim:
-    """Rank 0 takes the run directory, unless a launcher of ours has, and tells the others its name."""
-    mine = None
-    told = os.environ.get(CLAIMED)
-    if told and output_dir is not None:
-        mine = Claim(output_dir, told)
-    elif rank == 0:
-        mine = take()
+def refuse_unseen(pipeline: Pipeline, claim: Claim) -> None:
+    """Every rank must see the run directory that one of them, or their launcher, has made: otherwise checkpoints have
+    pieces on several machines, and rank 0 waits for those that it never sees."""
+    until = monotonic() + SEEN_WITHIN
+    while not (is_seen := claim.is_seen()) and monotonic() < until:
+        sleep(0.1)  # a network's file system may show it late
+    for rank, host in enumerate(pipeline.gather("" if is_seen else socket.gethostname())):
+        if host:
+            raise UserError(
+                f"rank {rank} on {host} does not see the run directory {claim.directory}, which all ranks write to; "
+                "choose one on a file system that all machines share, with --output-dir"
+            )
+
+
+def _take(pipeline: Pipeline, rank: int, take: Callable[[], Claim]) -> Claim:
+    """Rank 0 takes the run directory, and tells the others its name."""
+    mine = take() if rank == 0 else None
     where = pipeline.gather_first(str(mine.directory) if mine else "")
     run = pipeline.gather_first(mine.run if mine else "")
     return mine or Claim(Path(where), run)

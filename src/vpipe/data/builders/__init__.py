@@ -22,7 +22,7 @@ from vpipe.errors import UserError, nearest
 Progress = Callable[[int, int], None]
 """Called with how much is done and how much there is, in the builder's unit; both begin anew with another phase."""
 
-_BUILDERS = ("bert", "code", "text", "translation")
+BUILDERS = ("bert", "code", "text", "translation")
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,6 @@ class BuiltData:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def builder_names() -> list[str]:
-    return list(_BUILDERS)
-
-
 def build(
     name: str,
     out: Path,
@@ -66,8 +62,8 @@ def build(
     ``source`` is a folder of text (bert, text), of Python files (code), or of gettext catalogues (translation); by
     default what the machine has. ``language`` is the target language of translation.
     """
-    if name not in _BUILDERS:
-        raise UserError(f"there is no builder {name!r}: choose from {', '.join(_BUILDERS)}{nearest(name, _BUILDERS)}")
+    if name not in BUILDERS:
+        raise UserError(f"there is no builder {name!r}: choose from {', '.join(BUILDERS)}{nearest(name, BUILDERS)}")
     if limit is not None and limit < 1:
         raise UserError(f"--limit is {limit}; it must be 1 or more")
     if seed < 0:
@@ -110,7 +106,11 @@ def shuffled(items: list[str], seed: int) -> list[str]:
     return sorted(items, key=lambda item: hashlib.sha256(f"{seed}\0{item}".encode("utf-8", "surrogatepass")).digest())
 
 
-def held_out_counts(total: int) -> tuple[int, int]:
-    """How many of ``total`` go to valid and to test: a tenth each, at least one if there are three."""
-    share = max(1, total // 10) if total >= 3 else 0
-    return share, share
+def dealt(items: list[str], what: str) -> dict[str, list[str]]:
+    """A tenth to valid and to test each, at least one, the rest to train; with ``what`` they are in a sentence."""
+    share = max(1, len(items) // 10)
+    if len(items) < 3:
+        raise UserError(
+            f"{len(items)} {what} are too few for train, valid and test; raise --limit or name more with --source"
+        )
+    return {"train": items[2 * share :], "valid": items[:share], "test": items[share : 2 * share]}

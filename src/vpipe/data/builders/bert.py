@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.data.builders import BuiltData, Request, digest, held_out_counts, shuffled
+from vpipe.data.builders import BuiltData, Request, dealt, digest, shuffled
 from vpipe.data.builders.corpus import collect
 from vpipe.data.files import require
 from vpipe.data.tokenizer import FILE_NAME, encode
@@ -53,11 +53,7 @@ def write(folder: Path, request: Request) -> BuiltData:
     require("h5py")
     corpus = collect(request.source, request.progress)
     texts = shuffled(corpus.documents, request.seed)[: request.limit]
-    num_valid, _ = held_out_counts(len(texts))
-    if num_valid == 0:
-        raise UserError(
-            f"{len(texts)} documents are too few to hold any out; name more text with --source or raise --limit"
-        )
+    num_valid = len(dealt(texts, "documents")["valid"])
     tokenizer = train_word_pieces(texts[num_valid:], VOCAB_SIZE)
     vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.token_to_id)
     (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in vocabulary), encoding="utf-8")

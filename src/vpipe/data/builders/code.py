@@ -108,7 +108,7 @@ def _functions(file: Path, name: str, own: bool) -> Iterator[dict[str, Any]]:
     except (SyntaxError, ValueError):
         return  # a template or an example of a mistake: the standard library holds a few
     sha = hashlib.sha1(source.encode("utf-8", "surrogatepass"), usedforsecurity=False).hexdigest()
-    lines = source.splitlines(keepends=True)
+    lines = re.split(r"(?<=\n)", re.sub(r"\r\n?", "\n", source))  # Python's: a form feed or U+0085 ends none
     version = ".".join(map(str, sys.version_info[:3]))
     for qualified, node in _walk(tree, ""):
         docstring = ast.get_docstring(node)
@@ -146,7 +146,7 @@ def _walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
 
 def _dedent(text: str, columns: int) -> str:
     """A method at the left margin. Lines of a string that stand further left keep their place."""
-    cut = [line[columns:] if not line[:columns].strip() else line for line in text.splitlines(keepends=True)]
+    cut = [line[columns:] if not line[:columns].strip() else line for line in re.split(r"(?<=\n)", text)]
     return "".join(cut).rstrip()
 
 

@@ -2,7 +2,7 @@
 machine.
 
 A catalogue (``<localedir>/<language>/LC_MESSAGES/*.mo``) pairs each English message with its translation. They are
-written as plain parallel text and, in ``binarised/``, in fairseq's form with the same vocabulary.
+written as plain parallel text.
 """
 
 from __future__ import annotations
@@ -11,13 +11,9 @@ import gettext
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from vpipe.data import tokenizer
-from vpipe.data.builders import BuiltData, Request, digest, held_out_counts, shuffled
-from vpipe.data.fairseq import Dictionary, write_sentences
+from vpipe.data.builders import BuiltData, Request, dealt, digest, shuffled
 from vpipe.data.files import find_files, unreadable
 from vpipe.errors import UserError
 
@@ -28,7 +24,7 @@ _LONGEST_RATIO = 4.0
 
 
 def write(folder: Path, request: Request) -> BuiltData:
-    """``{train,valid,test}.{en,<language>}``, ``tokenizer.json``, and ``binarised/``."""
+    """``{train,valid,test}.{en,<language>}`` and ``tokenizer.json``."""
     language = request.language or DEFAULT_LANGUAGE
     roots = [request.source] if request.source is not None else locale_folders()
     files = [file for root in roots for file in catalogues(root, language)]
@@ -41,24 +37,13 @@ def write(folder: Path, request: Request) -> BuiltData:
                 pairs.setdefault(english, other)
         request.progress(done, len(files))
     chosen = shuffled(list(pairs), request.seed)[: request.limit]
-    num_valid, num_test = held_out_counts(len(chosen))
-    if num_test == 0:
-        raise UserError(
-            f"{len(chosen)} sentence pairs are too few for train, valid and test; "
-            "raise --limit or name another --language"
-        )
-    splits = {
-        "train": chosen[num_valid + num_test :],
-        "valid": chosen[:num_valid],
-        "test": chosen[num_valid : num_valid + num_test],
-    }
+    splits = dealt(chosen, "sentence pairs")
     sides = {split: (english, [pairs[text] for text in english]) for split, english in splits.items()}
     for split, texts in sides.items():
         for name, side in zip((SOURCE_LANGUAGE, language), texts, strict=True):
             (folder / f"{split}.{name}").write_text("\n".join(side) + "\n", encoding="utf-8")
     learnt = tokenizer.train("bpe", (text for side in sides["train"] for text in side), VOCAB_SIZE)
     learnt.save(str(folder / tokenizer.FILE_NAME), pretty=False)
-    _binarise(folder / "binarised", language, sides, learnt)
     return BuiltData(
         name=f"gettext catalogues of {len(files)} installed programs, {SOURCE_LANGUAGE}-{language}",
         licence="each program's own, mostly free (GPL, LGPL)",
@@ -148,16 +133,3 @@ def _no_catalogue(language: str, roots: list[Path]) -> str:
         else "there are none; install a package with translations, or name --source"
     )
     return f"no gettext catalogue of the language {language!r} in {where}; {have}"
-
-
-def _binarise(folder: Path, language: str, sides: dict[str, tuple[list[str], list[str]]], learnt: Any) -> None:
-    folder.mkdir()
-    dictionary = Dictionary(tuple(learnt.id_to_token(i) for i in range(learnt.get_vocab_size())))
-    for position, name in enumerate((SOURCE_LANGUAGE, language)):
-        counts = np.zeros(len(dictionary), dtype=np.int64)
-        for split, texts in sides.items():
-            ids = [[*sentence.tolist(), tokenizer.EOS] for sentence in tokenizer.encode(learnt, texts[position])]
-            write_sentences(folder / f"{split}.{SOURCE_LANGUAGE}-{language}.{name}", ids)
-            if split == "train":
-                counts += np.bincount(np.concatenate([np.asarray(x) for x in ids]), minlength=len(dictionary))
-        dictionary.write(folder / f"dict.{name}.txt", counts)

@@ -187,6 +187,12 @@ def huggingface(
             f"the data set has {vocab_size} tokens but the {found.model_type} config has vocab_size {known}; "
             "use the checkpoint's own tokenizer, or raise vocab_size in the config"
         )
+    padding = setting(found.get_text_config(), "pad_token_id")
+    if known and padding and padding >= known:
+        raise UserError(
+            f"the {found.model_type} config has pad_token_id {padding}, but the vocabulary is {known}; set "
+            "model.config.pad_token_id to the id that the data pad with (ours: 1)"
+        )
     return from_config(
         found, directory=directory, sequence_length=sequence_length, ignored=ignored, dtype=dtype, seed=seed
     )
@@ -297,7 +303,7 @@ def described(task: ModelTask, config: Any, sequence_length: int, ignored: int |
     check_length(config, sequence_length)
     text = config.get_text_config()
     length = sequence_length or longest_sequence(config) or 512
-    loss, count = task.losses(ignored)
+    loss = task.loss(ignored)
     attentions = setting(text, "num_hidden_layers")
     if task.kind == "translation":
         decoder_layers = setting(config, "num_decoder_layers") or setting(config, "decoder_layers") or attentions
@@ -306,7 +312,6 @@ def described(task: ModelTask, config: Any, sequence_length: int, ignored: int |
     head_size = setting(text, "head_dim") or (hidden // heads if heads else 0)
     return Model(
         loss=loss,
-        count=count,
         sequence_length=length,
         vocab_size=setting(text, "vocab_size"),
         hidden_size=hidden,

@@ -39,7 +39,7 @@ class Part(nn.Module):
         self, frame: Frame, piece: Piece, units: Mapping[str, nn.Module], raw: Mapping[str, nn.Parameter]
     ) -> None:
         super().__init__()
-        self.frame, self.piece = frame, piece
+        self.frame, self.piece, self.training = frame, piece, frame.root.training
         self.spines: list[_Spine] = []
         """Copies of the model's upper modules that no run uses now; runs in several threads need one each."""
         self.paths: dict[str, str] = {}
@@ -230,8 +230,8 @@ class _Spine:
     def for_run(self, run: _Run) -> nn.Module:
         self.run, part = run, self.part
         for path in part.frame.body.spine:
-            module = self.root.get_submodule(path)
-            module.training = part.training
+            module, own = self.root.get_submodule(path), part.frame.root
+            module.training = part.training and (own.get_submodule(path).training or not own.training)
             for kind in (module._buffers, module._parameters):
                 for name, tensor in kind.items():
                     full = f"{path}.{name}" if path else name

@@ -10,17 +10,7 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
-from vpipe.models.losses import (
-    IGNORED,
-    BalancedLoss,
-    MaskedCount,
-    MaskedLoss,
-    OwnLoss,
-    PretrainingCount,
-    PretrainingLoss,
-    RowCount,
-    TokenCount,
-)
+from vpipe.models.losses import IGNORED, MaskedLoss, OwnLoss, PretrainingLoss, TokenLoss
 
 
 @dataclass(frozen=True)
@@ -79,19 +69,13 @@ class ModelTask:
             return made.logits
         return made.logits, model.config.get_text_config().router_aux_loss_coef * extra
 
-    def losses(self, ignored: int | None) -> tuple[Any, Any]:
-        """(loss, count of valid targets)."""
+    def loss(self, ignored: int | None) -> Any:
+        """It says what counts, too."""
         if self.kind == "own":
-            return OwnLoss(), RowCount()
-        if self.kind == "pretraining":
-            value = -1 if ignored is None else ignored
-            return PretrainingLoss(value), PretrainingCount(value)
-        if self.kind == "masked":
-            value = -1 if ignored is None else ignored
-            return MaskedLoss(value), MaskedCount(value)
-        padded = self.padding if self.kind == "translation" else IGNORED
-        value = padded if ignored is None else ignored
-        return BalancedLoss(value), TokenCount(value)
+            return OwnLoss()
+        if self.kind in ("pretraining", "masked"):
+            return (PretrainingLoss if self.kind == "pretraining" else MaskedLoss)(-1 if ignored is None else ignored)
+        return TokenLoss((self.padding if self.kind == "translation" else IGNORED) if ignored is None else ignored)
 
     def example(self, config: Any, rows: int, length: int, seed: int) -> dict[str, Tensor]:
         """Inputs of these sizes with random values, for finding out how the model works."""

@@ -57,7 +57,7 @@ function tellAge() {
   const { data } = page, drawn = data.steps[page.at], box = document.getElementById("which");
   if (!box) return;
   const old = page.live && data.state.kind === "running" && drawn && drawn.time ? ", " + fixed(Math.max(0, Date.now() / 1000 - drawn.time), 0) + " s ago" : "";
-  box.textContent = drawn ? `step ${drawn.step} of iteration ${drawn.iteration}, ${ticks(drawn.span)}${old}` : "no step is recorded yet";
+  box.textContent = drawn ? `iteration ${drawn.iteration}, ${ticks(drawn.took)}${old}` : "no step is recorded yet";
 }
 
 function togglePlay() {

@@ -2,8 +2,8 @@
 const DASHES = ["", "6 3", "2 3", "8 3 2 3", "1 2", "10 4", "4 2 1 2", "12 2"];
 
 /* `nested` draws curves that may lie on one another: the first is the widest, so every one can be seen. `ends` writes
-   each curve's name at its end. */
-function chart({ series, format, xFormat, xName = "iteration", fromZero = false, log = false, nested = false, ends = false, size = [560, 210] }) {
+   each curve's name at its end. `calm` lets what is far above the median leave the picture: warm-up, a recovery. */
+function chart({ series, format, xFormat, xName = "iteration", fromZero = false, log = false, nested = false, ends = false, calm = false, size = [560, 210] }) {
   const [width, height] = size, left = 52, right = ends ? 34 : 10, top = 8, bottom = 26;
   const usable = (value) => isNumber(value) && (!log || value > 0);
   const points = series.map(({ x, y }) => x.map((value, index) => [value, y[index]]).filter(([a, b]) => isNumber(a) && usable(b)));
@@ -12,12 +12,13 @@ function chart({ series, format, xFormat, xName = "iteration", fromZero = false,
   const xs = all.map((point) => point[0]), ys = all.map((point) => point[1]);
   let x0 = xs.reduce((a, b) => Math.min(a, b)), x1 = xs.reduce((a, b) => Math.max(a, b));
   let y0 = fromZero ? 0 : ys.reduce((a, b) => Math.min(a, b)), y1 = ys.reduce((a, b) => Math.max(a, b));
+  if (calm) y1 = Math.min(y1, 3 * median(ys) || y1);
   if (x0 === x1) x1 = x0 + 1;
   const margin = (y1 - y0) * 0.06 || Math.abs(y1) * 0.1 || 1;
   y1 += margin;
   if (!fromZero) y0 = y0 >= 0 ? Math.max(0, y0 - margin) : y0 - margin;
   const px = (value) => left + ((value - x0) / (x1 - x0)) * (width - left - right);
-  const py = (value) => top + (1 - (value - y0) / (y1 - y0)) * (height - top - bottom);
+  const py = (value) => Math.max(2, top + (1 - (value - y0) / (y1 - y0)) * (height - top - bottom));
   const grid = rounds(y0, y1, 5).map((value) => [s("line", { class: "grid", x1: left, x2: width - right, y1: py(value), y2: py(value) }), s("text", { x: left - 6, y: py(value) + 4, "text-anchor": "end" }, format(value))]);
   const axis = rounds(x0, x1, Math.round(width / 90)).map((value) => s("text", { x: px(value), y: height - 8, "text-anchor": "middle" }, xFormat ? xFormat(value) : short(value)));
   const lines = series.map(({ tint, dots, faint }, index) => {

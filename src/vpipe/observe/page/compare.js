@@ -53,7 +53,7 @@ function bars(groups, label, tint, value, format, spread = () => null) {
 }
 
 function causes(groups, label) {
-  const names = [["warmup_drain", "warm-up and drain"], ["imbalance", "imbalance"], ["communication", "communication"], ["data", "waiting for data"], ["overhead", "runtime overhead"]];
+  const names = [["warmup_drain", "warm-up and drain"], ["imbalance", "imbalance"], ["communication", "communication"], ["data", "waiting for data"], ["overhead", "runtime overhead"], ["cores", "waiting for a core"]];
   const rows = groups.filter((group) => group.idle_by_cause).map((group) => [label(group), h("div.bar", null, group.idle_by_cause.map((share, index) => h("i", { title: names[index][1] + " " + percent(share), style: { width: 100 * share + "%", background: `var(--${names[index][0]})` } }))), percent(group.bubble)]);
   return h("div", null, table(["", "", "idle"], rows, { wide: [1] }), h("div.legend", null, names.map(([name, text]) => h("span", null, h("i", { style: { background: `var(--${name})` } }), text))));
 }

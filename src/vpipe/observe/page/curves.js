@@ -12,7 +12,7 @@ function lossCharts(data) {
   if (train.loss.length > 60) loss.push({ name: "smoothed", x: train.iteration, y: smooth(train.loss), tint: accent });
   if (evaluation.loss.length) loss.push({ name: "evaluation", x: evaluation.iteration, y: evaluation.loss, tint: "var(--imbalance)", dots: evaluation.loss.length < 40 });
   const one = (name, y, tint) => [{ name, x: train.iteration, y, tint }];
-  const rate = one("tokens per second", train.tokens_per_second, "var(--good)"), norm = one("gradient norm", train.gradient_norm, "var(--overhead)"), pace = one("learning rate", train.learning_rate, "var(--communication)");
+  const rate = one(data.metrics.unit + " per second", train.tokens_per_second, "var(--good)"), norm = one("gradient norm", train.gradient_norm, "var(--overhead)"), pace = one("learning rate", train.learning_rate, "var(--communication)");
   const found = [section("loss", "Loss", chart({ series: loss, format: digits, size: large() }), key(loss)), section("throughput", "Throughput", chart({ series: rate, size: SMALL, format: short, fromZero: true }), key(rate))];
   if (train.gradient_norm.some(isNumber)) found.push(section("norm", "Gradient norm", chart({ series: norm, size: SMALL, format: digits, fromZero: true }), h("p.faint", null, data.facts.synchronous === false ? "before clipping, of rank 0's stages" : "before clipping, over all stages")));
   if (train.learning_rate.some(isNumber)) found.push(section("rate", "Learning rate", chart({ series: pace, size: SMALL, format: (value) => Number(value.toPrecision(2)).toString(), fromZero: true })));
@@ -30,12 +30,12 @@ function worthDrawing(trend) {
 
 function trendCharts(data) {
   const trend = data.trend;
-  if (!trend || !trend.steps.length) return [];
+  if (!trend || !trend.iterations.length) return [];
   const ranks = worthDrawing(trend), left = trend.busy.length - ranks.length;
-  const lines = (columns) => ranks.map((rank, index) => ({ name: "rank " + rank + (trend.stragglers[rank] ? " ▲" : ""), short: rank + (trend.stragglers[rank] ? "▲" : ""), x: trend.steps, y: columns[rank], tint: RANKS[index % RANKS.length] }));
+  const lines = (columns) => ranks.map((rank, index) => ({ name: "rank " + rank + (trend.stragglers[rank] ? " ▲" : ""), short: rank + (trend.stragglers[rank] ? "▲" : ""), x: trend.iterations, y: columns[rank], tint: RANKS[index % RANKS.length] }));
   const share = trend.busy.map((row, rank) => row.map((value, index) => (value + trend.waited[rank][index] > 0 ? trend.waited[rank][index] / (value + trend.waited[rank][index]) : null)));
   const note = left ? h("p.faint", null, "drawn: who works most, least and in between, and stragglers; " + left + " ranks are left out") : null;
-  const made = (id, title, columns, format) => section(id, title, chart({ series: lines(columns), size: SMALL, format, xName: "step", fromZero: true, ends: true }), key(lines(columns)), note && note.cloneNode(true));
+  const made = (id, title, columns, format) => section(id, title, chart({ series: lines(columns), size: SMALL, format, fromZero: true, calm: true, ends: true }), key(lines(columns)), note && note.cloneNode(true));
   const found = [made("work", "Work of each rank", trend.busy, seconds), made("waits", "Waiting of each rank", share, (value) => percent(value, 0))];
   if (trend.ahead) found.push(made("ahead", "The host's lead over its device", trend.ahead, seconds));
   const held = trend.tensors || trend.process;

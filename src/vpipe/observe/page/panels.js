@@ -1,7 +1,7 @@
 /* The parts of the page that are figures and tables. Each takes the data and returns an element. */
 const MEANINGS = {
-  iteration: "One iteration as the training loop sees it: reading the batch and the step, without evaluation and checkpoints. The median of all iterations.",
-  step: "From the first begin to the last end of one step, over all ranks. The median of the recorded steps of one program, without the first.",
+  iteration: "One iteration as the training loop sees it: reading the batch and the step, without evaluation and checkpoints. The median of the iterations whose steps are recorded.",
+  step: "From the first work to the last end of one step, over all ranks. The median of the recorded steps of one program, without the first.",
   window: "From the end of the step before to the end of this one, over all ranks: the step and what lies between two steps. Idle time is counted in it.",
   simulated: "The executed program, simulated with the measured medians of each stage and kind as costs. What it lacks against the measured step is what medians do not explain.",
   bubble: "The idle share over all ranks: 1 − (work of all ranks) / (ranks × time). Measured in the window of a step; simulated in the makespan.",
@@ -16,6 +16,7 @@ function tile(name, value, note, meaning) {
   return h("div.tile", null, h("div.name", null, defined(name, meaning)), h("div.value", null, value), h("div.note", { title: note || "" }, note || " "));
 }
 
+const iterationSeconds = (data) => { const known = (data.prediction || {}).iteration_seconds; return isNumber(known) ? known : median(data.metrics.train.seconds); };
 const figure = (value) => (isNumber(value) && Math.abs(value) >= 1000 ? short(value) : fixed(value, 4));
 const signed = (value) => (Math.abs(value) < 5e-4 ? "" : value > 0 ? "+" : "−") + percent(Math.abs(value));
 
@@ -28,7 +29,7 @@ function tiles(data) {
   const unit = data.facts.synchronous === false && prediction.units;
   return h("div.tiles", { id: "tiles" },
     tile("loss", figure(last(train.loss)), isNumber(tested) ? "evaluation " + figure(tested) : "training"),
-    tile("tokens per second", short(isNumber(rate) ? rate : median(train.tokens_per_second.slice(2))), seconds(median(train.seconds)) + " per iteration", MEANINGS.iteration),
+    tile(data.metrics.unit + " per second", short(isNumber(rate) ? rate : median(train.tokens_per_second.slice(2))), seconds(iterationSeconds(data)) + " per iteration", MEANINGS.iteration),
     unit ? tile("one unit, measured", seconds(prediction.measured_seconds / unit), unit + " units in " + seconds(prediction.measured_seconds), MEANINGS.step)
       : tile("one step, measured", seconds(prediction.measured_seconds), isNumber(prediction.error) ? "simulated " + signed(prediction.error) : "not simulated", MEANINGS.step),
     tile("bubble, measured", percent(prediction.measured_bubble), isNumber(prediction.simulated_bubble) ? "simulated " + percent(prediction.simulated_bubble) : "", MEANINGS.bubble),
@@ -39,7 +40,7 @@ function tiles(data) {
 /* Four times that look alike, side by side with what they mean. */
 function timesPanel(data) {
   const prediction = data.prediction || {};
-  const rows = [["iteration", median(data.metrics.train.seconds), "iteration"], ["step, measured", prediction.measured_seconds, "step"], ["window of a step", prediction.window_seconds, "window"], ["step, simulated", prediction.simulated_seconds, "simulated"]];
+  const rows = [["iteration", iterationSeconds(data), "iteration"], ["step, measured", prediction.measured_seconds, "step"], ["window of a step", prediction.window_seconds, "window"], ["step, simulated", prediction.simulated_seconds, "simulated"]];
   return h("details", null, h("summary", null, "What the times mean"), table(["", "time", "what it is"], rows.map(([name, value, key]) => [name, seconds(value), MEANINGS[key]]), { wide: [2] }));
 }
 
@@ -64,19 +65,19 @@ function verdictPanel(data) {
     slow.map(([rank, why]) => h("p.straggler", null, "▲ Rank " + rank + " is a straggler: it " + why + ".")));
 }
 
+/* The medians of the recorded steps, which the verdict tells as well; last the step that is drawn, whose parts are exact. */
 function bubbleTable(data, drawn) {
   if (!drawn) return h("p.faint", null, "no step is recorded yet");
-  const { window: whole, busy, parts } = drawn.bubbles, causes = data.causes;
-  const share = (value) => percent(value / whole);
-  const bar = (worked, list) => h("div.bar", { role: "img", "aria-label": "share of the step" }, h("i", { title: "busy " + share(worked), style: { width: (100 * worked) / whole + "%", background: "var(--busy)" } }), list.map((value, index) => h("i." + causes[index][0], { title: causes[index][1] + " " + share(value), style: { width: (100 * value) / whole + "%" } })));
-  const rows = busy.map((worked, rank) => ["rank " + rank, bar(worked, parts[rank]), share(worked), share(whole - worked), ...parts[rank].map(share)]);
-  const mean = (pick) => busy.reduce((sum, _, rank) => sum + pick(rank), 0) / busy.length;
-  const means = causes.map((_, index) => mean((rank) => parts[rank][index])), work = mean((rank) => busy[rank]);
-  rows.push({ total: true, cells: ["all ranks", bar(work, means), share(work), share(whole - work), ...means.map(share)] });
+  const { window: whole, busy, parts } = drawn.bubbles, causes = data.causes, { shares, steps } = data.prediction;
+  const bar = ([worked, ...list]) => h("div.bar", { role: "img", "aria-label": "share of the step" }, h("i", { title: "busy " + percent(worked), style: { width: 100 * worked + "%", background: "var(--busy)" } }), list.map((value, index) => h("i." + causes[index][0], { title: causes[index][1] + " " + percent(value), style: { width: 100 * value + "%" } })));
+  const cells = (name, row) => [name, bar(row), percent(row[0]), percent(1 - row[0]), ...row.slice(1).map((value) => percent(value))];
+  const alone = [busy, ...causes.map((_, index) => parts.map((part) => part[index]))].map((column) => column.reduce((sum, value) => sum + value, 0) / whole / busy.length);
+  const rows = shares.slice(0, -1).map((row, rank) => cells("rank " + rank, row));
+  rows.push({ total: true, cells: cells("all ranks", shares.at(-1)) }, cells("iteration " + drawn.iteration, alone));
   const swatches = [h("span", null, h("i", { style: { background: "var(--busy)" } }), "busy"), ...causes.map(([name, label]) => h("span", null, h("i.cause." + name), label))];
   return h("div", null, table(["", "", "busy", "idle", ...causes.map((cause) => cause[1])], rows),
     h("div.legend", null, swatches),
-    h("p.faint", null, "The ", defined("window", MEANINGS.window), " is " + ticks(whole) + ". The parts sum to the idle time; idle over all ranks is the ", defined("bubble", MEANINGS.bubble), "."));
+    h("p.faint", null, "Medians of " + steps + " steps; last the one that is drawn, whose parts sum to its idle time: its ", defined("window", MEANINGS.window), " is " + ticks(whole) + ". Idle over all ranks is the ", defined("bubble", MEANINGS.bubble), "."));
 }
 
 function memoryTable(data) {
@@ -128,7 +129,7 @@ function recoveryTable(data) {
   const top = Math.max(1e-9, ...lines.map(total));
   const bar = (line) => h("div.bar", { role: "img", "aria-label": "parts of the recovery" }, Object.entries(line.seconds || {}).map(([name, part]) => h("i", { title: name + " " + part.toFixed(2) + " s", style: { width: (100 * part) / top + "%", background: `var(--${colours[name] || "faint"})` } })));
   const rows = lines.map((line) => [line.iteration, (line.lost || []).join("; "), line.ranks, total(line).toFixed(2) + " s", bar(line)]).reverse();
-  return [h("h3", null, "Losses of ranks"), table(["went on from", "why", "ranks", "recovery", "parts"], rows, { wide: [1] }),
+  return [h("h3", null, "Losses of ranks" + (isNumber(lines.at(-1).losses) ? ": " + lines.at(-1).losses : "")), table(["went on from", "why", "ranks", "recovery", "parts"], rows, { wide: [1] }),
     h("div.legend", null, Object.entries(colours).map(([name, colour]) => h("span", null, h("i", { style: { background: `var(--${colour})` } }), name)))];
 }
 

@@ -6,6 +6,7 @@ about tensors: activations, gradients, versions. On a CPU nobody counts these, s
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -19,6 +20,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     What an operation reads and nobody has made here existed before, and does not count: weights, the batch.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks when this class is made. To keep the compiler out of this mode it imports all of it, which takes
+        seconds of every rank: where no layer is compiled, there is no compiler to keep out."""
+        return "torch._dynamo" in sys.modules
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

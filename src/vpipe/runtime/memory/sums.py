@@ -1,4 +1,4 @@
-"""The sum of all words of a piece of memory: whether a copy is whole, and whether weights are still the same."""
+"""The sum of all words of a piece of memory: whether a copy is whole."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor, UntypedStorage
 
-from vpipe.runtime.device import compute_stream
+from vpipe.runtime.device import compute_stream, side_stream
 from vpipe.runtime.device_times import DeviceTimes
 from vpipe.runtime.memory.swap import Passage, Swappable
 
@@ -44,7 +44,7 @@ class DeviceSwapper:
 
     def __init__(self, device: torch.device, times: DeviceTimes) -> None:
         self._device, self._times = device, times
-        self._out, self._in = torch.Stream(device), torch.Stream(device)
+        self._out, self._in = side_stream(device, "swapping out"), side_stream(device, "swapping in")
         self._leaving: list[tuple[Sequence[Swappable], torch.Event]] = []
         self._free: dict[int, list[tuple[Tensor, torch.Event]]] = defaultdict(list)
         """Size → pinned memory, with the event after which its last content has been read."""

@@ -1,15 +1,17 @@
-"""A layer as it travels: all that training has made of it, as one block of bytes.
+"""The state of a layer: all that training has made of it, as tensors by path, for checkpoints, copies and moves.
 
-    weights, buffers (also those that no checkpoint keeps), gradients that wait for an update, train or eval mode, what
-    is frozen; and per parameter its optimizer state, whatever its shape, and the settings of its group
+    param/<name>   buffer/<name>   optimizer/<name of the parameter>/<path>
 
-The block is a message of ``transport.wire``: it describes itself, runs no code when read, and keeps strides, because
-kernels add in another order where strides differ. What cannot travel (a hook is code of one process) is refused.
+A checkpoint and a copy in memory hold these tensors (``state_paths`` has what an optimizer keeps). A layer that moves
+takes along what a resumed run makes anew, too: buffers that no checkpoint keeps, gradients that wait for an update,
+train or eval mode, what is frozen, extra states, the settings of groups. It travels as one block of bytes, a message of
+``transport.wire``: it describes itself, runs no code when read, and keeps strides, because kernels add in another order
+where strides differ. What cannot travel (a hook is code of one process) is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,40 +19,81 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.errors import UserError
-from vpipe.runtime.crossing import check_tensor, copied, flatten, unflatten
+from vpipe.runtime import crossing
+from vpipe.runtime.buffers import generators_of
 from vpipe.runtime.device import is_host
+from vpipe.runtime.moves.state_paths import HOSTED, flatten, unflatten
 from vpipe.runtime.transport.wire import Envelope, pack, unpack, unpack_head
 
 _BLOCK = Envelope(-2, 0, 0, 0, 0)
 LayerState = dict[str, Any]
 
 
+def tensors_of(module: nn.Module, optimizer: Any, *, complete: bool = False) -> dict[str, Tensor]:
+    """The live tensors of a layer by path; a ``complete`` list has buffers that can be computed again, too."""
+    buffers = dict(module.named_buffers())
+    kept = buffers if complete or not buffers else module.state_dict()
+    tensors = {f"param/{name}": p.detach() for name, p in module.named_parameters()}
+    tensors |= {f"buffer/{name}": b.detach() for name, b in buffers.items() if name in kept}
+    states = getattr(optimizer, "state", {})
+    for name, parameter in module.named_parameters():
+        for path, tensor in flatten(states.get(parameter, {}), type(optimizer).__name__).items():
+            stays = is_host(tensor.device) > is_host(parameter.device) and path != "step" and ":" not in path
+            tensors[f"optimizer/{name}/{path}{HOSTED if stays else ''}"] = tensor.detach()
+    return tensors
+
+
+def load_into(module: nn.Module, optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Copy into a layer its weights, buffers, and optimizer state unless there is no optimizer to take it."""
+    places: dict[str, Tensor] = {f"param/{name}": p for name, p in module.named_parameters()}
+    places |= {f"buffer/{name}": b for name, b in module.named_buffers()}
+    kept = {key: tensor.clone() for key, tensor in tensors.items() if key.startswith("optimizer/")}
+    with torch.no_grad():
+        for key in tensors.keys() - kept.keys():
+            places[key].copy_(tensors[key])
+    if hasattr(optimizer, "state"):
+        load_states(module, optimizer, kept)
+
+
+def load_states(module: nn.Module, optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Give an optimizer what it keeps of each parameter, where it wants it."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, name = key.split("/", 1)
+        if kind == "optimizer":
+            name, path = name.split("/", 1)
+            states.setdefault(name, {})[path] = tensor
+    parameters = dict(module.named_parameters())
+    for name, state in states.items():
+        parameter = parameters[name]
+        placed = {path: _placed(path, value, parameter, optimizer) for path, value in state.items()}
+        optimizer.state[parameter] = unflatten(placed)
+
+
+def _placed(path: str, value: Tensor, parameter: Tensor, optimizer: Any) -> Tensor:
+    """A part of an optimizer's state where the optimizer wants it: with the weights, but a count on the host, unless
+    the optimizer counts on the device (torch's own rule in ``load_state_dict``)."""
+    groups = [group for group in optimizer.param_groups if any(p is parameter for p in group["params"])]
+    counts = path == "step" and not any(group.get("fused") or group.get("capturable") for group in groups)
+    return value if counts or ":" in path else value.to(parameter.device)
+
+
 def state_of(module: nn.Module, optimizer: Optimizer | None) -> LayerState:
-    """The state of a layer: nested dicts of its live tensors, of numbers and of words."""
+    """All that moves with a layer: nested dicts of its live tensors, of numbers and of words."""
     named = dict(module.named_parameters())
     groups = {} if optimizer is None else {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    states: Mapping[Any, Any] = getattr(optimizer, "state", {})
     return {
+        "tensors": tensors_of(module, optimizer, complete=True),
         "training": [part.training for part in module.modules()],
-        "parameters": {name: p.detach() for name, p in named.items()},
         "frozen": [name for name, p in named.items() if not p.requires_grad],
         "gradients": {name: p.grad.detach() for name, p in named.items() if p.grad is not None},
-        "buffers": {name: b.detach() for name, b in module.named_buffers()},
         "extra": {path: part.get_extra_state() for path, part in _with_extra(module)},
-        "optimizer": {name: _detached(states[p]) for name, p in named.items() if p in states},
-        "hosted": {name: _hosted(states[p]) for name, p in named.items() if p in states},
         "groups": {name: _settings(groups[id(p)]) for name, p in named.items() if id(p) in groups},
     }
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _detached(value) for key, value in group.items() if key != "params"}
-
-
-def _detached(value: Any) -> Any:
-    tensors: list[Tensor] = []
-    structure = flatten(dict(value) if isinstance(value, Mapping) else value, tensors)
-    return unflatten(structure, iter([tensor.detach() for tensor in tensors]).__next__)
+    return {key: crossing.mapped(value, Tensor.detach) for key, value in group.items() if key != "params"}
 
 
 def _with_extra(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -60,7 +103,7 @@ def _with_extra(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def refuse_hooks(layer: int, module: nn.Module) -> None:
-    """A layer that leaves its process cannot take hooks along."""
+    """A layer that leaves its process cannot take hooks or generators along."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     found = [type(part).__name__ for part in module.modules() if any(getattr(part, name) for name in hooks)]
     found += [name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -69,15 +112,20 @@ def refuse_hooks(layer: int, module: nn.Module) -> None:
             f"layer {layer} has a hook ({found[0]}), which is code of this process and cannot move to another; "
             "remove it before the move and register it where the layer is then"
         )
+    if generators_of([module]):
+        raise UserError(
+            f"layer {layer} has a generator of its own ({type(module).__name__}), whose state does not move to another "
+            "process; draw from torch's default generator, which is seeded for every unit and layer"
+        )
 
 
 def packed(state: LayerState) -> Tensor:
     """A block of bytes of the host with copies of all tensors."""
     tensors: list[Tensor] = []
-    structure = flatten(state, tensors)
+    structure = crossing.flatten(state, tensors)
     for tensor in tensors:
-        check_tensor(tensor)
-    message = pack(_BLOCK, unflatten(structure, iter([tensor.cpu() for tensor in tensors]).__next__))
+        crossing.check_tensor(tensor)
+    message = pack(_BLOCK, crossing.unflatten(structure, [tensor.cpu() for tensor in tensors]))
     block = torch.empty(message.layout.num_bytes, dtype=torch.uint8)
     message.write(block, capacity=message.layout.num_bytes)
     return block
@@ -85,9 +133,9 @@ def packed(state: LayerState) -> Tensor:
 
 def unpacked(block: Tensor) -> LayerState:
     """The state in a block, each tensor in memory of its own."""
-    tensors: list[Tensor] = []
-    structure = flatten(unpack(block, unpack_head(block, _BLOCK)), tensors)
-    state: LayerState = unflatten(structure, iter([copied(tensor).detach() for tensor in tensors]).__next__)
+    state: LayerState = crossing.mapped(
+        unpack(block, unpack_head(block, _BLOCK)), lambda tensor: crossing.copied(tensor).detach()
+    )
     return state
 
 
@@ -97,13 +145,15 @@ def put(state: LayerState, module: nn.Module, device: torch.device) -> None:
         part.training = training
     frozen = set(state["frozen"])
     for name, parameter in module.named_parameters():
-        parameter.data = state["parameters"][name].to(device)
+        parameter.data = state["tensors"][f"param/{name}"].to(device)
         gradient = state["gradients"].get(name)
         parameter.grad = None if gradient is None else gradient.to(device)
         parameter.requires_grad_(name not in frozen)
-    for path, buffer in state["buffers"].items():
-        owner, _, slot = path.rpartition(".")
-        module.get_submodule(owner)._buffers[slot] = buffer.to(device)
+    for key, tensor in state["tensors"].items():
+        kind, path = key.split("/", 1)
+        if kind == "buffer":
+            owner, _, slot = path.rpartition(".")
+            module.get_submodule(owner)._buffers[slot] = tensor.to(device)
     for path, extra in state["extra"].items():
         module.get_submodule(path).set_extra_state(extra)
 
@@ -121,19 +171,9 @@ def empty(module: nn.Module, optimizer: Optimizer | None) -> None:
                 part._buffers[slot] = None if buffer is None else buffer.new_empty(0)
 
 
-def put_states(states: Mapping[int, LayerState], modules: Mapping[int, nn.Module], optimizer: Optimizer) -> None:
-    """What an optimizer keeps of each parameter."""
-    for layer, state in states.items():
-        for name, parameter in modules[layer].named_parameters():
-            if name in state["optimizer"]:
-                found, hosted = state["optimizer"][name], state["hosted"][name]
-                optimizer.state[parameter] = _beside(found, hosted, parameter)
-
-
 def put_optimizer(states: Mapping[int, LayerState], modules: Mapping[int, nn.Module], optimizer: Optimizer) -> None:
     """Give a fresh optimizer the states of its layers: what belongs to each parameter, the settings of its group, and
     only the parameters that the layers' optimizers had."""
-    put_states(states, modules, optimizer)
     wanted: dict[int, tuple[nn.Parameter, dict[str, Any]]] = {}
     for layer, state in states.items():
         for name, parameter in modules[layer].named_parameters():
@@ -149,6 +189,8 @@ def put_optimizer(states: Mapping[int, LayerState], modules: Mapping[int, nn.Mod
     for parameter, settings in wanted.values():
         _join(groups, first, parameter, settings)
     optimizer.param_groups[:] = groups or [{**first, "params": []}]
+    for layer, state in states.items():
+        load_states(modules[layer], optimizer, state["tensors"])
 
 
 def _join(groups: list[dict[str, Any]], like: Mapping[str, Any], parameter: Tensor, settings: dict[str, Any]) -> None:
@@ -165,18 +207,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     return bool(one == other)
-
-
-def _hosted(value: Any) -> list[bool]:
-    """Which tensors of an optimizer state are on the host; a step counter may be, beside weights that are not."""
-    tensors: list[Tensor] = []
-    flatten(dict(value), tensors)
-    return [is_host(tensor.device) for tensor in tensors]
-
-
-def _beside(value: Any, hosted: Sequence[bool], parameter: Tensor) -> Any:
-    """An optimizer state where its parameter is now."""
-    tensors: list[Tensor] = []
-    structure = flatten(value, tensors)
-    moved = [t if stays else t.to(parameter.device) for t, stays in zip(tensors, hosted, strict=True)]
-    return unflatten(structure, iter(moved).__next__)

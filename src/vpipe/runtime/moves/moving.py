@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from time import perf_counter
 
 import torch
@@ -24,9 +26,8 @@ from torch import Tensor, nn
 from vpipe.errors import UserError
 from vpipe.runtime.builder import Builder
 from vpipe.runtime.engine import Engine
+from vpipe.runtime.memory.swap_store import FileStore
 from vpipe.runtime.moves import layer_state
-from vpipe.runtime.moves.ahead import Ahead, Notice, Shelf, pairs
-from vpipe.runtime.moves.held import HeldTensors, filled, left_out
 from vpipe.runtime.moves.layer_state import LayerState
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks.failure import PeerLost
@@ -34,6 +35,8 @@ from vpipe.runtime.transport.inprocess import PeerFailed
 from vpipe.runtime.transport.wire import Envelope
 from vpipe.schedule.placement import Difference, LayerTransfer, Layout, difference
 
+Notice = Callable[[str], None]
+"""Called with every step of the protocol; tests break them, one after the other."""
 MOVE_STEP = -2
 _CHANNEL = 1023
 """Of no stage: what moves is not taken for an activation."""
@@ -45,26 +48,48 @@ class Moved:
 
     difference: Difference
     num_bytes: int
-    """That this process has received, while training stood still."""
+    """That this process has received."""
     seconds: float
-    num_bytes_ahead: int = 0
-    """That it had received before, beside training."""
+
+
+@dataclass
+class Shelf:
+    """Blocks of layers of one rank that wait in a file."""
+
+    store: FileStore = field(default_factory=FileStore)
+    _places: dict[int, tuple[tuple[int, int], int]] = field(default_factory=dict)
+
+    def lay(self, layer: int, block: Tensor) -> None:
+        if block.untyped_storage().nbytes() != block.numel():
+            block = block.clone()  # a message may be a part of a larger piece of memory
+        self._places[layer] = (self.store.put(block.untyped_storage()), block.numel())
+
+    def fetch(self, layer: int) -> LayerState:
+        """The state of a layer; its block stays where it is."""
+        place, size = self._places[layer]
+        block = torch.empty(size, dtype=torch.uint8)
+        self.store.look(place, block.untyped_storage())
+        return layer_state.unpacked(block)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, size in self._places.values())
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._places
+
+
+def pairs(layout: Layout, transfer: LayerTransfer) -> list[tuple[int, int]]:
+    """(target, source) of a transfer: replica by replica, since each may have gradients of its own units."""
+    after, sources = layout.ranks_of(transfer.layer), transfer.sources
+    return [(target, sources[after.index(target) % len(sources)]) for target in transfer.targets]
 
 
 class Move:
     """One move of the ranks of this process."""
 
-    def __init__(
-        self,
-        builder: Builder,
-        engines: list[Engine],
-        new: Layout,
-        notice: Notice,
-        ahead: Ahead | None = None,
-        held: HeldTensors | None = None,
-    ) -> None:
+    def __init__(self, builder: Builder, engines: list[Engine], new: Layout, notice: Notice) -> None:
         self._builder, self._old, self._notice = builder, engines, notice
-        self._ahead, self._held = ahead, held
         self.layout = new
         self.before = engines[0].flow.layout
         self.difference = difference(self.before, new)
@@ -118,9 +143,7 @@ class Move:
             states[str(layer + 1)] = layer_state.state_of(stage.loss, optimizer)
         if not self._builder.wires.in_process:
             layer_state.refuse_hooks(layer, stage.modules[layer])
-        for name in self._ahead.names(layer) if self._ahead is not None else ():
-            del states[str(layer)]["parameters"][name]  # its new holder has it already
-        block = layer_state.packed(states if self._held is None else left_out(states, self._held))
+        block = layer_state.packed(states)
         if leaves:
             self._going[engine.rank].lay(layer, block)
         return block
@@ -129,8 +152,6 @@ class Move:
         self._notice(f"receive layer {layer} on rank {rank}")
         if not block.numel():
             return  # its sender says why
-        if self._held is not None:
-            filled(layer_state.unpacked(block), self._held)  # what is not there must show before anything is dropped
         self._coming[rank].lay(layer, block)
 
     def _attempt(self, problems: list[str], do: Callable[[], Tensor | None]) -> Tensor | None:
@@ -202,20 +223,13 @@ class Move:
         return parts.loss
 
     def _states(self, rank: int, layer: int, *, gone: bool = False) -> list[tuple[int, LayerState]]:
-        """What has come to a rank for a layer, or has gone; with what was sent ahead."""
-        found = (self._going if gone else self._coming)[rank].fetch(layer)
-        found = found if self._held is None else filled(found, self._held)
-        ahead = None if self._ahead is None else self._ahead.going if gone else self._ahead.coming
-        if ahead is not None and layer in ahead:
-            found[str(layer)]["parameters"] |= ahead.fetch(layer)["parameters"]
-        return [(int(number), state) for number, state in found.items()]
+        """What has come to a rank for a layer, or has gone."""
+        states = (self._going if gone else self._coming)[rank].fetch(layer)
+        return [(int(number), state) for number, state in states.items()]
 
     def _parts(self, engine: Engine) -> Iterator[tuple[int, nn.Module]]:
         """The layers of a rank, and the loss as the one after the last."""
-        for stage in engine.stages.values():
-            yield from stage.modules.items()
-            if stage.is_last and isinstance(stage.loss, nn.Module):
-                yield len(stage.flow.layers), stage.loss
+        return chain.from_iterable(stage.called.items() for stage in engine.stages.values())
 
     def _load_optimizers(self, engine: Engine, old: Engine) -> None:
         """What stays and what has come, stage by stage; a stage that has not changed keeps its optimizer."""
@@ -234,6 +248,23 @@ class Move:
                     states[layer] = layer_state.state_of(module, _optimizer(old, layer))
             layer_state.put_optimizer(states, stage.owned, optimizer)
 
+    def hand_over_optimizers(self, engines: list[Engine]) -> None:
+        """Let the optimizer objects of a stage that stays in this process go on with what has come, because others hold
+        them: a learning-rate scheduler, the user."""
+        for index in range(self.layout.num_stages):
+            now = [engine for engine in engines if index in engine.updater.optimizers]
+            made = [(each.updater.optimizers[index].state, each.updater.optimizers[index].param_groups) for each in now]
+            before = [each.updater.optimizers[index] for each in self._old if index in each.updater.optimizers]
+            for engine, known, (state, groups) in zip(now, before, made, strict=False):
+                known.state, known.param_groups = state, groups
+                engine.updater.optimizers[index] = known
+            if any(hasattr(left.step, "_wrapped_by_lr_sched") for left in before[len(now) :]):
+                warnings.warn(
+                    f"stage {index} has left this process, where its optimizer's learning-rate scheduler turns nothing "
+                    "now; make one of pipe.optimizers where it is, or use Pipeline.set_learning_rate",
+                    stacklevel=2,
+                )
+
     # --- or not -------------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
@@ -247,7 +278,7 @@ class Move:
             layer_state.put(state, module, engine.device)
             optimizer = _optimizer(engine, layer)
             if optimizer is not None:
-                layer_state.put_states({layer: state}, {layer: module}, optimizer)
+                layer_state.load_states(module, optimizer, state["tensors"])
         self._dropped.clear()
 
     def close(self) -> None:
@@ -306,15 +337,10 @@ def move(
     gather: Callable[[str], list[str]],
     on_all: Callable[[Callable[[Engine], str]], list[str]],
     notice: Notice,
-    ahead: Ahead | None = None,
-    held: HeldTensors | None = None,
 ) -> tuple[list[Engine], Moved]:
-    """From the layout of ``engines`` to that of ``programs``; a ``UserError`` where it stays the old one. ``ahead`` is
-    what was sent for it already, ``held`` what all ranks can read."""
+    """From the layout of ``engines`` to that of ``programs``; a ``UserError`` where it stays the old one."""
     begin = perf_counter()
-    if ahead is not None:
-        ahead.settle(gather)
-    moving = Move(builder, engines, programs.flow.layout, notice, ahead, held)
+    moving = Move(builder, engines, programs.flow.layout, notice)
     try:
         problem, updates = verdict(gather(report(next(filter(None, on_all(moving.prepare)), ""), engines)))
         if problem:
@@ -329,9 +355,9 @@ def move(
         if problem:
             moving.restore()
             raise UserError(f"the layers stay where they are, because not all ranks could take theirs: {problem}")
+        moving.hand_over_optimizers(made)
         for engine in engines:
             engine.retire()
-        before = ahead.coming.num_bytes if ahead is not None else 0
-        return made, Moved(moving.difference, moving.num_bytes, perf_counter() - begin, before)
+        return made, Moved(moving.difference, moving.num_bytes, perf_counter() - begin)
     finally:
         moving.close()

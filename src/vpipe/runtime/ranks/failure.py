@@ -15,7 +15,6 @@ from traceback import format_exception_only
 from typing import Any
 
 from vpipe.errors import UserError, printable
-from vpipe.runtime.ranks.secret import Sealed
 
 DONE = "done"
 """The beat of a rank that ended well, and the kind of entry by which the keeper of the store takes its leave."""
@@ -55,7 +54,7 @@ class Cause:
         return cls(rank, kind, "".join(format_exception_only(type(error), error)).splitlines()[0] + where, rank)
 
     @classmethod
-    def parse(cls, text: str) -> Cause | None:
+    def parse(cls, text: str | bytes) -> Cause | None:
         """A cause that came over the wire; ``None`` for anything else."""
         try:
             found = json.loads(text)
@@ -74,28 +73,27 @@ class Cause:
 class Board:
     """What the ranks write for each other: one cause, and one beat a rank.
 
-    ``store`` is any store of torch. No call waits for a key: beats exist from the meeting on.
+    ``store`` is any store of torch's form. No call waits for a key: beats exist from the meeting on.
     """
 
-    def __init__(self, store: Any, rank: int, secret: str = "") -> None:
-        self._store = Sealed(store, secret)
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store = store
         self._rank = rank
 
     def post(self, cause: Cause) -> Cause:
         """Write a cause; the first one stays and is returned."""
-        return Cause.parse(self._store.set_once("end", json.dumps(cause.fields()))) or cause
+        return Cause.parse(self._store.compare_set("end", "", json.dumps(cause.fields()))) or cause
 
     def read(self) -> Cause | None:
         """The cause, if any rank has one."""
-        text = self._store.get_if_there("end")
-        return Cause.parse(text) if text is not None else None
+        return Cause.parse(self._store.get("end")) if self._store.check(["end"]) else None
 
     def beat(self, text: str) -> None:
         """Say that this rank lives, and what it is doing."""
         self._store.set(f"beat/{self._rank}", text)
 
     def beat_of(self, rank: int) -> str:
-        return printable(self._store.get(f"beat/{rank}") or "")
+        return printable(self._store.get(f"beat/{rank}").decode(errors="replace"))
 
     def acknowledge(self) -> int:
         """Say that this rank needs the store no more; how many have."""
@@ -109,15 +107,14 @@ class Board:
         self._store.set(f"{key}/{self._rank}", json.dumps(facts))
 
     def missing(self, key: str, num_ranks: int) -> list[int]:
-        """The ranks that have not put their facts yet; what others have put in their place does not count."""
-        if not self._store.check([f"{key}/{rank}" for rank in range(num_ranks)]):
-            return [rank for rank in range(num_ranks) if not self._store.check([f"{key}/{rank}"])]
-        return [rank for rank in range(num_ranks) if self._store.get(f"{key}/{rank}") is None]
+        """The ranks that have not put their facts yet."""
+        if self._store.check([f"{key}/{rank}" for rank in range(num_ranks)]):
+            return []
+        return [rank for rank in range(num_ranks) if not self._store.check([f"{key}/{rank}"])]
 
     def gathered(self, key: str, num_ranks: int) -> list[dict[str, Any]]:
         """Everybody's facts; call when nobody is missing."""
-        found = [json.loads(self._store.get(f"{key}/{rank}") or "{}") for rank in range(num_ranks)]
-        return [each if isinstance(each, dict) else {} for each in found]
+        return [json.loads(found) for found in self._store.multi_get([f"{key}/{rank}" for rank in range(num_ranks)])]
 
 
 def reason(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 from types import TracebackType
@@ -24,11 +24,10 @@ import torch.distributed as dist
 import vpipe
 from vpipe.errors import UserError, printable
 from vpipe.network import GLOO, choose_interface
-from vpipe.process import Process
+from vpipe.process import Process, cores, num_cores
 from vpipe.runtime.ranks import device_groups
 from vpipe.runtime.ranks.failure import Board, Cause, PeerLost, reason
-from vpipe.runtime.ranks.meeting import COME_WITHIN, STORE_WITHIN, LaunchedRank, connected
-from vpipe.runtime.ranks.secret import prefix
+from vpipe.runtime.ranks.meeting import COME_WITHIN, STORE_WITHIN, LaunchedRank, Meeting
 from vpipe.runtime.ranks.watchdog import Watchdog
 
 _stores: Any = dist
@@ -41,19 +40,18 @@ SLACK = 5.0
 
 
 class Membership:
-    """This process as one of the ranks. ``store`` is for the main thread, ``watched`` for the watchdog."""
+    """This process as one of the ranks."""
 
-    def __init__(self, place: LaunchedRank, timeout: float, store: Any, watched: Any) -> None:
+    def __init__(self, place: LaunchedRank, timeout: float, meeting: Meeting) -> None:
         self._place = place
         self._patience = min(timeout, COME_WITHIN)
-        self.store = store
-        self._board = Board(store, place.rank, place.secret)
+        self._board = Board(meeting.store, place.rank)
         self._board.beat("0 joining")
         self._agreements = 0
         self._engines: list[weakref.ref[Any]] = []
         self._people: list[dict[str, Any]] = []
-        keeper = None if place.launcher_keeps_store else 0
-        board = Board(watched, place.rank, place.secret)
+        keeper = None if place.store is not None else 0
+        board = Board(meeting.watched, place.rank)
         silence = min(SILENCE, timeout)
         self.watchdog = Watchdog(board, place.rank, place.num_ranks, silence, keeper, place.report_fd)
         self.watchdog.doing = self._doing
@@ -62,7 +60,7 @@ class Membership:
     def meet(self) -> None:
         """Wait for all ranks; their versions must be the same."""
         me = {"torch": torch.__version__, "vpipe": vpipe.__version__}
-        self._people = self.exchange("join", {**me, "process": Process.here().fields()})
+        self._people = self.exchange("join", {**me, "process": Process.here().fields(), "cores": cores()})
         self._compare(self._people, me, "runs {key} {value}", "install the same versions everywhere")
 
     def agree(self, facts: Mapping[str, str]) -> None:
@@ -73,6 +71,12 @@ class Membership:
 
     def exchange(self, key: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What every rank says under a key, by rank; each key is used once."""
+        try:
+            return self._exchanged(key, facts)
+        except RuntimeError as error:
+            raise PeerLost(f"the store at which the ranks meet is gone ({reason(error)})") from None
+
+    def _exchanged(self, key: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         self._board.put(key, facts)
         until, pause = monotonic() + self._patience, 0.01
         num_ranks = self._place.num_ranks
@@ -118,6 +122,11 @@ class Membership:
             process.kill()
 
     @property
+    def num_own_cores(self) -> int:
+        """How many of the cores that this rank may use are its own, where ranks of one machine share them."""
+        return own_cores(self._people, self._place.rank, num_cores())
+
+    @property
     def is_watched(self) -> bool:
         return self._place.watched
 
@@ -129,7 +138,21 @@ class Membership:
         self.watchdog.start()
 
 
+def own_cores(people: Sequence[Mapping[str, Any]], rank: int, usable: int) -> int:
+    """A rank's share of the cores that it may run on, and of the time of ``usable`` that its container has."""
+    machines = [str(one["process"]["machine"]) for one in people]
+    mine, machine = people[rank]["cores"], machines[rank]
+    sharing = [
+        other
+        for one, other in zip(people, machines, strict=True)
+        if other.split()[0] == machine.split()[0] and not set(mine).isdisjoint(one["cores"])
+    ]
+    return max(1, min(len(mine) // len(sharing), usable // sharing.count(machine)))
+
+
 _current: Membership | None = None
+_meeting: Meeting | None = None
+"""torch's groups do not keep it alive, and need it."""
 
 
 def current() -> Membership | None:
@@ -139,30 +162,22 @@ def current() -> Membership | None:
 
 def join(place: LaunchedRank | None, timeout: float) -> int:
     """Join the others; how many there are. ``place`` is None where only a process group of the user's own says so."""
-    global _current
+    global _current, _meeting
     if _current is not None or place is None:
         return dist.get_world_size()
     hook = Hook(place)
     if place.watched:
         sys.excepthook = hook
-    if dist.is_initialized():
-        store = _stores.PrefixStore(
-            prefix(place.secret, place.generation), _stores.distributed_c10d._get_default_store()
-        )
-        hook.member = member = Membership(place, timeout, store, store.clone())
-        member.meet()
-    else:
-        choose_interface(os.environ, place.host)
-        store, watched = connected(place, min(timeout, COME_WITHIN if place.watched else STORE_WITHIN))
-        hook.member = member = Membership(place, timeout, store, watched)
-        member.meet()
-        if place.watched:
-            member.start()  # before gloo connects: a rank that cannot, ends those that wait for it
-        _connect(place, _stores.PrefixStore("group", store), timedelta(seconds=timeout + SLACK))
-        _current = member
-        return place.num_ranks
+    has_group = dist.is_initialized()
+    choose_interface(os.environ, place.host)
+    _meeting = Meeting.at(place, min(timeout, COME_WITHIN if place.watched else STORE_WITHIN))
+    hook.member = member = Membership(place, timeout, _meeting)
+    member.meet()
+    if place.watched or has_group:
+        member.start()  # before gloo connects: a rank that cannot, ends those that wait for it
+    if not has_group:
+        _connect(place, _stores.PrefixStore("group", _meeting.store), timedelta(seconds=timeout + SLACK))
     _current = member
-    member.start()
     return place.num_ranks
 
 
@@ -172,10 +187,11 @@ def _connect(place: LaunchedRank, store: Any, patience: timedelta) -> None:
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=patience)
     except RuntimeError as error:
         interface = os.environ.get(GLOO, "that this machine's name leads to")
-        raise UserError(
+        sentence = (
             f"rank {place.rank} cannot connect to the other ranks by the network interface {interface} "
             f"({reason(error)}); set launch.interface or {GLOO} to one that leads to {place.host}"
-        ) from None
+        )
+        raise (UserError(sentence) if place.watched else PeerLost(sentence)) from None
 
 
 class Hook:
@@ -213,11 +229,14 @@ def _to_stderr(sentence: str) -> None:
 
 def leave() -> None:
     """Forget the others: an elastic rank joins again, perhaps as another one. Its connections are shut already."""
-    global _current
+    global _current, _meeting
     _current = None
     device_groups.forget()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if _meeting is not None and _meeting.kept is not None:
+        _meeting.kept.stop()
+    _meeting = None
     # A meeting that was broken off has counted a group. The next would have another name here than on other ranks, who
     # would wait for each other until the timeout.
     _stores.distributed_c10d._world.group_count = 0

@@ -13,15 +13,15 @@ The first unit of a structure runs a plain backward, and what ``W`` would have a
 to the bit. A weight for which it is not equal never waits, and a warning says so. A gradient of zeros proves nothing:
 such a weight does not wait until a later unit (the second, fourth, eighth …) has shown more.
 
-The products are the ones autograd itself would compute, so the split changes no bit. ``fused`` accumulates inside the
-product (``addmm``), which is faster and may differ in the last bit.
+The products are the ones autograd itself would compute, so the split changes no bit.
 """
 
 from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -42,8 +42,11 @@ class Made:
     def __init__(self, weight: Tensor, gradient: Tensor) -> None:
         self.weight, self.gradient = weight, gradient
 
-    def run(self, fused: bool) -> None:
+    def run(self) -> None:
+        """Add the gradient, as autograd does, and call the hooks that wait for that."""
         accumulate(self.weight, self.gradient)
+        for hook in (self.weight._post_accumulate_grad_hooks or {}).values():
+            hook(self.weight)
 
 
 class Known:
@@ -77,9 +80,9 @@ class Known:
 class WeightQueue:
     """The weight gradients of a stage that wait for their ``W``; ``names`` are those of its weights."""
 
-    def __init__(self, names: Sequence[str], fused: bool = False, stashes: bool = False) -> None:
+    def __init__(self, names: Sequence[str], stashes: bool = False) -> None:
         self._names = names
-        self._fused, self._stashes = fused, stashes
+        self._stashes = stashes
         self._known: dict[Signature, Known] = {}
         self._waiting: dict[int, list[Made | Promise]] = {}
         self._open: list[Made | Promise] = []
@@ -111,16 +114,14 @@ class WeightQueue:
             self._plain(roots, gradients)
             return
         self._ever |= promise.analysis.waiting
-        aside = self._set_aside(promise.analysis)
-        run_backward(roots, gradients, promise.inputs())
-        self._put_back(aside)
+        with self._aside(promise.analysis):
+            run_backward(roots, gradients, promise.inputs())
         promise.seal()
         self._open.append(promise)
 
     def _plain(self, roots: Roots, gradients: Sequence[Tensor]) -> None:
-        aside = self._set_aside(None)
-        run_backward(roots, gradients)
-        self._put_back(aside)
+        with self._aside(None):
+            run_backward(roots, gradients)
 
     def _promise(
         self, known: Known, reading: Reading, left_out: Collection[int], rehearsal: bool = False
@@ -146,12 +147,11 @@ class WeightQueue:
             self._plain(roots, gradients)
             return
         waiting = promise.analysis.waiting
-        aside = self._set_aside(None, waiting)
-        run_backward(roots, gradients)
-        with torch.no_grad():
-            wrong, proven = compare(promise, {number: self._weights[number] for number in waiting})
-        promise.withdraw()
-        self._put_back(aside)
+        with self._aside(None, waiting):
+            run_backward(roots, gradients)
+            with torch.no_grad():
+                wrong, proven = compare(promise, {number: self._weights[number] for number in waiting})
+            promise.withdraw()
         known.refused |= wrong
         known.proven |= proven
         known.settle()
@@ -167,29 +167,35 @@ class WeightQueue:
                 stacklevel=2,
             )
 
-    def _set_aside(
-        self, analysis: Analysis | None, compared: Collection[int] = ()
-    ) -> list[tuple[int, Tensor, Tensor | None]]:
-        """Take away the gradients of weights to which I may add, where what it adds must be seen or has to wait."""
+    @contextmanager
+    def _aside(self, analysis: Analysis | None, compared: Collection[int] = ()) -> Iterator[None]:
+        """Around a backward: take away the gradients of weights to which it may add, where what it adds must be seen or
+        has to wait. Hooks that wait for the sum are called when it is made."""
         waiting: Collection[int] = () if analysis is None else analysis.waiting
         everything = self._stashes or (analysis is not None and analysis.own_code)
         chosen = range(len(self._weights)) if everything else [*(self._ever.difference(waiting)), *compared]
         found = []
         for number in dict.fromkeys(chosen):
             weight = self._weights[number]
-            found.append((number, weight, weight.grad))
+            hooks = weight._post_accumulate_grad_hooks
+            found.append((number, weight, weight.grad, dict(hooks or {})))
             weight.grad = None
-        return found
-
-    def _put_back(self, aside: Iterable[tuple[int, Tensor, Tensor | None]]) -> None:
-        for number, weight, before in aside:
-            made, weight.grad = weight.grad, before
-            if made is None:
-                continue
-            if self._stashes or number in self._ever:
-                self._open.append(Made(weight, made))
-            else:
-                accumulate(weight, made)
+            if hooks:
+                hooks.clear()  # torch keeps the dict itself
+        try:
+            yield
+        finally:
+            made = [(number, weight, weight.grad) for number, weight, *_ in found]
+            for _, weight, before, hooks in found:
+                weight.grad = before
+                if hooks:
+                    weight._post_accumulate_grad_hooks.update(hooks)
+        with torch.no_grad():
+            for number, weight, gradient in made:
+                if gradient is not None and (self._stashes or number in self._ever):
+                    self._open.append(Made(weight, gradient))
+                elif gradient is not None:
+                    Made(weight, gradient).run()
 
     def close(self) -> None:
         """The I that was open is over."""
@@ -200,7 +206,7 @@ class WeightQueue:
         # Outside of a backward autograd would record these products, and keep x and dy alive with the gradient.
         with torch.no_grad():
             for waiting in self._waiting.pop(microbatch, ()):
-                waiting.run(self._fused)
+                waiting.run()
 
     def waited(self) -> set[str]:
         """The names of the weights whose gradients some unit has left to W."""

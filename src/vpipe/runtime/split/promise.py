@@ -108,7 +108,7 @@ class Promise:
         self._nodes = []
         self._handles.clear()
 
-    def run(self, fused: bool) -> None:
+    def run(self) -> None:
         """Add what was left to W."""
         carried: CarriedGradients = []
         for index, dy, version in self._taken:
@@ -116,8 +116,6 @@ class Promise:
             if dy is None:
                 continue
             _check(dy, version)
-            if fused and isinstance(product, Linear) and product.add(dy):
-                continue
             for weight, gradient in product.gradients(dy, carried):
                 accumulate(weight, gradient)
         if carried:
@@ -176,17 +174,6 @@ class Linear:
         yield self._weight, dy.t().mm(self._x)
         if self._bias is not None:
             yield self._bias, dy.sum(0)
-
-    def add(self, dy: Tensor) -> bool:
-        """Add into the gradient while computing it; False where that cannot be."""
-        _check(self._x, self._version)
-        into = self._weight.grad
-        if into is None or into.dtype != dy.dtype:
-            return False
-        into.addmm_(dy.t(), self._x)
-        if self._bias is not None:
-            accumulate(self._bias, dy.sum(0))
-        return True
 
 
 class General:

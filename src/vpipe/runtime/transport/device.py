@@ -6,12 +6,13 @@ transport while its tensors go from device to device; from then on the tensors g
 
                  first step of these forms                       every other step
     begin        all ranks compare one number each: is the data of the form that they know? (host)
-    post         room for the description (host)                 room for the tensors, and their receives
-    send         the description (host), a snapshot (device)     a snapshot, which the compute stream takes
-    take         read the description, then as "post"            the compute stream waits, not the host
+    post         wait for the description (host), then as →      room for the tensors, and their receives
+    send         the description (host), then as →               a snapshot, which the compute stream takes
+    take         the compute stream waits, not the host          the same
 
-Descriptions are read in the order in which the program posts, which is that of the sends: the backend takes no tags.
-Messages of a form that nobody could foresee (a layer whose output depends on values) are refused in words.
+A program between devices is lowered so that each receive may block its rank (``receives_block``): the host may wait
+where it posts, and so may a device, which cannot wait for anything as a whole while a receive that is posted spins.
+Messages of a form that could not be foreseen (a layer whose output depends on values) are refused in words.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from vpipe.runtime.device import is_host
 from vpipe.runtime.ranks import device_groups
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.form import Form, form_of, room, seen, snapshot
-from vpipe.runtime.transport.routes import Route, route_of
+from vpipe.runtime.transport.routes import CHAIN, Route, route_of
 from vpipe.runtime.transport.wire import Envelope
 
 Place = tuple[int, int, int, int]
@@ -64,8 +65,6 @@ class DeviceTransport:
         self._forms: dict[Hashable, dict[Place, Form]] = {}
         self._known: dict[Place, Form] = {}
         self._learns = True
-        self._undescribed: dict[Route, list[Envelope]] = defaultdict(list)
-        self._route_of: dict[Envelope, Route] = {}
         self._coming: dict[Envelope, Coming] = {}
         self._under_way: dict[Route, list[tuple[list[Any], list[Tensor]]]] = defaultdict(list)
         """Of each route what leaves, as long as it may be read."""
@@ -120,33 +119,29 @@ class DeviceTransport:
 
     def post(self, envelope: Envelope, source_rank: int) -> None:
         route = route_of(envelope, source_rank, self.rank)
-        if self._learns or route not in self._groups:
+        if route not in self._groups:
             self.host.post(envelope, source_rank)
-            if route in self._groups:
-                self._route_of[envelope] = route
-                self._undescribed[route].append(envelope)
             return
-        form = self._known[_place(envelope)]
-        if form.brings_numbers:
+        numbers = None
+        if self._learns:
             self.host.post(envelope, source_rank)
-        self._coming[envelope] = self._receive(form, route, None)
+            structure, facts, there, *told = self.host.take(envelope)
+            self._known[_place(envelope)], numbers = Form.understood(structure, facts, there), tuple(told)
+        form = self._known[_place(envelope)]
+        if form.brings_numbers and numbers is None:
+            self.host.post(envelope, source_rank)
+        self._coming[envelope] = self._receive(form, route, numbers)
 
     def _receive(self, form: Form, route: Route, numbers: tuple[Tensor, ...] | None) -> Coming:
         memory = [room(fact, self._device) for fact in form.moving]
         return Coming(form, memory, self._transfer(dist.irecv, memory, route, route.source), numbers)
 
     def _transfer(self, call: Any, memory: Iterable[Tensor], route: Route, peer: int) -> list[Any]:
-        """Begin to send or receive a message: several tensors as one batch."""
-        group = self._groups[route]
-        blocks = [block for block in memory if block.numel()]
-        if len(blocks) > 1:
-            return dist.batch_isend_irecv([dist.P2POp(call, block, peer, group) for block in blocks])
-        return [call(block, peer, group=group) for block in blocks]
+        """Begin to send or receive a message, tensor by tensor: a batch would go over a communicator of its own, which
+        ``prepare_routes`` has not made."""
+        return [call(block, peer, group=self._groups[route]) for block in memory if block.numel()]
 
     def take(self, envelope: Envelope) -> Any:
-        route = self._route_of.pop(envelope, None)
-        if route is not None:
-            self._understand(route, envelope)
         if envelope not in self._coming:
             value = self.host.take(envelope)
             return tree_map(self._from_host, value) if value is not None else None
@@ -160,16 +155,7 @@ class DeviceTransport:
             (seen(next(there), fact) if moves else next(here)).requires_grad_(fact.needs_grad)
             for fact, moves in zip(form.facts, form.there, strict=True)
         ]
-        return unflatten(form.structure, iter(tensors).__next__)
-
-    def _understand(self, route: Route, wanted: Envelope) -> None:
-        """Read the descriptions of a route up to that of a message, in their order, and receive what they describe."""
-        queue = self._undescribed[route]
-        while wanted in queue:
-            envelope = queue.pop(0)
-            structure, facts, there, *numbers = self.host.take(envelope)
-            form = self._known[_place(envelope)] = Form.understood(structure, facts, there)
-            self._coming[envelope] = self._receive(form, route, tuple(numbers))
+        return unflatten(form.structure, tensors)
 
     def send(self, envelope: Envelope, target_rank: int, value: Any) -> None:
         route = route_of(envelope, self.rank, target_rank)
@@ -189,17 +175,15 @@ class DeviceTransport:
         memory = [snapshot(tensor, fact) for tensor, fact in zip(moving, form.moving, strict=True)]
         leaving = self._under_way[route]
         leaving.append((self._transfer(dist.isend, memory, route, target_rank), memory))
-        if not self._learns:
-            self._let_go(leaving)
+        self._let_go(leaving, route.skip == CHAIN)
 
-    def _let_go(self, leaving: list[tuple[list[Any], list[Tensor]]]) -> None:
+    def _let_go(self, leaving: list[tuple[list[Any], list[Tensor]]], waits: bool) -> None:
         """Free what left before, for what the compute stream does next: the memory of sends is then that of three of a
-        route, however far the host is ahead. That stream hardly waits: a receive is posted before its send can happen.
-        (In the first step of a form receives are posted later, and everything is held.)"""
-        for works, _ in leaving[:-2]:
-            for work in works:
+        route, however far the host is ahead. That stream hardly waits, and never for what it does later: a receive
+        from the neighbouring stage is posted where its message is sent; that of a skip comes later, so it is asked."""
+        while len(leaving) > 2 and (waits or all(work.is_completed() for work in leaving[0][0])):
+            for work in leaving.pop(0)[0]:
                 work.wait()
-        del leaving[:-2]
 
     def _check(self, envelope: Envelope, found: Form) -> None:
         form = self._known[_place(envelope)]

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from vpipe.runtime.crossing import copied
+from vpipe.runtime.crossing import copied, mapped
 from vpipe.runtime.device import compute_stream, is_host, share, tensors_of
 
 
@@ -39,23 +38,21 @@ class HandoverStreams:
 
     def carry(self, value: Any) -> Carried:
         """Copy a value; called by the rank of the source."""
-        snapshot = tree_map(_snapshot, value)
+        snapshot = mapped(value, _snapshot)  # one tensor by two names stays one
         ready = compute_stream(self.source).record_event()
         with self._into, self._out:  # memory comes from the target's side, copies run on the source's
             self._out.wait_event(ready)
-            copy = tree_map(self._copy, snapshot)
+            copy = mapped(snapshot, self._copy)
             arrived = self._into.record_event()  # torch lets this side wait for copies from the other
         share(tensors_of(snapshot), self._out)
         return Carried(copy, arrived)
 
-    def _copy(self, tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor) or is_host(tensor.device):
-            return tensor
-        return copied(tensor, self.target)
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return tensor if is_host(tensor.device) else copied(tensor, self.target)
 
 
-def _snapshot(leaf: Any) -> Any:
-    return copied(leaf) if isinstance(leaf, Tensor) else leaf
+def _snapshot(tensor: Tensor) -> Tensor:
+    return copied(tensor)
 
 
 def taken(carried: Carried, target: torch.device) -> Any:

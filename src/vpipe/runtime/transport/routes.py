@@ -7,11 +7,9 @@ is one of its own. So is each a communicator, and neither direction ever waits f
 
 from __future__ import annotations
 
-from itertools import permutations
 from typing import NamedTuple
 
 from vpipe.runtime.transport.wire import Envelope
-from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
 
 CHAIN = (-1, -1)
@@ -23,15 +21,14 @@ class Route(NamedTuple):
     source: int
     target: int
     skip: tuple[int, int] = CHAIN
-    """(stage that sends, stage that receives) of a skip, or of what replicas of a stage send ahead."""
+    """(stage that sends, stage that receives) of a skip."""
 
 
 def route_of(envelope: Envelope, source: int, target: int) -> Route:
-    """The route of a message between two ranks. Buffers for the replicas of a stage go with the chain; gradients that
-    are sent ahead have a route for each stage, because ranks may complete the stages that they share in any order."""
-    apart = abs(envelope.source - envelope.target)
-    chain = apart == 1 or (not apart and not envelope.backward)
-    return Route(source, target, CHAIN if chain else (envelope.source, envelope.target))
+    """The route of a message between two ranks. Buffers for the replicas of a stage go with the chain."""
+    return Route(
+        source, target, CHAIN if abs(envelope.source - envelope.target) <= 1 else (envelope.source, envelope.target)
+    )
 
 
 def routes(program: Program) -> list[Route]:
@@ -47,8 +44,4 @@ def routes(program: Program) -> list[Route]:
                     found[route_of(Envelope(0, reader, stage, microbatch, 1), there, here)] = None
     for first, *others in placement.ranks_of:
         found |= {Route(first, other): None for other in others}
-    ahead = {action.stage for _, action in program.actions() if action.kind is Kind.SEND_W}
-    for stage in sorted(ahead):
-        pairs = permutations(placement.ranks_of[stage], 2)
-        found |= {Route(here, there, (stage, stage)): None for here, there in pairs}
     return list(found)

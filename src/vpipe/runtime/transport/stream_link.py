@@ -171,6 +171,9 @@ class StreamLink(Link):
         return self._outlet.drain(patience)
 
     def close(self) -> None:
+        with suppress(OSError):  # what is unread would make the kernel reset the connection: the peer has more to read
+            while self.connection.recv(BUFFER, socket.MSG_DONTWAIT):
+                pass
         super().close()
         self._data.close()
 

@@ -104,7 +104,7 @@ class MessageLayout(NamedTuple):
 def assembled(layout: MessageLayout, tensors: list[Tensor]) -> Any:
     """The value of a form and its tensors."""
     if layout.parts is None:
-        return unflatten(layout.structure, iter(tensors).__next__)
+        return unflatten(layout.structure, tensors)
     found = [*layout.parts]
     for place, tensor in zip(layout.places, tensors, strict=True):
         found[place] = tensor

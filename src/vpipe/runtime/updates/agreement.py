@@ -18,7 +18,7 @@ there; hosts know how many those are, and tell each other each time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import chain
 from math import isfinite, isinf
 from time import perf_counter_ns
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from vpipe.layer import TiedWeight
 from vpipe.runtime.device import HOST, Number, is_host
@@ -52,7 +53,7 @@ class LossBlocks:
         """What a device may still copy from, until the next step writes its own."""
 
     def rows(self, rank: int) -> list[int]:
-        """The layers of a rank; after the last of all come the loss and the unit's share."""
+        """The layers of a rank, and after the last of all what ``Result.losses`` has of its ends."""
         if rank not in self._rows:
             self._rows[rank] = self._found_rows(rank)
         return self._rows[rank]
@@ -61,7 +62,8 @@ class LossBlocks:
         bounds = self._flow.bounds
         rows = [layer for stage in self._placement.stages_of[rank] for layer in range(*bounds[stage])]
         end = len(self._flow.layers)
-        return [*rows, end, end + 1] if len(bounds) - 1 in self._placement.stages_of[rank] else rows
+        first, last = (stage in self._placement.stages_of[rank] for stage in (0, len(bounds) - 1))
+        return rows + [end, end + 1] * last + [end + 2] * first + [end + 3] * last
 
     def size(self, rank: int, num_units: int) -> int:
         return len(self.rows(rank)) * num_units
@@ -132,33 +134,48 @@ def told_apart(found: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def judge(found: Tensor, dtype: torch.dtype) -> tuple[bool, Tensor]:
+def judge(found: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[bool, Tensor]:
     """Whether all gradients are finite, and the norm of all: as ``torch.nn.utils.get_total_norm`` adds them."""
     sizes = found.tolist()
     if NO_GRADIENT in sizes:
         found = found[found != NO_GRADIENT]
-    if OVERFLOWED in sizes:
-        found = torch.where(found == OVERFLOWED, torch.inf, found)
-    finite, found = all(map(isfinite, sizes)), found.to(dtype)
-    return finite, torch.linalg.vector_norm(found) if len(found) else torch.zeros((), dtype=dtype)
+        dtypes = [dtype for dtype, size in zip(dtypes, sizes, strict=True) if size != NO_GRADIENT]
+    return all(map(isfinite, sizes)), _total(found, dtypes)
 
 
-def judge_there(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def judge_there(found: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, Tensor]:
     """The same of numbers on a device, where both answers stay; all of them are norms."""
-    finite = torch.isfinite(found).all()
-    return finite, torch.linalg.vector_norm(torch.where(found == OVERFLOWED, torch.inf, found).to(dtype))
+    return torch.isfinite(found).all(), _total(found, dtypes)
 
 
-def judge_here(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[bool | Tensor, Tensor]:
+def judge_here(parameters: Sequence[Tensor]) -> tuple[bool | Tensor, Tensor]:
     """The same of one stage; on a device both answers stay there."""
     device = parameters[0].device if parameters else HOST
     if is_host(device):
-        return judge(told_apart(norms(parameters), parameters), dtype)
+        return judge(told_apart(norms(parameters), parameters), [p.dtype for p in parameters])
     held = [values_of(p.grad) for p in parameters if p.grad is not None]
     if not held:
-        return True, torch.zeros((), dtype=dtype, device=device)
+        return True, torch.zeros((), dtype=promoted([p.dtype for p in parameters]), device=device)
     largest = torch.stack(torch._foreach_norm(held, torch.inf))
-    return torch.isfinite(largest).all(), torch.linalg.vector_norm(torch.stack(torch._foreach_norm(held)).to(dtype))
+    sizes = torch.stack([norm.double() for norm in torch._foreach_norm(held)])
+    return torch.isfinite(largest).all(), _total(sizes, [each.dtype for each in held])
+
+
+def _total(found: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """The norm of these norms; torch adds those of one dtype after the other, in an order of its own."""
+    dtype = promoted(dtypes)
+    if not len(found):
+        return torch.zeros((), dtype=dtype)
+    if len(set(dtypes)) > 1:
+        found = found[_order_of(tuple(dtypes))]
+    total: Tensor = torch.linalg.vector_norm(torch.where(found == OVERFLOWED, torch.inf, found).to(dtype))
+    return total
+
+
+@lru_cache(maxsize=16)
+def _order_of(dtypes: tuple[torch.dtype, ...]) -> list[int]:
+    alike = _group_tensors_by_device_and_dtype([[torch.empty(0, dtype=dtype) for dtype in dtypes]], with_indices=True)
+    return [place for _, places in alike.values() for place in places]
 
 
 def multiply(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
@@ -181,6 +198,8 @@ def divide(gradients: Iterable[Tensor], divisor: float) -> None:
             gradient.div_(divisor)
 
 
+ParameterDtypes = list[list[tuple[int, list[torch.dtype]]]]
+"""Per rank (layer, the dtypes of its parameters)."""
 Waited = Callable[[int], None]
 """Told that all others have come, and since when (``perf_counter_ns``) this rank has waited for them."""
 
@@ -198,58 +217,51 @@ class NormExchange:
     ) -> None:
         self._transport, self._ranks = transport, ranks
         self._stages, self._tied, self._device = stages, tied, device
-        self._known: list[list[tuple[int, int, int]]] | None = None
+        self._known: ParameterDtypes | None = None
 
     def gather(
         self, mine: list[Tensor], losses: Tensor | None, num_losses: Callable[[int], int], waited: Waited
-    ) -> tuple[Tensor, list[Tensor] | None, torch.dtype]:
-        """All norms in the order of layers, every rank's losses if they go along, and the dtype to add norms in."""
+    ) -> tuple[Tensor, list[Tensor] | None, list[torch.dtype]]:
+        """All norms in the order of layers, every rank's losses if they go along, and the dtypes of the gradients."""
         since = perf_counter_ns()
-        order, here = self._order(), is_host(self._device)
-        counts = self._counts if here else self._held(order)
+        here = is_host(self._device)
+        order = self._order() if here else self._held(self._order())
         rows = [num_losses(rank) if losses is not None else 0 for rank in range(len(order))]
-        sizes = [sum(each) + more for each, more in zip(counts, rows, strict=True)]
+        sizes = [sum(len(dtypes) for _, dtypes in each) + more for each, more in zip(order, rows, strict=True)]
         block = torch.cat(mine if losses is None else [*mine, losses])
         found = self._transport.all_gather(block, self._ranks, sizes)
         waited(since)
-        by_layer: dict[int, Any] = {}
+        by_layer: dict[int, tuple[Any, list[torch.dtype]]] = {}
         told = []
-        for block, layers, numbers in zip(found, order, counts, strict=True):
+        for block, layers in zip(found, order, strict=True):
             at, known = 0, block.tolist() if here else block  # numbers of the host need no operation for each layer
-            for (layer, _, _), count in zip(layers, numbers, strict=True):
-                by_layer.setdefault(layer, known[at : at + count])  # replicas agree: the first will do
-                at += count
+            for layer, dtypes in layers:
+                begin, at = at, at + len(dtypes)
+                by_layer.setdefault(layer, (known[begin:at], dtypes))  # replicas agree: the first will do
             told.append(block[at:])
-        parts = [by_layer[layer] for layer in sorted(by_layer)]
+        parts = [by_layer[layer][0] for layer in sorted(by_layer)]
+        all_dtypes = [dtype for layer in sorted(by_layer) for dtype in by_layer[layer][1]]
         empty = torch.empty(0, dtype=torch.float64, device=self._device)
         norms = torch.tensor([*chain(*parts)], dtype=torch.float64) if here else torch.cat(parts or [empty])
-        return norms, told if losses is not None else None, self._dtype
+        return norms, told if losses is not None else None, all_dtypes
 
-    def _order(self) -> list[list[tuple[int, int, int]]]:
-        """Per rank, (layer, number of parameters, their dtype) in the order of its block; asked once."""
+    def _order(self) -> ParameterDtypes:
+        """Per rank, in the order of its block, the layers and the dtypes of their parameters; asked once."""
         if self._known is None:
-            dtypes: dict[int, list[torch.dtype]] = {}
-            for layer, parameter in self._parameters():
-                dtypes.setdefault(layer, []).append(parameter.dtype)
-            mine = [
-                number
-                for layer, found in dtypes.items()
-                for number in (layer, len(found), _FLOATS.index(promoted(found)))
-            ]
+            mine = [number for layer, p in self._parameters() for number in (layer, _FLOATS.index(p.dtype))]
             told = self._transport.all_gather(torch.tensor(mine, dtype=torch.int64), self._ranks)
-            self._known = [[(int(a), int(b), int(c)) for a, b, c in block.view(-1, 3)] for block in told]
-            self._counts = [[count for _, count, _ in each] for each in self._known]
-            self._dtype = promoted([_FLOATS[code] for each in self._known for _, _, code in each])
+            self._known = [_by_layer(block.view(-1, 2).tolist()) for block in told]
         return self._known
 
-    def _held(self, order: list[list[tuple[int, int, int]]]) -> list[list[int]]:
-        """Per rank, how many parameters of each of its layers have a gradient."""
-        mine = {layer: 0 for layer, _, _ in order[self._transport.rank]}
-        for layer, parameter in self._parameters():
-            mine[layer] += parameter.grad is not None
-        block = torch.tensor(list(mine.values()), dtype=torch.int64)
-        told = self._transport.all_gather(block, self._ranks, [len(each) for each in order])
-        return [each.tolist() for each in told]
+    def _held(self, order: ParameterDtypes) -> ParameterDtypes:
+        """The same of the parameters that have a gradient."""
+        mine = torch.tensor([p.grad is not None for _, p in self._parameters()], dtype=torch.int64)
+        told = self._transport.all_gather(mine, self._ranks, [sum(len(d) for _, d in each) for each in order])
+        found = []
+        for block, layers in zip(told, order, strict=True):
+            has = iter(block.tolist())
+            found.append([(layer, [dtype for dtype in dtypes if next(has)]) for layer, dtypes in layers])
+        return found
 
     def _parameters(self) -> list[tuple[int, Tensor]]:
         """(layer, parameter) of all that count, stage by stage."""
@@ -261,9 +273,16 @@ class NormExchange:
         ]
 
 
+def _by_layer(numbers: Sequence[tuple[int, int]]) -> list[tuple[int, list[torch.dtype]]]:
+    found: dict[int, list[torch.dtype]] = {}
+    for layer, code in numbers:
+        found.setdefault(layer, []).append(_FLOATS[code])
+    return list(found.items())
+
+
 def promoted(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The dtype in which torch would add up norms of these."""
-    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    """The dtype in which torch would add up norms of these: that of their real parts."""
+    return reduce(torch.promote_types, [dtype.to_real() for dtype in dtypes]) if dtypes else torch.float32
 
 
 def _named(stage: Stage, tied: Sequence[TiedWeight]) -> list[str]:

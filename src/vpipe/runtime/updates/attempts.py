@@ -2,13 +2,15 @@
 
 sail-sg's zero bubble, which this follows, undoes an optimizer's arithmetic; that gives back almost the same weights.
 Here what the optimizer may change is copied before, so that a run with post-validation ends equal to one without. The
-copies (weights and optimizer state of a rank) live from its update to the agreement.
+copies (weights, optimizer state and buffers of a rank) live from its update to the agreement. What stands between the
+two on a rank are forwards of the next batch; after a wrong update they are run again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,30 +18,33 @@ from torch.optim import Optimizer
 
 from vpipe.errors import UserError
 from vpipe.runtime.device import Number, beside, is_host
+from vpipe.runtime.job import Call
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.surroundings import forget_casts
 from vpipe.runtime.updates import optimizing
 from vpipe.runtime.updates.agreement import LossKey, Waited, counted, divide, judge, judge_there, multiply
-from vpipe.runtime.updates.skipping import Before, can_be_restored
+from vpipe.runtime.updates.rollback import Rollback, can_be_restored
 from vpipe.runtime.updates.update import Updater
+from vpipe.schedule.action import Action, Kind
 
 
-class Attempt:
-    """One stage's update. ``sizes`` are the norms of its gradients before it."""
+class Attempt(NamedTuple):
+    """One stage's update, ``sizes`` the norms of its gradients before it."""
 
-    def __init__(self, optimizer: Optimizer, gradients: Sequence[Tensor], sizes: Tensor) -> None:
-        self.optimizer, self.gradients, self.sizes = optimizer, gradients, sizes
-        self._versions = [gradient._version for gradient in gradients]
-        self._before = Before(optimizer)
+    optimizer: Optimizer
+    gradients: Sequence[Tensor]
+    versions: Sequence[int]
+    sizes: Tensor
+    undo: Rollback
 
     def take_back(self) -> None:
-        """Weights and state are what they were; the gradients are there still."""
-        if self._versions != [gradient._version for gradient in self.gradients]:
+        """Weights, state and buffers are what they were; the gradients are there still."""
+        if self.versions != [gradient._version for gradient in self.gradients]:
             raise UserError(
                 f"the optimizer {type(self.optimizer).__name__} changes the gradients themselves, so its update cannot "
                 "be made again with clipped ones; leave out post_validation"
             )
-        self._before.restore()
+        self.undo.restore()
 
 
 class AgreeingAfterwards(Updater):
@@ -50,10 +55,15 @@ class AgreeingAfterwards(Updater):
         self._attempts: dict[int, Attempt] = {}
         """Stage → its update that is not agreed on."""
         for optimizer in self.optimizers.values():
-            _check(optimizer)
+            if not can_be_restored(optimizer):
+                raise UserError(
+                    f"post_validation takes updates back, and the optimizer {type(optimizer).__module__}."
+                    f"{type(optimizer).__name__} keeps more than its state, its groups and plain numbers; use one of "
+                    "torch.optim, or leave out post_validation"
+                )
 
-    def begin(self, losses: dict[LossKey, Number], num_units: int, num_updates: int) -> None:
-        super().begin(losses, num_units, num_updates)
+    def begin(self, losses: dict[LossKey, Number], num_units: int, updates: Mapping[int, Sequence[float]]) -> None:
+        super().begin(losses, num_units, updates)
         self._attempts.clear()
 
     def step(self, stage: Stage) -> None:
@@ -66,20 +76,31 @@ class AgreeingAfterwards(Updater):
         hopeless = False
         if self._judges:
             sizes = self._norms(counted(stage, self._tied))
-            self._attempts[stage.index] = Attempt(optimizer, gradients, sizes)
+            versions = [gradient._version for gradient in gradients]
+            undo = Rollback([optimizer], [stage], gradients=False)
+            self._attempts[stage.index] = Attempt(optimizer, gradients, versions, sizes, undo)
             hopeless = self._skips and is_host(self._device) and not bool(torch.isfinite(sizes).all())
         if not hopeless:
-            self._set_learning_rate(stage.index, update)
+            self._set_learning_rate(stage.index)
             optimizing.step(optimizer)
         if not self._judges:
             optimizing.clear(optimizer)
         self.num_updates[stage.index] = update + 1
         forget_casts()
 
-    def forget_losses(self, microbatches: Collection[int]) -> None:
-        """Of units whose forwards are made again."""
-        for key in [key for key in self._losses if key[1] in microbatches]:
+    def agree_on(self, calls: Sequence[Call], watch: Callable[[Action], None], waited: Waited) -> None:
+        """Agree on the updates that are made; if they were wrong, run the forwards since then once more, as if they had
+        not been run: units and losses are dropped, buffers are what they were. ``watch`` is told every action."""
+        if not self.settle(waited):
+            return
+        units = [(stage, microbatch) for (stage, kind, microbatch), _ in calls if kind is Kind.F]
+        for stage, microbatch in units:
+            del self._stages[stage].units[microbatch]
+        for key in [key for key in self._losses if key[1] in {microbatch for _, microbatch in units}]:
             del self._losses[key]
+        for action, call in calls:
+            watch(action)
+            call()
 
     def settle(self, waited: Waited) -> bool:
         """Agree on the updates that are made: whether they, or the loss scale, are not what the forwards since then
@@ -87,19 +108,21 @@ class AgreeingAfterwards(Updater):
         if not self._attempts:
             return False
         sizes = [self._attempts[stage].sizes for stage in sorted(self._attempts)]
-        found, dtype = self._exchanged(sizes, None, waited)
-        answer, factor = self._verdict_of(*(judge if is_host(self._device) else judge_there)(found, dtype))
+        found, dtypes = self._exchanged(sizes, None, waited)
+        answer, factor = self._verdict_of(*(judge if is_host(self._device) else judge_there)(found, dtypes))
         finite, scale = bool(answer), self.loss_scale
         self._learn(finite)
         wrong = not finite or (factor is not None and float(factor) != 1.0)
         for index, attempt in self._attempts.items():
             if wrong:
                 attempt.take_back()
+            elif self.loss_scale != scale:
+                attempt.undo.restore_buffers()
             if wrong and finite and attempt.gradients:
                 assert factor is not None, "a finite update is taken back to be clipped"
                 multiply(attempt.gradients, beside(factor, attempt.gradients[0]))
             if wrong and finite:
-                self._set_learning_rate(index, self.num_updates[index] - 1)
+                self._set_learning_rate(index, made=1)
                 optimizing.step(attempt.optimizer)
             optimizing.clear(attempt.optimizer)
         self._attempts.clear()
@@ -107,11 +130,14 @@ class AgreeingAfterwards(Updater):
         return wrong or self.loss_scale != scale
 
 
-def _check(optimizer: Optimizer) -> None:
-    """Refuse what cannot be taken back for certain."""
-    if not can_be_restored(optimizer):
-        name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-        raise UserError(
-            f"post_validation takes updates back, and the optimizer {name} keeps more than its state, its groups and "
-            "plain numbers; use one of torch.optim, or leave out post_validation"
-        )
+def with_second_tries(
+    calls: list[Call], updater: AgreeingAfterwards, watch: Callable[[Action], None], waited: Waited
+) -> list[Call]:
+    """The calls of a row, each agreement knowing the forwards since the update, which it may have to repeat."""
+    found, begin = list(calls), 0
+    for at, (action, _) in enumerate(calls):
+        if action.kind is Kind.STEP:
+            begin = at + 1
+        elif action.kind is Kind.AGREE:
+            found[at] = (action, partial(updater.agree_on, calls[begin:at], watch, waited))
+    return found

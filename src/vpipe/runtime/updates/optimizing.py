@@ -10,8 +10,8 @@ is not loaded traces nothing. So for the length of one call a stand-in answers t
 Whoever asks the stand-in for another name gets the real module, loaded then and there. Outside of such a call torch is
 as it was, and where the real module is loaded already nothing happens at all.
 
-The learning rate is a pure function of the update's number: all stages must use the same rate for the same update, and
-a resumed run must go on as if it had never stopped.
+The learning rate is a pure function of progress, said in updates of a run that makes ``total``: all stages must use the
+same rate at the same place, and a resumed run must go on as if it had never stopped.
 
     pipe.set_learning_rate(LearningRate(3e-4, "cosine", total=1000, warmup=100))
 """
@@ -21,21 +21,18 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from vpipe.errors import UserError
-
-if TYPE_CHECKING:
-    from vpipe.runtime.updates.blocks import Block
+from vpipe.errors import UserError, nearest
 
 COMPILER = "torch._dynamo"
 REMEMBERED = "__dynamo_disable"
@@ -79,12 +76,16 @@ class Asleep(ModuleType):
                 delattr(self.disabled.pop(), REMEMBERED)
 
 
-NUMBERWISE = tuple(
+OPTIONS = "vpipe_options"
+"""The attribute of a parameter that says what its optimizer does otherwise with it."""
+RATE_PART = "rate_part"
+"""The key of a parameter group whose learning rate is a part of that of all."""
+
+TORCHS_OWN = tuple(
     getattr(torch.optim, name)
     for name in ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop", "SGD"]
 )
-"""Classes that compute each number of a parameter from this number's own gradient and state, and from counts; what they
-do to clear gradients is torch's."""
+"""Classes whose ``zero_grad`` is torch's own."""
 
 _LOCK = threading.Lock()
 _ASLEEP = Asleep()
@@ -121,10 +122,13 @@ class OptimizerMaker:
     options: Mapping[str, Any]
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        groups = self._groups(list(parameters))
         try:
             with uncompiled(self.kind) if isinstance(self.kind, type) else nullcontext():
-                made = self.kind(parameters, **self.options)
-        except TypeError as error:
+                made = self.kind(groups, **self.options)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ValueError) and not groups:
+                raise
             raise UserError(
                 f"the optimizer {self.name} does not take {dict(self.options)} ({error}); change "
                 "training.optimizer_options"
@@ -133,7 +137,42 @@ class OptimizerMaker:
             raise UserError(
                 f"the optimizer {self.name!r} must make a torch.optim.Optimizer, not a {type(made).__name__}"
             )
-        return made
+        known = {*made.defaults, "params", RATE_PART}
+        for name in sorted({name for group in made.param_groups for name in group} - known):
+            raise UserError(
+                f"training.parameter_groups has {name}, which the optimizer {self.name} does not take"
+                f"{nearest(name, known)}; it has {', '.join(sorted(made.defaults.keys() - {'lr'}))}, learning_rate and "
+                "frozen"
+            )
+        return with_rate_parts(made)
+
+    def _groups(self, parameters: list[nn.Parameter]) -> list[Any]:
+        """The parameters, those that are marked alike together."""
+        found: dict[str, dict[str, Any]] = {}
+        for parameter in parameters:
+            options = dict(getattr(parameter, OPTIONS, {}))
+            if "learning_rate" in options:
+                part = options.pop("learning_rate")
+                options |= {"lr": part * self.options["lr"], RATE_PART: part}
+            group = found.setdefault(repr(sorted(options.items())), {"params": [], **options})
+            group["params"].append(parameter)
+        plain = len(found) < 2 and not any(group.keys() - {"params"} for group in found.values())
+        return parameters if plain else list(found.values())
+
+
+def with_rate_parts(optimizer: Optimizer) -> Optimizer:
+    """The optimizer, its groups knowing which part of the learning rate is theirs: what they were made with."""
+    whole = optimizer.defaults.get("lr")
+    for group in optimizer.param_groups:
+        if whole and group.get("lr", whole) != whole:
+            group.setdefault(RATE_PART, float(group["lr"]) / float(whole))
+    return optimizer
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Let each group have its part of a learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get(RATE_PART, 1.0)
 
 
 def step(optimizer: Optimizer) -> None:
@@ -144,7 +183,7 @@ def step(optimizer: Optimizer) -> None:
 
 def clear(optimizer: Optimizer) -> None:
     """``optimizer.zero_grad(set_to_none=True)``"""
-    if type(optimizer) not in NUMBERWISE:
+    if type(optimizer) not in TORCHS_OWN:
         with uncompiled(type(optimizer)):
             optimizer.zero_grad(set_to_none=True)
         return
@@ -153,80 +192,59 @@ def clear(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-class OptimizerStep:
-    """The updates of one optimizer of one stage."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def prepare(self) -> Sequence[Block]:
-        """Called when all gradients are there: what of the weights must lie together for this update (``flat``)."""
-        return ()
-
-    def step(self) -> None:
-        """One update, after ``prepare``."""
-        step(self.optimizer)
-
-    def clear(self) -> None:
-        """The gradients are used."""
-        clear(self.optimizer)
-
-
 @dataclass(frozen=True)
 class LearningRate:
-    """``rate(n)`` is the rate of update ``n`` of a run that makes ``total``."""
+    """``rate(u)`` is the rate of update ``u`` of a run that makes ``total``; between two updates there are rates too.
+    With W = ``warmup`` it is peak · min(1, (u + 1) / W) before W (polynomial: u / W), then peak · policy(u), and never
+    above the peak."""
 
     peak: float
     policy: str = "constant"
     """How it moves after warm-up: one of ``POLICIES``."""
-    total: int = 1
-    warmup: float = 0.0
+    total: float = 1
+    warmup: int = 0
     """Updates during which it rises to its peak."""
     lowest: float = 0.0
     """It never falls below this after warm-up."""
     degree: float = 0.5
     """For polynomial."""
-    steps: tuple[float, ...] = ()
+    steps: tuple[int, ...] = ()
     """For step: the updates from which on it is multiplied by ``factor`` once more."""
     factor: float = 0.1
 
-    def __call__(self, update: int) -> float:
-        if update < self.warmup:
-            return self.peak * self._rise(update)
-        return max(self.lowest, self.peak * POLICIES[self.policy](self, update))
-
-    def _rise(self, update: int) -> float:
-        """BERT's warm-up begins at zero, the others at the first step above it."""
-        return (update if self.policy == "polynomial" else update + 1) / max(self.warmup, 1)
+    def __call__(self, update: float) -> float:
+        if update < self.warmup:  # BERT's begins at zero, the others at the first step above it
+            return self.peak * min(1.0, (update if self.policy == "polynomial" else update + 1) / self.warmup)
+        return min(self.peak, max(self.lowest, self.peak * POLICIES[self.policy](self, update)))
 
 
-def _constant(rate: LearningRate, update: int) -> float:
+def _constant(rate: LearningRate, update: float) -> float:
     return 1.0
 
 
-def _linear(rate: LearningRate, update: int) -> float:
+def _linear(rate: LearningRate, update: float) -> float:
     return max(0.0, (rate.total - update) / max(1.0, rate.total - rate.warmup))
 
 
-def _polynomial(rate: LearningRate, update: int) -> float:
+def _polynomial(rate: LearningRate, update: float) -> float:
     found: float = max(0.0, 1 - update / rate.total) ** rate.degree
     return found
 
 
-def _cosine(rate: LearningRate, update: int) -> float:
+def _cosine(rate: LearningRate, update: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (update - rate.warmup) / max(1.0, rate.total - rate.warmup))))
 
 
-def _step(rate: LearningRate, update: int) -> float:
+def _step(rate: LearningRate, update: float) -> float:
     return rate.factor ** sum(update >= place for place in rate.steps)
 
 
-def _inverse_sqrt(rate: LearningRate, update: int) -> float:
+def _inverse_sqrt(rate: LearningRate, update: float) -> float:
     anchor = max(rate.warmup, 1.0)
     return math.sqrt(anchor / max(update + 1, anchor))
 
 
-POLICIES: dict[str, Callable[[LearningRate, int], float]] = {
+POLICIES: dict[str, Callable[[LearningRate, float], float]] = {
     "constant": _constant,
     "linear": _linear,
     "polynomial": _polynomial,

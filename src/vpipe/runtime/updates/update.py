@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from vpipe.runtime.device import HOST, Number, beside, floats, is_host, number, 
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.surroundings import forget_casts
 from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.updates import optimizing
 from vpipe.runtime.updates.agreement import (
     LossBlocks,
     LossKey,
@@ -34,14 +36,10 @@ from vpipe.runtime.updates.agreement import (
     multiply,
     norms,
     norms_there,
-    promoted,
     told_apart,
 )
-from vpipe.runtime.updates.flat import FlatStep
-from vpipe.runtime.updates.optimizing import OptimizerStep
-from vpipe.runtime.updates.repeats import SkipNeed, Start, need_of
-from vpipe.runtime.updates.replicas import AMONG_REPLICAS, GradientsAhead, add_up, exchanges, trained
-from vpipe.runtime.updates.skipping import Before, TakeBack, can_be_restored, can_be_told, step_told
+from vpipe.runtime.updates.replicas import AMONG_REPLICAS, exchanges, trained
+from vpipe.runtime.updates.rollback import Rollback, can_be_restored, can_be_told, step_told
 from vpipe.runtime.updates.tied_gradients import TiedGradients, dense
 from vpipe.schedule.placement import Placement
 
@@ -54,6 +52,13 @@ class LossScale:
     dynamic: bool = False
     growth_interval: int = 2000
     good_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value < inf or self.growth_interval < 1:
+            raise UserError(
+                f"the loss scale is {self.value}, growing after {self.growth_interval} steps; give a finite number "
+                "above 0, and an interval of 1 or more"
+            )
 
     def update(self, finite: bool) -> None:
         if not self.dynamic:
@@ -105,13 +110,14 @@ class Updater:
         self.optimizers = dict(optimizers)
         self.scaler = loss_scale or LossScale()
         self._skipped: dict[int, Number] = {0: 0.0}
+        self._all_skipped: int | None = None
+        """Of all ranks, where each decides by itself."""
         self._norm: dict[int, Number] = {}
         self._transport, self._placement = transport, placement
         self._stages = dict(stages)
         self._tied = tuple(tied)
         flow = next(iter(stages.values())).flow
         self._ties = TiedGradients(transport, flow.layout, self._tied) if self._tied else None
-        self._ahead: GradientsAhead | None = None
         self._blocks = LossBlocks(flow, placement)
         self._exchange = NormExchange(transport, placement.everyone, self._stages, self._tied, device)
         self._losses: dict[LossKey, Number] = {}
@@ -119,15 +125,16 @@ class Updater:
         self._verdict: tuple[bool | Tensor, Tensor | None] | None = None
         self._told: list[Tensor] | None = None
         """Every rank's losses, still on the device: read when the step is over."""
-        self._steps: dict[int, OptimizerStep] = {}
-        self._take_back: list[TakeBack] = []
-        self._need: SkipNeed | None = None
-        self._start: Start | None = None
+        self._undo: list[Rollback] = []
+        self._repeats: bool | None = None
+        self._start: Rollback | None = None
         self._skipped_before: Number = 0.0
         self.must_repeat = False
         """Whether some rank has made an update that it should not have made: said by all when losses are gathered."""
         self.shared_losses: dict[LossKey, float] | None = None
-        self.learning_rate: Callable[[int], float] | None = None
+        self._numbers: Mapping[int, Sequence[float]] = {}
+        """Stage → the numbers of its updates in this step."""
+        self.learning_rate: Callable[[float], float] | None = None
         """The learning rate of update n, the same on all stages; the optimizers' own if not given."""
         self.num_updates = dict.fromkeys(stages, 0)
         self.before_update: Callable[[], None] = lambda: None
@@ -136,7 +143,7 @@ class Updater:
     def go_on_from(self, before: Updater, num_updates: Mapping[int, int]) -> None:
         """Count on where the updater of another layout has stopped; ``num_updates`` are those of all stages."""
         self.scaler, self.learning_rate = before.scaler, before.learning_rate
-        self._skipped, self._norm = before._skipped, before._norm
+        self._skipped, self._norm, self._all_skipped = before._skipped, before._norm, before._all_skipped
         self.num_updates = {stage: num_updates[stage] for stage in self.num_updates}
 
     @property
@@ -145,7 +152,10 @@ class Updater:
 
     @property
     def num_skipped(self) -> int:
-        """Updates left out because a gradient was not finite; asking waits for the device."""
+        """Updates left out because a gradient was not finite, of all stages that leave them out by themselves; asking
+        waits for the device."""
+        if self._all_skipped is not None:
+            return self._all_skipped
         read(self._skipped)
         return int(floats(self._skipped)[0])
 
@@ -155,31 +165,31 @@ class Updater:
         read(self._norm)
         return floats(self._norm).get(0)
 
-    def begin(self, losses: dict[LossKey, Number], num_units: int, num_updates: int) -> None:
-        """A step of so many units and updates; one that must be repeated begins anew."""
+    def begin(self, losses: dict[LossKey, Number], num_units: int, updates: Mapping[int, Sequence[float]]) -> None:
+        """A step of so many units, and for each stage of updates of these numbers; one that must be repeated begins
+        anew."""
         self._losses, self._num_units = losses, num_units
         self._verdict = self._told = None
-        self._take_back.clear()
-        self._ahead = None
+        self._undo.clear()
         self.shared_losses = None
         self._start, again = None, self.must_repeat
         self.must_repeat = False
         self._skipped_before = self._skipped[0]
-        if num_updates and not again and self._needs is SkipNeed.REPEAT:
-            self._start = Start(self._stages, self.optimizers)
-        self._updates_before = dict(self.num_updates)
+        if any(updates.values()) and not again and self._may_repeat():
+            self._start = Rollback(self.optimizers.values(), self._stages.values(), gradients=True)
+        self._updates_before, self._numbers = dict(self.num_updates), updates
 
-    @property
-    def _needs(self) -> SkipNeed:
-        """What the ranks of an asynchronous schedule do about updates that must not be made."""
+    def _may_repeat(self) -> bool:
+        """Whether the ranks of an asynchronous schedule take a step back that has made an update too many: where some
+        optimizer cannot be told, and all can be restored."""
         if self.options.synchronous or not self._skips or is_host(self._device):
-            return SkipNeed.NOTHING
-        if self._need is None:
-            everyone = self._placement.everyone
-            mine = torch.tensor([need_of(self.optimizers)])
-            told = self._transport.all_gather(mine, everyone, [1 for _ in everyone])
-            self._need = SkipNeed(max(int(each) for each in told))
-        return self._need
+            return False
+        if self._repeats is None:
+            everyone, optimizers = self._placement.everyone, self.optimizers.values()
+            mine = torch.tensor([not all(map(can_be_told, optimizers)), not all(map(can_be_restored, optimizers))])
+            told = torch.stack(self._transport.all_gather(mine.byte(), everyone, [2 for _ in everyone]))
+            self._repeats = told.any(0).tolist() == [True, False]
+        return self._repeats
 
     def take_back(self) -> None:
         """The step has not been; it is about to be repeated."""
@@ -189,21 +199,11 @@ class Updater:
         self._skipped[0], self.num_updates = self._skipped_before, self._updates_before
         forget_casts()
 
-    def send_ahead(self, stage: Stage, step: int) -> None:
-        """Let the stage's gradients, which are complete, travel to its other replicas."""
-        self._ahead = self._ahead or GradientsAhead(self._transport, self._placement)
-        self._ahead.send(stage, step)
-
     def reduce(self, stage: Stage, ready: Callable[[], None]) -> None:
-        """Sum over the stage's replicas; in asynchronous modes the mean of the round. ``ready`` is called when what was
-        sent ahead has come, or else when all have."""
+        """Sum over the stage's replicas; in asynchronous modes the mean of the round. ``ready`` is called when
+        all have come."""
         ranks = self._placement.ranks_of[stage.index]
         weights = trained(stage)
-        told = self._ahead.taken(stage) if self._ahead is not None else None
-        if told is not None:
-            ready()
-            add_up(told, mean=not self.options.synchronous)
-            return
         mine = torch.tensor([p.grad is not None for p in weights], dtype=torch.uint8)
         anyone = torch.stack(self._transport.all_gather(mine, ranks, [len(weights)] * len(ranks))).any(0).tolist()
         ready()
@@ -241,49 +241,40 @@ class Updater:
             if self.loss_scale != 1.0:
                 divide(gradients, self.loss_scale)
             parameters = list(stage.weights.parameters.values())
-            dtype = promoted([p.dtype for p in parameters])
-            finite, factor = self._verdict_of(*judge_here(parameters, dtype)) if self._judges else (True, None)
+            finite, factor = self._verdict_of(*judge_here(parameters)) if self._judges else (True, None)
             self._skipped[0] = self._skipped[0] + (1.0 - finite if isinstance(finite, bool) else 1.0 - finite.double())
-        optimizer, own = self.optimizers[stage.index], self._own_step(stage)
-        stage.weights.before_update(own.prepare())
+        optimizer = self.optimizers[stage.index]
+        stage.weights.before_update()
 
         def update() -> None:
             if factor is not None and gradients:
                 multiply(gradients, beside(factor, gradients[0]))
-            self._set_learning_rate(stage.index, self.num_updates[stage.index])
-            own.step()
+            self._set_learning_rate(stage.index)
+            optimizing.step(optimizer)
 
         self._step_if(finite, optimizer, update)
-        own.clear()
+        optimizing.clear(optimizer)
         self.num_updates[stage.index] += 1
         stage.weights.after_update()
         forget_casts()
 
-    def _own_step(self, stage: Stage) -> OptimizerStep:
-        """What updates a stage by its optimizer; a move may have brought another one."""
-        found, optimizer = self._steps.get(stage.index), self.optimizers[stage.index]
-        if found is None or found.optimizer is not optimizer:
-            joined = stage.weights.may_lie_together
-            found = self._steps[stage.index] = FlatStep(optimizer, joined) if joined else OptimizerStep(optimizer)
-        return found
-
     def _step_if(self, finite: bool | Tensor, optimizer: Optimizer, update: Callable[[], None]) -> None:
-        """``update`` if the gradients are finite; see ``skipping`` for what a device is asked."""
+        """``update`` if the gradients are finite; see ``rollback`` for what a device is asked."""
         if isinstance(finite, Tensor) and can_be_told(optimizer):
             step_told(finite, optimizer, update)
         elif isinstance(finite, Tensor) and self._start is not None:
             update()
         elif isinstance(finite, Tensor) and self.options.synchronous and can_be_restored(optimizer):
-            self._take_back.append(Before(optimizer).restore)
+            self._undo.append(Rollback([optimizer], (), gradients=False))
             update()
         elif bool(finite):
             update()
 
-    def _set_learning_rate(self, stage: int, update: int) -> None:
+    def _set_learning_rate(self, stage: int, made: int = 0) -> None:
+        """That of the stage's next update, or of one that it has ``made``."""
         if self.learning_rate is not None:
-            rate = self.learning_rate(update)
-            for group in self.optimizers[stage].param_groups:
-                group["lr"] = rate
+            place = self.num_updates[stage] - made - self._updates_before[stage]
+            optimizing.set_rate(self.optimizers[stage], self.learning_rate(self._numbers[stage][place]))
 
     @property
     def _judges(self) -> bool:
@@ -308,17 +299,17 @@ class Updater:
         if not self._judges:
             return True, None
         trained = [counted(self._stages[stage], self._tied) for stage in sorted(self._stages)]
-        everything, dtype = self._exchanged([*map(self._norms, trained)], self.local_losses(), waited)
+        everything, dtypes = self._exchanged([*map(self._norms, trained)], self.local_losses(), waited)
         if not is_host(self._device):
-            return self._verdict_of(*judge_there(everything, dtype))
-        finite, factor = self._verdict_of(*judge(everything, dtype))
+            return self._verdict_of(*judge_there(everything, dtypes))
+        finite, factor = self._verdict_of(*judge(everything, dtypes))
         self._learn(bool(finite))
         return finite, factor
 
-    def _exchanged(self, mine: list[Tensor], losses: Tensor | None, waited: Waited) -> tuple[Tensor, torch.dtype]:
-        """The norms of all ranks' gradients in the order of layers, and the dtype to add them in; losses go along."""
-        found, self._told, dtype = self._exchange.gather(mine, losses, self._num_losses, waited)
-        return found, dtype
+    def _exchanged(self, mine: list[Tensor], losses: Tensor | None, waited: Waited) -> tuple[Tensor, list[torch.dtype]]:
+        """The norms of all ranks' gradients in the order of layers, and the gradients' dtypes; losses go along."""
+        found, self._told, dtypes = self._exchange.gather(mine, losses, self._num_losses, waited)
+        return found, dtypes
 
     def _norms(self, parameters: list[Tensor]) -> Tensor:
         """Of one stage, where this rank computes; on a device of the parameters alone that have gradients."""
@@ -330,9 +321,9 @@ class Updater:
         """What the host does once it knows whether all ranks could update."""
         self._skipped[0] = self._skipped[0] + (not finite)
         self.scaler.update(finite)
-        for take_back in self._take_back if not finite else ():
-            take_back()
-        self._take_back.clear()
+        for undo in self._undo if not finite else ():
+            undo.restore()
+        self._undo.clear()
 
     def _verdict_of(self, finite: bool | Tensor, total: Tensor) -> tuple[bool | Tensor, Tensor | None]:
         """Whether to update, and the factor of ``torch.nn.utils.clip_grad_norm_``; on a device they stay there."""
@@ -377,9 +368,13 @@ class Updater:
         self._skipped[0] = numbers["skipped"]
         self._norm |= {0: numbers["norm"]} if self._norm else {}
         wrong = self._start is not None and self._skipped[0] != self._skipped_before
-        block = torch.cat([mine, torch.tensor([wrong], dtype=mine.dtype)])
+        block = torch.cat([mine, torch.tensor([wrong, numbers["skipped"]], dtype=mine.dtype)])
         everyone = self._placement.everyone
-        blocks = self._transport.all_gather(block, everyone, [self._num_losses(rank) + 1 for rank in everyone])
-        self.must_repeat = any(bool(block[-1]) for block in blocks)
+        blocks = self._transport.all_gather(block, everyone, [self._num_losses(rank) + 2 for rank in everyone])
+        self.must_repeat = any(bool(block[-2]) for block in blocks)
         self._start = self._start if self.must_repeat else None
-        return [block[:-1] for block in blocks]
+        if not self.options.synchronous:
+            first = {ranks[0] for ranks in self._placement.ranks_of}  # replicas leave out the same ones
+            told = zip(everyone, blocks, strict=True)
+            self._all_skipped = int(sum(block[-1].item() for rank, block in told if rank in first))
+        return [block[:-2] for block in blocks]

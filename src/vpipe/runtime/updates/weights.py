@@ -22,7 +22,6 @@ from torch import Tensor, UntypedStorage, nn
 from vpipe.errors import UserError
 from vpipe.runtime.memory.swap import Swappable, worth_moving
 from vpipe.runtime.split.promise import accumulate
-from vpipe.runtime.updates.blocks import Block
 
 
 class Weights:
@@ -35,15 +34,6 @@ class Weights:
         for layer, module in modules.items():
             for name, parameter in module.named_parameters():
                 self.parameters[f"{layer}.{name}"] = parameter
-
-    @property
-    def num_versions(self) -> int:
-        return 1
-
-    @property
-    def may_lie_together(self) -> Collection[Tensor]:
-        """The parameters whose memory is taken anew by updates, so that it may be one piece."""
-        return ()
 
     def begin(self, uses: Sequence[int]) -> None:
         """A program begins; version ``v`` will be read by ``uses[v]`` units."""
@@ -58,8 +48,8 @@ class Weights:
     def gather(self, version: int) -> None:
         """A unit's backward at this version is complete: its gradient belongs to the parameters."""
 
-    def before_update(self, blocks: Sequence[Block] = ()) -> None:
-        """The parameters are about to change; those of a block are changed together."""
+    def before_update(self) -> None:
+        """The parameters are about to change."""
 
     def after_update(self) -> None:
         """The parameters are the next version."""
@@ -98,21 +88,16 @@ class VersionedWeights(Weights):
         self._uses: list[int] = []
         self._newest = 0
         self._installed: int | None = None
+        self._gathered: set[str] = set()
+        """Parameters that units have given gradients since the last update."""
         self.most_versions = 1
-
-    @property
-    def num_versions(self) -> int:
-        return len(self._leaves)
-
-    @property
-    def may_lie_together(self) -> Collection[Tensor]:
-        return () if self._swapped else self.parameters.values()  # what leaves memory leaves parameter by parameter
 
     def begin(self, uses: Sequence[int]) -> None:
         self._uses = list(uses)
         self._newest = 0
         self._leaves = {0: self._fresh()}
         self._installed = None
+        self._gathered = {name for name, p in self.parameters.items() if p.grad is not None}
         self._own.clear()
         self._out.clear()
         self._away.clear()
@@ -134,10 +119,16 @@ class VersionedWeights(Weights):
 
     def gather(self, version: int) -> None:
         for name, leaf in self._leaves[version].items():
+            if self.parameters[name].grad is not None and name not in self._gathered:
+                raise UserError(
+                    f"a layer reads the weight {name} by an alias or in a closure, where it is always the newest, but "
+                    "an asynchronous schedule keeps versions; let it read the attribute of the module, or use 1f1b"
+                )
             gradient = leaf.grad
             if gradient is None:
                 continue
             leaf.grad = None
+            self._gathered.add(name)
             parameter = self.parameters[name]
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 accumulate(parameter, _hooked(parameter, gradient))
@@ -149,25 +140,19 @@ class VersionedWeights(Weights):
         self._uses[version] -= 1
         self._drop_unused()
 
-    def before_update(self, blocks: Sequence[Block] = ()) -> None:
+    def before_update(self) -> None:
         if self._uses[self._newest] > 0:
-            joined = {id(p) for block in blocks for p in block.parameters}
             for parameter in self.parameters.values():
-                if id(parameter) not in joined:
-                    parameter.data = parameter.data.clone()
-            for block in blocks:
-                block.move_together()
+                parameter.data = parameter.data.clone()
             self._own.add(self._newest + 1)
-        else:
-            for block in blocks:
-                if not block.is_together:
-                    block.move_together()
-            if self._newest in self._own:
-                self._own.add(self._newest + 1)
+        elif self._newest in self._own:
+            self._own.add(self._newest + 1)
 
     def after_update(self) -> None:
         last, self._newest = self._newest, self._newest + 1
-        if self._uses[last] == 0 and self._share_memory(self._leaves[last]):
+        self._gathered.clear()
+        leaves = self._leaves[last]
+        if self._uses[last] == 0 and all(leaves[n].data_ptr() == p.data_ptr() for n, p in self.parameters.items()):
             self._leaves[self._newest] = self._leaves.pop(last)  # nobody reads the old version, and this is the new one
             self._installed = self._newest if self._installed == last else self._installed
         else:
@@ -177,16 +162,9 @@ class VersionedWeights(Weights):
         self._drop_unused()
         self.most_versions = max(self.most_versions, len(self._leaves))
 
-    def _share_memory(self, leaves: Mapping[str, Tensor]) -> bool:
-        """Whether these are the parameters' own values."""
-        return all(leaf.data_ptr() == self.parameters[name].data_ptr() for name, leaf in leaves.items())
-
     def _drop_unused(self) -> None:
-        for version in self._unused():
+        for version in [each for each in self._leaves if each != self._newest and self._uses[each] == 0]:
             del self._leaves[version]
-
-    def _unused(self) -> list[int]:
-        return [version for version in self._leaves if version != self._newest and self._uses[version] == 0]
 
     def leave(self, version: int) -> list[Swappable]:
         self._out[version] += 1

@@ -3,25 +3,13 @@ three, by another schedule, by other replicas. Nothing is ever unpickled. ``writ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from vpipe.rundir.manifest import (
-    MANIFEST,
-    CheckpointManifest,
-    DamagedCheckpoint,
-    FileFacts,
-    Standing,
-    checkpoints,
-    find,
-)
+from vpipe.rundir.manifest import MANIFEST, CheckpointManifest, DamagedCheckpoint
 from vpipe.train.checkpoints import layer_file
-
-__all__ = ["Checkpoint", "DamagedCheckpoint", "Standing", "checkpoints", "find"]
 
 
 @dataclass(frozen=True)
@@ -35,21 +23,9 @@ class Checkpoint:
     def open(cls, path: Path) -> Checkpoint:
         return cls(path, CheckpointManifest.read(path))
 
-    @property
-    def standing(self) -> Standing:
-        return self.manifest.standing
-
-    @property
-    def files(self) -> Mapping[str, FileFacts]:
-        return self.manifest.files
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        return self.manifest.config
-
     def read(self, layer: int) -> dict[str, Tensor]:
         """The tensors of a layer; ``DamagedCheckpoint`` where its file is not what the manifest says."""
         name = layer_file.name_of(layer)
-        if name not in self.files:
+        if name not in self.manifest.files:
             raise DamagedCheckpoint(f"{self.path / MANIFEST} does not list {name}")
-        return layer_file.read(self.path / name, self.files[name])
+        return layer_file.read(self.path / name, self.manifest.files[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from torch import Tensor
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.models.model import Skeleton
-from vpipe.train.checkpoints import checkpoint
-from vpipe.train.checkpoints.checkpoint import Checkpoint, DamagedCheckpoint
+from vpipe.rundir import manifest
+from vpipe.rundir.layout import TOKENIZER
+from vpipe.rundir.manifest import DamagedCheckpoint
+from vpipe.train.checkpoints.checkpoint import Checkpoint
 from vpipe.train.session import load_model
 
 WEIGHTS = "model.safetensors"
@@ -36,7 +39,7 @@ def export(where: Path, out: Path) -> Exported:
     if not where.exists():
         raise UserError(f"there is nothing at {where}; give a run directory or a checkpoint")
     notes = []
-    for path in checkpoint.find(where):
+    for path in manifest.find(where):
         try:
             found = Checkpoint.open(path)
             tensors = _tensors(found)
@@ -51,14 +54,14 @@ def _tensors(found: Checkpoint) -> dict[str, Tensor]:
     """``<layer>.<name>`` → weight or buffer."""
     return {
         f"{layer}.{key.split('/', 1)[1]}": tensor
-        for layer in range(len(found.files))
+        for layer in range(len(found.manifest.files.keys() - {TOKENIZER}))
         for key, tensor in found.read(layer).items()
         if not key.startswith("optimizer/")
     }
 
 
 def _write(found: Checkpoint, tensors: dict[str, Tensor], out: Path, notes: tuple[str, ...]) -> Exported:
-    config = PipelineConfig.from_dict(dict(found.config))
+    config = PipelineConfig.from_dict(dict(found.manifest.config))
     names = "<layer>.<name>"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -67,6 +70,8 @@ def _write(found: Checkpoint, tensors: dict[str, Tensor], out: Path, notes: tupl
             (out / "config.json").write_text(json.dumps(_hub_config(config), indent=2) + "\n")
         else:
             config.to_yaml(out / "config.yaml")
+        if TOKENIZER in found.manifest.files:
+            shutil.copyfile(found.path / TOKENIZER, out / TOKENIZER)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / WEIGHTS, {"format": "pt"})
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}; choose another place with --out") from None

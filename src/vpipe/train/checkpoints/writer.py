@@ -5,15 +5,17 @@
                         └─▶ thread: all receipts are there ─▶ manifest ─▶ rename ─▶ remove what is too old    rank 0
 
 All ranks write into one directory that only this run and iteration have. Until the rename there is no new checkpoint,
-and nothing old is removed before it: a crash at any system call leaves one that is whole. A rank that cannot write
-says so in its receipt or, where the disk takes not even that, by ``trouble``, which the ranks exchange before they wait
-for the end of a save.
+and nothing old is removed before it: a crash at any system call leaves one that is whole.
+
+A save that fails costs itself and nothing else. Whatever goes wrong on a rank, in whichever call, is kept as the save's
+``problem``; the ranks exchange it (``CheckpointManager.settle``), call the save off together and train on.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +28,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vpipe.errors import UserError
+from vpipe.records import parsed
 from vpipe.rundir import writing
+from vpipe.rundir.layout import TOKENIZER
 from vpipe.rundir.lineage import Line
-from vpipe.rundir.manifest import MANIFEST, CheckpointManifest, FileFacts, Standing, free_name, on_line
+from vpipe.rundir.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    DamagedCheckpoint,
+    FileFacts,
+    Standing,
+    free_name,
+    on_line,
+)
 from vpipe.runtime.departures import Staging, landed
 from vpipe.train.checkpoints import layer_file
 
@@ -37,8 +50,11 @@ Layers = Mapping[int, Mapping[str, Tensor]]
 
 POLL = 0.02
 """Seconds between two looks for the receipts of other ranks."""
+PATIENCE = 60.0
+"""Seconds after which a file that another machine has written must be seen here."""
 POLITE = 10
 """How much the writing thread yields to those that train."""
+THREAD = "vpipe-save"
 
 
 @dataclass(frozen=True)
@@ -61,14 +77,23 @@ class Save:
     standing: Standing
     line: Line
     config: Mapping[str, Any]
+    trained: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """Layer → those of its tensors that training changes: they must be finite."""
+    tokenizer: str = ""
+    """The text of ``tokenizer.json``."""
     path: Path | None = None
     """Where it is, once it is whole."""
     problem: str = ""
+    """Why there will be none."""
+    remark: str = ""
+    """What went wrong after it was whole."""
     seconds: float = 0.0
     written: threading.Event = field(default_factory=threading.Event)
     """This process has done its part, well or not."""
+    all_written: threading.Event = field(default_factory=threading.Event)
+    """All processes have."""
     called_off: threading.Event = field(default_factory=threading.Event)
-    """Another process could not do its part."""
+    """Some process could not do its part."""
 
 
 class Saver:
@@ -79,56 +104,77 @@ class Saver:
         self._blocking = blocking
         self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
-        self._save: Save | None = None
+        self.save: Save | None = None
+        """The save that is on its way, or was the last."""
 
-    def begin(self, save: Save, layers: Layers) -> None:
-        """Copy the tensors and return. The save before has ended: see ``wait``."""
-        self._save = save
+    def begin(self, save: Save, layers: Callable[[], Layers]) -> None:
+        """Copy the tensors and return; ``blocking`` writes them before. The save before has ended: see ``end``."""
+        self.save, self._thread = save, None
+        self._attempt(save, lambda: self._begin(save, layers()))
+        if save.problem:
+            save.written.set()
+
+    def _begin(self, save: Save, layers: Layers) -> None:
+        arrivals: Sequence[torch.Event] = ()
         if self._blocking:
-            self._run(save, layers)
-            return
-        self._staging = self._staging or Staging()
-        copied, arrivals = self._staging.copy(layers)
-        self._thread = threading.Thread(
-            target=self._beside, args=(save, copied, arrivals), name="vpipe-save", daemon=True
-        )
-        self._thread.start()
+            self._write(save, layers)
+            save.written.set()
+            layers = {}
+        else:
+            self._staging = self._staging or Staging()
+            layers, arrivals = self._staging.copy(layers)
+        thread = threading.Thread(target=self._beside, args=(save, layers, arrivals), name=THREAD, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _beside(self, save: Save, layers: Layers, arrivals: Sequence[torch.Event]) -> None:
+        begin = perf_counter()
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POLITE)
-        landed(arrivals)
-        self._run(save, layers)
-
-    def _run(self, save: Save, layers: Layers) -> None:
-        begin = perf_counter()
-        partial = self._partial(save)
-        files: dict[str, FileFacts] = {}
-        save.problem = attempt(lambda: files.update(_write_layers(partial, layers)))
-        unreceipted = attempt(lambda: self._leave_receipt(partial, save, files))
-        save.problem = save.problem or unreceipted
+        if not self._blocking:
+            self._attempt(save, lambda: self._write(save, layers, arrivals))
         save.written.set()
-        if self._place.process == 0:
-            save.problem = save.problem or attempt(lambda: self._commit(partial, save))
-            shutil.rmtree(partial, ignore_errors=True)
+        if self._place.process == 0 and not save.problem:
+            self._attempt(save, lambda: self._commit(save))
         save.seconds = perf_counter() - begin
+
+    def _attempt(self, save: Save, action: Callable[[], object]) -> None:
+        """An exception of whatever kind costs this save only."""
+        try:
+            action()
+        except _CalledOff:
+            pass
+        except Exception as error:
+            save.problem = in_words(error)
+
+    def _write(self, save: Save, layers: Layers, arrivals: Sequence[torch.Event] = ()) -> None:
+        """This process's part: its layers, and a receipt for them."""
+        landed(arrivals)
+        partial = self._partial(save)
+        files: dict[str, Any] = {}
+        partial.mkdir(parents=True, exist_ok=True)
+        for layer, tensors in layers.items():
+            _go_on(save)
+            name = layer_file.name_of(layer)
+            for key in sorted(save.trained.get(layer, ())):
+                if not bool(torch.isfinite(tensors[key]).all()):
+                    raise UserError(f"{key.partition('/')[2]} of layer {layer} is not finite")
+            files[name] = asdict(layer_file.write(partial / name, tensors))
+        if save.tokenizer and self._place.process == 0:
+            files[TOKENIZER] = asdict(_write_text(partial / TOKENIZER, save.tokenizer))
+        writing.replace(partial / _receipt(self._place.process), {"files": files})
 
     def _partial(self, save: Save) -> Path:
         turn = f"-{self._place.epoch}" if self._place.epoch else ""
         return self._place.directory / f".iteration-{save.standing.iteration:06d}-{save.line.run}{turn}.partial"
 
-    def _leave_receipt(self, partial: Path, save: Save, files: Mapping[str, FileFacts]) -> None:
-        told = {"problem": save.problem, "files": {name: asdict(facts) for name, facts in files.items()}}
-        writing.replace(partial / _receipt(self._place.process), told)
-
-    def _commit(self, partial: Path, save: Save) -> None:
-        """Wait for everybody's files, then make them a checkpoint."""
+    def _commit(self, save: Save) -> None:
+        """Wait for the files of all processes, then make them a checkpoint."""
+        partial = self._partial(save)
         files: dict[str, FileFacts] = {}
         for process in range(self._place.num_processes):
             told = self._await(partial / _receipt(process), save)
-            if told["problem"]:
-                raise OSError(None, str(told["problem"]))
-            files |= {name: FileFacts.parse(facts) for name, facts in told["files"].items()}
+            files |= {name: parsed(FileFacts, facts) for name, facts in told["files"].items()}
         for process in range(self._place.num_processes):
             (partial / _receipt(process)).unlink()
         manifest = CheckpointManifest(save.standing, save.line, files, save.config)
@@ -136,73 +182,110 @@ class Saver:
         writing.sync(partial)
         final = free_name(self._place.directory, save.standing.iteration, save.line.run)
         os.rename(partial, final)
-        writing.sync(self._place.directory)
         save.path = final
-        _remove_old(self._place, save)
+        try:
+            writing.sync(self._place.directory)
+            _remove_old(self._place, save)
+        except Exception as error:
+            save.remark = in_words(error)
 
     def _await(self, receipt: Path, save: Save) -> dict[str, Any]:
+        since: float | None = None
         while True:
             told = writing.read(receipt)
             if told is not None:
                 return told
-            if save.called_off.is_set():
-                raise OSError(None, "another rank could not write")
+            _go_on(save)
+            if save.all_written.is_set():
+                since = since or perf_counter()
+                if perf_counter() - since > PATIENCE:
+                    raise OSError(None, "its rank has written it elsewhere: all need one directory", str(receipt))
             sleep(POLL)
 
-    def trouble(self) -> bool:
-        """Whether this process could not do its part, which is waited for."""
-        if self._save is None:
-            return False
-        self._save.written.wait()
-        return bool(self._save.problem)
+    @property
+    def in_trouble(self) -> bool:
+        """Whether this process has failed to do its part; nothing is waited for."""
+        return self.save is not None and self.save.written.is_set() and bool(self.save.problem)
+
+    def problem(self) -> str:
+        """Why this process could not do its part, which is waited for; empty where it could."""
+        if self.save is None:
+            return ""
+        self.save.written.wait()
+        return self.save.problem
 
     def call_off(self) -> None:
-        """Some process could not do its part: nobody waits for its receipt."""
-        if self._save is not None:
-            self._save.called_off.set()
+        """Some process could not do its part: this one stops doing its own, and waits for no receipts."""
+        if self.save is not None:
+            self.save.called_off.set()
 
-    def done(self) -> Save | None:
-        """The save that has ended since the last call; ``None`` where there is none."""
-        save = self._save
-        if save is None or (self._thread is not None and self._thread.is_alive()):
-            return None
-        self._thread = self._save = None
-        return save
-
-    def wait(self) -> None:
-        """Until nothing is on its way."""
+    def end(self) -> str:
+        """Wait until nothing is on its way, and remove what a failed save has left; why it failed."""
+        save = self.save
+        if save is None:
+            return ""
         if self._thread is not None:
             self._thread.join()
+        if self._place.process == 0 and save.path is None:
+            shutil.rmtree(self._partial(save), ignore_errors=True)
+        return save.problem
+
+
+class _CalledOff(Exception):
+    """The reason is another rank's, which tells it."""
+
+
+def _go_on(save: Save) -> None:
+    if save.called_off.is_set():
+        raise _CalledOff
+
+
+def _write_text(path: Path, text: str) -> FileFacts:
+    data = text.encode()
+    writing.write(path, data, durable=True)
+    return FileFacts(len(data), hashlib.sha256(data).hexdigest())
 
 
 def _receipt(process: int) -> str:
     return f"receipt{process}.json"
 
 
-def _write_layers(partial: Path, layers: Layers) -> dict[str, FileFacts]:
-    partial.mkdir(parents=True, exist_ok=True)
-    return {
-        layer_file.name_of(layer): layer_file.write(partial / layer_file.name_of(layer), tensors)
-        for layer, tensors in layers.items()
-    }
-
-
 def _remove_old(place: CheckpointPlace, save: Save) -> None:
-    """What is too old of this line, and what crashed saves have left. A removed one first loses its name."""
-    for old in on_line(place.directory, save.line)[: -place.keep]:
-        with suppress(OSError):
-            os.rename(old, old.with_name(f".{old.name}.removed"))
+    """What is too old of this line, but for the newest that is sound, and what crashed saves have left. A removed one
+    first loses its name."""
+    kept = on_line(place.directory, save.line)
+    sound = next((path for path in reversed(kept) if _is_sound(path)), None)
+    for old in kept[: -place.keep]:
+        if old == sound:
+            continue
+        os.rename(old, old.with_name(f".{old.name}.removed"))
     for left in (*place.directory.glob(".iteration-*.partial"), *place.directory.glob(".iteration-*.removed")):
-        if save.line.run not in left.name or left.suffix == ".removed":  # other ranks may have begun the next one
+        if not _may_be_next(left.name, place, save):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def attempt(action: Callable[[], object]) -> str:
-    """What went wrong with the disk, in words; empty where nothing did."""
-    try:
-        action()
-    except (OSError, json.JSONDecodeError, ValueError) as error:
-        told = getattr(error, "strerror", None) or str(error)
-        name = getattr(error, "filename", None)
-        return f"{told} ({name})" if name else str(told)
-    return ""
+def _is_sound(path: Path) -> bool:
+    with suppress(DamagedCheckpoint):
+        return CheckpointManifest.read(path).standing.sound
+    return False
+
+
+_PARTIAL = re.compile(r"\.iteration-(\d+)-([0-9a-f]+)(?:-(\d+))?\.partial")
+
+
+def _may_be_next(name: str, place: CheckpointPlace, save: Save) -> bool:
+    """Whether other ranks of this run may have begun this one after ``save``."""
+    found = _PARTIAL.fullmatch(name)
+    if found is None or found[2] != save.line.run:
+        return False
+    return (int(found[3] or 0), int(found[1])) > (place.epoch, save.standing.iteration)
+
+
+def in_words(error: Exception) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, UserError):
+        return error.sentence
+    if isinstance(error, OSError):
+        told = error.strerror or str(error)
+        return f"{told} ({error.filename})" if error.filename else told
+    return " ".join(f"{type(error).__name__}: {error}".split())

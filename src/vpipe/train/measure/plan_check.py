@@ -115,7 +115,7 @@ def _train(session: Session, num_batches: int, seen: Seen) -> float:
     units = session.read(positions)
     num_microbatches = session.prepare(num_batches)
     begin = perf_counter()
-    session.pipeline.train_step(units.inputs(), units.targets(), num_microbatches=num_microbatches)
+    session.train_step(units, num_microbatches=num_microbatches)
     seconds = perf_counter() - begin
     for records in session.pipeline.trace().records.values():
         for record in records:

@@ -10,8 +10,8 @@ among it.
 
 from __future__ import annotations
 
-import json
 import platform
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from vpipe.config import PipelineConfig
-from vpipe.data.dataset import DataSet
 from vpipe.errors import UserError
 from vpipe.models.model import Model, Skeleton
 from vpipe.plan.costs import LayerCost, Profile
@@ -44,10 +43,9 @@ from vpipe.runtime.device import is_host, own_memory
 from vpipe.runtime.flow import Value, resolve
 from vpipe.schedule.placement import Layout
 from vpipe.train.adapt import Cap
-from vpipe.train.feed import Feed, Units
 from vpipe.train.optimizers import autocast, optimizer
 from vpipe.train.reporting.run_log import device_name
-from vpipe.train.session import Session, load_data, load_model
+from vpipe.train.session import Session, feed_of, load_data, load_model
 
 PROGRESS, RESULT = "progress.json", "profile.json"
 """What rank 0 writes into its directory."""
@@ -58,11 +56,11 @@ def profile(config: dict[str, Any], directory: str, repeat: int) -> int:
     where = Path(directory)
 
     def show(done: int, total: int, name: str) -> None:
-        _write(where / PROGRESS, {"done": done, "total": total, "name": name})
+        writing.replace(where / PROGRESS, {"done": done, "total": total, "name": name})
 
     found = measure(config, repeat, show)
     if found is not None:
-        _write(where / RESULT, found.to_json())
+        writing.replace(where / RESULT, found.to_json())
     return 0
 
 
@@ -75,7 +73,8 @@ def measure(config: dict[str, Any], repeat: int, show: ProgressTeller, every_lin
     num_ranks = assembly.join(checked.parallel.timeout)
     data = load_data(checked)
     model = load_model(checked, data.vocab_size)
-    unit = first_unit(checked, data).batches[0]
+    with closing(feed_of(checked, data, model)) as feed:
+        unit = feed.read([(0, 0)]).batches[0]
     transport = "auto" if checked.parallel.transport == "inprocess" else checked.parallel.transport
     wanted = checked.parallel.device
     pipeline = empty_pipeline(num_ranks, transport, checked.parallel.timeout, wanted)
@@ -101,7 +100,7 @@ def measure(config: dict[str, Any], repeat: int, show: ProgressTeller, every_lin
     found = Profile(
         layers=tuple(layers),
         input_bytes=input_bytes,
-        microbatch_rows=Units([unit]).num_samples,
+        microbatch_rows=unit.num_samples,
         link_latency=link.latency,
         link_bandwidth=link.bandwidth,
         links=links,
@@ -113,18 +112,6 @@ def measure(config: dict[str, Any], repeat: int, show: ProgressTeller, every_lin
     )
     pipeline.close()
     return found if leads else None
-
-
-def first_unit(config: PipelineConfig, data: DataSet) -> Units:
-    """The first unit that a training run would read."""
-    feed = Feed(
-        data,
-        num_microbatches=config.training.num_microbatches,
-        batch_size=config.dataset.batch_size,
-        max_tokens=config.dataset.max_tokens,
-        seed=config.training.seed,
-    )
-    return Units(feed.read([(0, 0)]).batches[:1], data.pad_id)
 
 
 def identity(config: PipelineConfig, model: Model) -> str:
@@ -153,11 +140,6 @@ def _device(num_ranks: int, transport: object, device: torch.device) -> dict[str
     }
 
 
-def _write(path: Path, value: object) -> None:
-    """Whoever reads while this writes sees the file before or after, never half of it."""
-    writing.put(path, json.dumps(value).encode())
-
-
 def footprint(model: Model, skeleton: Skeleton, inputs: Any) -> Profile | None:
     """The bytes of all layers for a unit of these inputs, without times; ``None`` where shapes do not tell."""
     flow = resolve(model.layers, Layout.chain([1] * len(model.layers)))
@@ -180,7 +162,7 @@ def footprint(model: Model, skeleton: Skeleton, inputs: Any) -> Profile | None:
                 skeleton.layer_names[index],
                 *(0.0, 0.0, 0.0),
                 saved_bytes=saved.total,
-                boundary_bytes=crossing(flow, index, values),
+                boundary_bytes=crossing(flow, index, values)[0],
                 parameter_bytes=skeleton.weight_bytes[index],
             )
         )
@@ -197,7 +179,7 @@ def memory_cap(session: Session) -> Cap | None:
     most = parse_bytes(given) if given is not None else own_memory(session.pipeline.devices[0])
     if most is None:
         return None
-    sizes = footprint(session.model, session.skeleton, first_unit(session.config, session.data).batches[0].inputs)
+    sizes = footprint(session.model, session.skeleton, session.feed.read([(0, 0)]).batches[0].inputs)
     if sizes is None and given is not None:
         raise UserError(
             f"parallel.memory is {given}, but what the layers of {session.config.model.name} hold does not follow from "

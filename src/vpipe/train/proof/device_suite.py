@@ -170,8 +170,8 @@ def wrong_message(transport: Transport, sent: Envelope, expected: Envelope) -> s
     if transport.rank == 0:
         transport.send(sent, 1, torch.ones(3))
     else:
-        transport.post(expected, 0)
         try:
+            transport.post(expected, 0)
             transport.take(expected)
         except RuntimeError as error:
             said = str(error)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,12 +22,12 @@ from torch.utils._pytree import tree_map_only
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.runtime.device import place
-from vpipe.runtime.replay import Replay, ReplayUnit
+from vpipe.runtime.proof.check import Recipe, one_process
+from vpipe.runtime.proof.plain import PlainUnit
+from vpipe.runtime.proof.watch import watch_gradients
 from vpipe.schedule.authors.authoring import Chain
-from vpipe.schedule.program import Program
 from vpipe.train.feed import Position, Units
 from vpipe.train.optimizers import autocast, learning_rate, optimizer
-from vpipe.train.proof.plain import Plain, PlainUnit, additions
 from vpipe.train.session import Session, open_session
 
 LOSS = "loss"
@@ -55,14 +54,12 @@ def pipelined(config: dict[str, Any], directory: str, steps: int) -> int:
     step = 0
     names = {id(parameter): name for name, parameter in session.pipeline.parameters().items()}
     for made in session.pipeline.optimizers.values():
-        _watch(made, names, lambda name, g: seen.__setitem__(f"{step}/grad/{name}", g))
+        watch_gradients(made, names, lambda name, g: seen.__setitem__(f"{step}/grad/{name}", g))
     session.pipeline.set_learning_rate(_rate(session, steps))
     for step in range(steps):
         positions = _positions(session, step)
         units = session.read(positions)
-        loss = session.pipeline.train_step(
-            units.inputs(), units.targets(), num_microbatches=session.prepare(len(positions))
-        )
+        loss = session.train_step(units, num_microbatches=session.prepare(len(positions)))
         seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
         seen |= {
             f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in session.pipeline.state_dict().items()
@@ -74,7 +71,7 @@ def pipelined(config: dict[str, Any], directory: str, steps: int) -> int:
     return 0
 
 
-def _rate(session: Session, steps: int) -> Callable[[int], float]:
+def _rate(session: Session, steps: int) -> Callable[[float], float]:
     return learning_rate(session.config.training, max(steps, 2) * 4)
 
 
@@ -82,20 +79,6 @@ def _positions(session: Session, step: int) -> list[Position]:
     """The batches of a step: one, or two of a schedule that does not drain between them."""
     chained = 2 if session.pipeline.spec.chains is Chain.BATCHES else 1
     return [divmod(step * chained + i, session.feed.num_batches) for i in range(chained)]
-
-
-def _watch(made: Optimizer, names: Mapping[int, str], note: Callable[[str, Tensor], None]) -> None:
-    """Note every gradient that the optimizer is given; of several updates in a step, the last."""
-    if not hasattr(made, "register_step_pre_hook"):
-        return
-
-    def before(chosen: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in chosen.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    note(names[id(parameter)], parameter.grad.detach().clone())
-
-    made.register_step_pre_hook(before)
 
 
 def choose_reference(wanted: str, session: Session) -> str:
@@ -133,15 +116,22 @@ def sequential(session: Session, steps: int, reference: str = "auto") -> dict[st
 
     def watched(parameters: Iterable[nn.Parameter]) -> Optimizer:
         made = make(parameters)
-        _watch(made, names, lambda name, gradient: seen.__setitem__(f"{step}/grad/{name}", gradient))
+        watch_gradients(made, names, lambda name, gradient: seen.__setitem__(f"{step}/grad/{name}", gradient))
         return made
 
-    make_loop = _plain if chosen == "plain" else _replay
-    train, state = make_loop(Recipe(session, program, modules, watched, _rate(session, steps), options))
+    plain = chosen == "plain"
+    recipe = Recipe(pipeline, program, modules, session.model.loss, watched, _rate(session, steps), options)
+    train, loop = one_process(recipe, plain)
     for step in range(steps):
-        loss = train(_there(session.read(_positions(session, step)), device))
+        read, loss = session.read(_positions(session, step)), 0.0
+        assert read is not None, "one process reads all"
+        units = _there(read, device)
+        for part in units.by_update() if plain else [units]:
+            pairs = zip(part.batches, part.shares(), strict=True)
+            loss += train([PlainUnit(batch.inputs, batch.targets, share) for batch, share in pairs], True)
+        loss /= units.num_updates
         seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
-        seen |= {f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in state().items()}
+        seen |= {f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in loop.state_dict().items()}
     return {name: tensor.cpu() for name, tensor in seen.items()}
 
 
@@ -153,71 +143,6 @@ def _there(units: Units, device: torch.device) -> Units:
 
     batches = [replace(batch, inputs=moved(batch.inputs), targets=moved(batch.targets)) for batch in units.batches]
     return replace(units, batches=batches)
-
-
-Loop = tuple[Callable[[Units], float], Callable[[], dict[str, Tensor]]]
-"""What trains on the units of a step and returns the loss; what the weights are."""
-Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-class Recipe(NamedTuple):
-    """What both references are made of."""
-
-    session: Session
-    program: Program
-    modules: Mapping[int, nn.Module]
-    make: Factory
-    rate: Callable[[int], float]
-    options: dict[str, Any]
-
-
-def _plain(recipe: Recipe) -> Loop:
-    session, program, modules, make, rate, options = recipe
-    model = session.model
-    loop = Plain(model.layers, list(modules.values()), model.loss, make, **options)
-    sums = additions(program.rows, session.pipeline.flow.bounds)
-    updates = count()
-
-    def train(units: Units) -> float:
-        total = 0.0
-        for update in units.by_update():
-            pairs = zip(update.batches, update.shares(), strict=True)
-            plain = [PlainUnit(batch.inputs, batch.targets, share) for batch, share in pairs]
-            total += loop.step(plain, sums, rate(next(updates)))
-        return total / units.num_updates
-
-    return train, loop.state_dict
-
-
-def _replay(recipe: Recipe) -> Loop:
-    session, program, modules, make, rate, options = recipe
-
-    def with_rates(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        made = make(parameters)
-        updates = count()
-
-        def set_rate(chosen: Optimizer, args: Any, kwargs: Any) -> None:
-            update = next(updates)
-            for group in chosen.param_groups:
-                group["lr"] = rate(update)
-
-        made.register_step_pre_hook(set_rate)
-        return made
-
-    pipeline = session.pipeline
-    replicas = [len(ranks) for ranks in program.placement.ranks_of]
-    replay = Replay(pipeline.flow, modules, session.model.loss, with_rates, replicas=replicas, **options)
-    weights = pipeline.gradient_weights(program)
-
-    def train(units: Units) -> float:
-        shares = units.shares()
-        replayed = [
-            ReplayUnit(batch.inputs, batch.targets, shares[k] if weights is None else weights[k], shares[k])
-            for k, batch in enumerate(units.batches)
-        ]
-        return replay.run(program, replayed) / units.num_updates
-
-    return train, replay.state_dict
 
 
 def compare(directory: Path, expected: Mapping[str, Tensor], steps: int) -> Comparison:

@@ -1,4 +1,4 @@
-"""What a run shows and writes down while it goes: lines, metrics.jsonl, loggers, events, the live page; and what it
+"""What a run shows and writes down while it goes: lines, metrics.jsonl, loggers, events; and what it
 achieved, in OurGPipe's keys: time, tokens, throughput, MFU.
 
 Every rank has a ``RunLog``; what only one should do, the leader's does: the process that holds rank 0.
@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from signal import Signals
 from time import time
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +24,16 @@ import torch
 
 from vpipe import __version__
 from vpipe.observe.console import Console
-from vpipe.observe.dashboard import PageProcess
 from vpipe.observe.loggers import LOGGERS
-from vpipe.process import resident_bytes
+from vpipe.process import num_cores, resident_bytes
 from vpipe.rundir.claim import command
 from vpipe.rundir.facts import RunFacts, RunModel, RunStage
 from vpipe.rundir.journal import Beat, Ending, Heart, Journal
 from vpipe.rundir.layout import METRICS
-from vpipe.rundir.recorder import Recorder, run_ahead
+from vpipe.rundir.reader import RunDirectory
+from vpipe.rundir.recorder import FRESH, Recorder, run_ahead
 from vpipe.runtime.device import take_peak
 from vpipe.runtime.job import Record
-from vpipe.runtime.memory.live import LiveBytes
 from vpipe.runtime.moves.moving import Moved
 from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program, to_csv
@@ -44,10 +42,13 @@ from vpipe.train.reporting.clocks import Clocks
 from vpipe.train.session import Session
 
 if TYPE_CHECKING:
+    from vpipe.runtime.memory.live import LiveBytes
     from vpipe.train.adapt import Decision
 
 KINDS = tuple(Kind)
 COUNTED_STEP = 2
+MOST_BYTES = 4096
+"""Of a file of steps, whose last line is wanted."""
 
 
 class RunLog:
@@ -64,7 +65,6 @@ class RunLog:
         self._run = run
         wanted = [make for name, make in LOGGERS.items() if self.is_leader and getattr(self._observe, name)]
         self._loggers = [make(directory, session.config.model_dump(mode="json")) for make in wanted]
-        self._page: PageProcess | None = None
         ranks = session.pipeline.ranks if self._observe.trace else []
         self._recorders = [Recorder(directory, rank) for rank in ranks]
         self._clocks = Clocks(session.pipeline) if self._recorders else None
@@ -72,6 +72,8 @@ class RunLog:
         self._live: LiveBytes | None = None
         self._num_steps = 0
         self._facts = RunFacts()
+        self._looked: tuple[float, dict[str, Any]] = (0.0, {})
+        """When the steps of all ranks were read last, and what the terminal says of them."""
 
     def say(self, text: str) -> None:
         if self._console is not None:
@@ -83,9 +85,6 @@ class RunLog:
             self._journal.facts(facts)
         if self._console is not None:
             self._console.start(facts)
-        if self.is_leader and self._observe.dashboard:
-            self._page = PageProcess(self._directory)
-            self.say(f"live page: {self._page.url}")
 
     def resumed(self, iteration: int) -> None:
         """Mark in metrics.jsonl where this run goes on: what another one wrote there beyond is not this run's."""
@@ -138,22 +137,38 @@ class RunLog:
         self._num_steps += 1
         if self._num_steps != COUNTED_STEP or not self._recorders or self._session.pipeline.has_workers:
             return nullcontext()
+        from vpipe.runtime.memory.live import LiveBytes  # when layers have been compiled, if they are
+
         self._live = LiveBytes()
         return self._live
 
-    def iteration(self, line: Mapping[str, Any], beat: Mapping[str, Any]) -> None:
-        """A training iteration ended, on all ranks; ``beat`` is what the heartbeat says from now on."""
-        number = int(line["iteration"])
-        self._record(number)
-        every = self._observe.verbose_interval
-        if every and number % every == 0:
-            self._details(number)
-        line = {"kind": "train", **line, "time": time()}
-        self._write(line)
+    def step(self, lines: Sequence[Mapping[str, Any]], beat: Mapping[str, Any]) -> None:
+        """A step ended, on all ranks: a line for each of its iterations; ``beat`` is what the heartbeat says from now
+        on."""
+        self._record(int(lines[-1]["iteration"]))
+        every, now = self._observe.verbose_interval, time()
+        for line in lines:
+            if every and line["iteration"] % every == 0:
+                self._details(line["iteration"])
+            line = {"kind": "train", **line, "time": now}
+            self._write(line)
+            if self._console is not None:
+                self._console.iteration(line | {"memory": [resident_bytes()]} | self._of_ranks())
         if self._heart is not None:
-            self._heart.say(beat)
-        if self._console is not None:
-            self._console.iteration(line | {"memory": [resident_bytes()]})
+            self._heart.tell(lambda known: vars(known).update(beat))
+
+    def _of_ranks(self) -> dict[str, Any]:
+        """Per rank the share of its last step that it worked, and its memory, for a terminal: as the page reads them,
+        not more often than they are written."""
+        if self._console is None or not self._console.is_live or not self._observe.trace:
+            return {}
+        if time() - self._looked[0] > FRESH:
+            run = RunDirectory(self._directory, self._facts)
+            rows = [(run.step_summaries(rank, MOST_BYTES) or [{}])[-1] for rank in range(self._facts.num_ranks or 0)]
+            busy = [row["busy"] / row["span"] if row.get("span") else None for row in rows]
+            held = [(row.get("memory") or {}).get("rss") for row in rows]
+            self._looked = time(), {"busy": busy, **({"memory": held} if all(held) else {})}
+        return self._looked[1]
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
         line = {"kind": "evaluation", **line, "time": time()}
@@ -164,8 +179,12 @@ class RunLog:
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._journal is not None:
             self._journal.metrics(line)
-        for logger in self._loggers:
-            logger.log(line)
+        for logger in list(self._loggers):
+            try:
+                logger.log(line)
+            except OSError as error:  # its disk is full
+                self._loggers.remove(logger)
+                self.say(f"warning: {type(logger).__name__}: {error}; the run goes on without it")
 
     def _record(self, iteration: int) -> None:
         pipeline = self._session.pipeline
@@ -201,16 +220,13 @@ class RunLog:
             ahead = f"  host ahead {runs_ahead:.1f} ms" if runs_ahead else ""
             self.say(f"iteration {iteration}  rank {rank}  {'  '.join(parts)}  waiting {waited:.1f} ms{ahead}")
 
-    def finish(self, summary: dict[str, Any], asked: Signals | None, iteration: int, unsaved: str = "") -> Ending:
-        """The run came to an end of its own: to its last iteration, or because somebody ``asked`` for it; ``unsaved``
-        says why the checkpoint of its end could not be written."""
-        ending = Ending.finished(iteration) if asked is None else Ending.asked(asked, iteration)
-        ending = ending.unsaved(unsaved) if unsaved else ending
+    def finish(self, summary: dict[str, Any], ending: Ending) -> Ending:
+        """The run came to an end of its own; with what is kept of it."""
         if self._heart is not None and self._journal is not None:
             ending = ending.at(None, self._heart.beat.saved, self._heart.beat.checkpoint)
             self._journal.summary(summary, ending)
         if self._console is not None:
-            self._console.finish(summary | {"ending": ending.fields(), "remedy": ending.remedy(self._directory)})
+            self._console.finish(summary | {"ending": asdict(ending), "remedy": ending.remedy(self._directory)})
         return ending
 
     def close(self) -> None:
@@ -219,12 +235,11 @@ class RunLog:
             if recorder.problem:
                 self.say(f"warning: {recorder.problem}")
         for end in (*self._loggers, self._console):
-            if end is not None:
-                end.close()
+            with suppress(OSError):
+                if end is not None:
+                    end.close()
         if self._heart is not None:
             self._heart.stop()
-        if self._page is not None:
-            self._page.stop()
 
 
 def _spent(records: Sequence[Record]) -> list[float]:
@@ -268,6 +283,7 @@ def run_facts(session: Session, num_microbatches: int) -> RunFacts:
             for stage, (begin, end) in enumerate(pipeline.layout.bounds)
         ),
         hosts=tuple(seat.host for seat in pipeline.layout.seats),
+        cores=num_cores(),
         layout=layout,
         command=tuple(command()),
         trace=config.observe.trace,
@@ -311,6 +327,14 @@ def peak_flops(device: str, precision: str) -> float | None:
     return None
 
 
+Totals = tuple[int, float, float, float]
+"""Iterations, seconds, tokens, samples."""
+
+
+def _added(sums: Totals, seconds: float, tokens: float, samples: float) -> Totals:
+    return sums[0] + 1, sums[1] + seconds, sums[2] + tokens, sums[3] + samples
+
+
 @dataclass
 class Metrics:
     """Adds up iterations."""
@@ -318,28 +342,29 @@ class Metrics:
     num_devices: int
     precision: str
     warmup_iterations: int
-    _iterations: list[tuple[float, float, float, bool]] = field(default_factory=list)
+    _all: Totals = (0, 0.0, 0.0, 0.0)
+    _effective: Totals = (0, 0.0, 0.0, 0.0)
 
     def add(self, seconds: float, tokens: float, samples: float, counts: bool = True) -> None:
         """One iteration; ``counts`` is false for a profiled one."""
-        counts = counts and len(self._iterations) >= self.warmup_iterations
-        self._iterations.append((seconds, tokens, samples, counts))
+        if counts and self._all[0] >= self.warmup_iterations:
+            self._effective = _added(self._effective, seconds, tokens, samples)
+        self._all = _added(self._all, seconds, tokens, samples)
 
     def summary(self, parameters: int, flops_per_token: float, device: str = CPU) -> dict[str, Any]:
         """OurGPipe's summary of a model on devices of this name; rates are null where every iteration was left out."""
-        effective = [(s, t, n) for s, t, n, counts in self._iterations if counts]
-        seconds = sum(s for s, _, _ in effective)
-        tokens, samples = sum(t for _, t, _ in effective), sum(n for _, _, n in effective)
+        effective, seconds, tokens, samples = self._effective
+        total, total_seconds, total_tokens, _ = self._all
         rate = tokens / seconds if seconds else None
         peak = peak_flops(device, self.precision)
         return {
-            "total_time_seconds": sum(s for s, *_ in self._iterations),
+            "total_time_seconds": total_seconds,
             "effective_time_seconds": seconds,
-            "time_per_iteration_seconds": seconds / len(effective) if effective else None,
-            "total_iterations": len(self._iterations),
-            "effective_iterations": len(effective),
-            "warmup_iterations": min(self.warmup_iterations, len(self._iterations)),
-            "total_tokens": round(sum(t for _, t, *_ in self._iterations)),
+            "time_per_iteration_seconds": seconds / effective if effective else None,
+            "total_iterations": total,
+            "effective_iterations": effective,
+            "warmup_iterations": min(self.warmup_iterations, total),
+            "total_tokens": round(total_tokens),
             "effective_tokens": round(tokens),
             "throughput_tokens_per_second": rate,
             "samples_per_second": samples / seconds if seconds else None,

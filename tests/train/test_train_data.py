@@ -1,0 +1,431 @@
+"""One batch is one batch: what the ends of a pipeline read by themselves is the same, or the step ends in a sentence."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from train_runs import equal, run, tiny
+
+from vpipe.config import PipelineConfig
+from vpipe.data.dataset import Batch, DataSet
+from vpipe.errors import UserError
+from vpipe.interfaces import adapt_dataset
+from vpipe.models.model import run as run_model
+from vpipe.registry import DATASET_REGISTRY
+from vpipe.train.checkpoints.export import export
+from vpipe.train.feed import Feed, Reader, UnitsWanted
+from vpipe.train.session import gather, load_data, open_session
+
+PLUGIN = str(Path(__file__).with_name("own_sets.py"))
+
+
+def job(name: str, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    own = {"plugins": [PLUGIN], "dataset.name": name, "dataset.extra": {}, "model.vocab_size": 32}
+    return tiny(own | {"dataset.test_size": 0.0, "training.max_iterations": 6} | (changes or {}))
+
+
+def read(config: dict[str, Any], count: int = 6) -> list[int]:
+    """The checksums of the units of the first iterations, as a rank whose generators stand anywhere reads them."""
+    torch.manual_seed(torch.seed())
+    np.random.seed(None)
+    random.seed()
+    session = open_session(PipelineConfig.from_dict(config))
+    found, position = [], (0, 0)
+    for _ in range(count):
+        units = session.read([position])
+        assert units is not None
+        found += [unit.checksum for unit in units.batches]
+        position = session.feed.next(position)
+    session.close()
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["drawn", "streamed"])
+def test_random_numbers_are_the_same_for_every_reader(name: str, workers: int) -> None:
+    """Also of one that reads by processes, and of a stream."""
+    alone = read(job(name))
+    assert len(set(alone)) > 20, "units differ"
+    assert read(job(name, {"dataset.num_workers": workers})) == alone
+    assert read(job(name, {"training.seed": 1})) != alone
+
+
+def test_reading_leaves_random_numbers_as_they_were() -> None:
+    feed = open_session(PipelineConfig.from_dict(job("drawn"))).feed
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    expected = torch.rand(1), np.random.rand(), random.random()
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    feed.read([(0, 0)])
+    assert (torch.rand(1), np.random.rand(), random.random()) == expected
+
+
+@pytest.mark.parametrize("name", ["drawn", "streamed"])
+def test_a_resumed_run_draws_what_it_would_have_drawn(name: str, tmp_path: Path) -> None:
+    whole = run(job(name), tmp_path / "whole")
+    run(job(name, {"training.max_iterations": 3, "checkpoint.interval": 3}), tmp_path / "part")
+    rest = run(job(name), tmp_path / "rest", resume=tmp_path / "part")
+    assert equal(rest.weights, whole.weights)
+    assert rest.losses == whole.losses[3:]
+
+
+def test_a_stream_is_read_to_its_end_and_again() -> None:
+    data = load_data(PipelineConfig.from_dict(job("streamed")))
+    assert data.valid is None
+    rows = data.batch(range(48)).inputs
+    assert data.batch([45]).inputs.shape == (1, 8)
+    assert len({int(row[0]) for row in rows}) > 8
+
+
+def test_a_stream_without_an_end_or_without_anything_is_told() -> None:
+    with pytest.raises(UserError, match=r"has no length: set training\.max_iterations"):
+        load_data(PipelineConfig.from_dict(job("streamed", {"training.max_iterations": -1})))
+    empty = adapt_dataset(DATASET_REGISTRY.create("empty_stream", None, 8), rows=8)
+    with pytest.raises(UserError, match="an iterable without any example"):
+        empty.batch([0])
+
+
+def started(vpipe: Any, tmp_path: Path, config: dict[str, Any]) -> tuple[int, str, list[float]]:
+    """Exit code, what was said, and losses, of two ranks that are processes."""
+    config["parallel"]["transport"] = "auto"
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(config))
+    done = vpipe("train", str(tmp_path / "job.yaml"), "--output-dir", str(tmp_path / "run"), timeout=200)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if done.returncode == 0 else []
+    losses = [line["loss"] for line in map(json.loads, lines) if line["kind"] == "train"]
+    return done.returncode, done.stdout + done.stderr, losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["drawn", "streamed"])
+def test_both_ends_read_the_same(name: str, workers: int, vpipe: Any, tmp_path: Path) -> None:
+    config = job(name, {"dataset.num_workers": workers})
+    code, said, losses = started(vpipe, tmp_path, config)
+    assert code == 0, said
+    assert losses == run(job(name), tmp_path / "here").losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["clock", "set_order"])
+def test_ends_that_read_differently_are_told(name: str, vpipe: Any, tmp_path: Path) -> None:
+    code, said, _ = started(vpipe, tmp_path, job(name))
+    assert code == 2, said
+    assert "Traceback" not in said
+    for word in ("ranks 0 and 1", "dataset.read_by: one"):
+        assert word in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["clock", "set_order"])
+@pytest.mark.parametrize("changes", [{}, {"training.gradient_accumulation": 2}, {"dataset.num_workers": 1}], ids=str)
+def test_what_cannot_be_read_twice_is_read_by_one(
+    name: str, changes: dict[str, Any], vpipe: Any, tmp_path: Path
+) -> None:
+    code, said, losses = started(vpipe, tmp_path, job(name, {"dataset.read_by": "one"} | changes))
+    assert code == 0, said
+    assert len(losses) == 6
+
+
+def test_a_last_stage_that_is_a_unit_ahead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks are of this process; the last one is told that it has read the next unit each time."""
+    session = open_session(PipelineConfig.from_dict(job("drawn")))
+    units, last = session.read([(0, 0)]), session.pipeline.engines[-1]
+    assert units is not None
+    session.train_step(units)
+    fed = last._fed
+
+    def ahead(compiled: Any, job: Any) -> Any:
+        return fed(compiled, replace(job, checksums=[*job.checksums[1:], 1]))
+
+    monkeypatch.setattr(last, "_fed", ahead)
+    for step in (session.train_step, session.evaluate):
+        with pytest.raises(UserError, match="microbatch 0"):
+            step(units)
+    session.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ({"a": [1, 2]}, [3, 4]),
+        ({"a": [2, 1]}, [4, 3]),
+        ({"a": [[1], [2]]}, [3, 4]),
+        ({"b": [1, 2]}, [3, 4]),
+        ({"a": [1, 2]}, [3, -100]),
+        ({"a": [1.0, 2.0]}, [3, 4]),
+    ],
+    ids=str,
+)
+def test_a_checksum_is_of_every_number_name_and_shape(other: Any) -> None:
+    class One(DataSet):
+        vocab_size = 8
+
+        def __init__(self, inputs: Any, labels: Any) -> None:
+            self.inputs, self.labels = {name: torch.tensor(row) for name, row in inputs.items()}, torch.tensor(labels)
+
+        def __len__(self) -> int:
+            return 1
+
+        def batch(self, indices: Sequence[int]) -> Batch:
+            return Batch(self.inputs, self.labels)
+
+    def checksum(*values: Any) -> int:
+        return Reader(One(*values), len, 0)[UnitsWanted(0, 0, [[0]])][0].checksum  # type: ignore[index]
+
+    known = checksum({"a": [1, 2]}, [4, 3])
+    assert checksum({"a": [1, 2]}, [4, 3]) == known != checksum(*other)
+    assert 0 < known < 2**53
+
+
+WORDS = "a few words of the text number {}, which says nothing else than that it is the one of {}.\n\n"
+
+
+def text_job(folder: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    file = folder / "a.txt"
+    if not file.exists():
+        file.write_text("".join(WORDS.format(i, i * i) for i in range(60)))
+    own = {
+        "dataset.name": "text",
+        "dataset.path": str(folder),
+        "dataset.extra": {"tokenizer": "bpe", "vocab_size": 300},
+    }
+    return tiny(own | {"training.max_iterations": 3, "checkpoint.interval": 3} | (changes or {}))
+
+
+def paragraph(folder: Path) -> None:
+    file = folder / "a.txt"
+    file.write_text(
+        "Quite another paragraph in front, whose words are rare: xylophone, xylophone.\n\n" + file.read_text()
+    )
+
+
+def cut_short(folder: Path) -> None:
+    file = folder / "a.txt"
+    file.write_text(file.read_text()[:-5])
+
+
+def add_a_file(folder: Path) -> None:
+    (folder / "b.txt").write_text(WORDS.format(7, 8))
+
+
+def nothing(folder: Path) -> None:
+    """The config alone has changed."""
+
+
+CHANGES: dict[str, tuple[dict[str, Any], Callable[[Path], None], str]] = {
+    "a paragraph": ({}, paragraph, "tokenizer"),
+    "a letter": ({}, cut_short, "files"),
+    "a file": ({}, add_a_file, "files"),
+    "the length": ({"model.sequence_length": 4}, nothing, "sequence length 8 → 4"),
+    "the share": ({"dataset.test_size": 0.3}, nothing, "held out"),
+    "the split": ({"dataset.split_seed": 3}, nothing, "sample"),
+    "the tokenizer": ({"dataset.extra": {"tokenizer": "char"}, "model.vocab_size": 300}, nothing, "tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_checkpoint_knows_its_data(name: str, tmp_path: Path) -> None:
+    changes, change, word = CHANGES[name]
+    whole = {"model.vocab_size": 300}
+    run(text_job(tmp_path / "text", whole), tmp_path / "part")
+    change(tmp_path / "text")
+    config = text_job(tmp_path / "text", whole | {"training.max_iterations": 5} | changes)
+    if name != "the length":  # else that is another model
+        with pytest.raises(UserError) as caught:
+            run(config, tmp_path / "refused", resume=tmp_path / "part")
+        for told in ("was trained on other data", word, "dataset.may_differ: true", "tokenizer.json"):
+            assert told in caught.value.sentence
+        config["dataset"]["may_differ"] = True
+        found = run(config, tmp_path / "rest", resume=tmp_path / "part")
+        assert "was trained on other data" in found.said
+
+
+def test_the_same_data_elsewhere_is_the_same(tmp_path: Path) -> None:
+    """Another folder, other batches, another seed of the training."""
+    whole = run(text_job(tmp_path / "text"), tmp_path / "part")
+    changes = {"training.max_iterations": 5, "dataset.batch_size": 4, "training.seed": 4}
+    again = run(text_job(tmp_path / "copy", changes), tmp_path / "rest", resume=tmp_path / "part")
+    assert len(again.losses) == 2
+    assert "other data" not in again.said
+    assert whole.trainer.session.data_facts == again.trainer.session.data_facts
+
+
+def test_a_learnt_tokenizer_goes_with_run_checkpoint_and_export(tmp_path: Path) -> None:
+    """And brings its ids to a text that has changed."""
+    made = run(text_job(tmp_path / "text"), tmp_path / "part")
+    (point,) = (tmp_path / "part" / "checkpoints").glob("iteration-*")
+    export(tmp_path / "part", tmp_path / "out")
+    texts = {(place / "tokenizer.json").read_text() for place in (tmp_path / "part", point, tmp_path / "out")}
+    assert texts == {made.trainer.session.data.tokenizer.to_str(pretty=True)}
+    paragraph(tmp_path / "text")
+    extra = {"tokenizer": str(point / "tokenizer.json")}
+    config = text_job(tmp_path / "text", {"dataset.extra": extra, "dataset.may_differ": True})
+    kept = open_session(PipelineConfig.from_dict(config))
+    assert kept.data_facts["tokenizer"] == made.trainer.session.data_facts["tokenizer"]
+    kept.close()
+
+
+def test_a_batch_without_a_label_is_told(tmp_path: Path) -> None:
+    found = run(job("unlabelled", {"dataset.batch_size": 2, "training.num_microbatches": 2}), tmp_path / "run")
+    empty = [line["iteration"] for line in found.lines if line["loss"] == 0]
+    assert empty
+    assert [number for number in empty if f"iteration {number} has no label that counts" in found.said] == empty
+
+
+def pairs(folder: Path) -> dict[str, Any]:
+    """Parallel text whose held-out sentences are of 1 to 40 letters, and batches by tokens."""
+    folder.mkdir()
+    for split, count in (("train", 40), ("valid", 120)):
+        for language in ("de", "en"):
+            lines = ["ab" * (1 + i % 20) for i in range(count)]
+            (folder / f"{split}.{language}").write_text("\n".join(lines) + "\n")
+    extra = {"tokenizer": "char", "source_language": "de"}
+    own = {"dataset": {"name": "translation", "path": str(folder), "max_tokens": 100, "extra": extra}}
+    small = {"model.name": "translation", "model.sequence_length": 64, "training.num_microbatches": 2}
+    return tiny(own | small | {"training.max_iterations": 2, "training.evaluation_interval": 2})
+
+
+def test_an_evaluation_is_spread_over_the_held_out_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tokens it read the shortest sentences alone."""
+    config = pairs(tmp_path / "pairs")
+    config["training"]["evaluation_batches"] = 4
+    lengths: list[int] = []
+    unit = Reader._unit
+
+    def watched(reader: Reader, epoch: int, number: int, examples: Sequence[int]) -> Any:
+        if len(reader.data) == 120:
+            assert reader.data.lengths is not None
+            lengths.extend(int(reader.data.lengths[i]) for i in examples)
+        return unit(reader, epoch, number, examples)
+
+    monkeypatch.setattr(Reader, "_unit", watched)
+    found = run(config, tmp_path / "run")
+    (line,) = [line for line in found.metrics if line["kind"] == "evaluation"]
+    assert (line["examples"], line["targets"]) == (len(lengths), sum(lengths))
+    assert min(lengths) < 6
+    assert max(lengths) > 30
+    assert f"over {len(lengths)} examples, {sum(lengths):,} targets" in found.said
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "umt5", "pegasus", "marian"])
+def test_padding_is_not_trained_on(kind: str, tmp_path: Path) -> None:
+    """The data pad with 1, these models with another id; with the data's all is well."""
+    sizes: dict[str, Any] = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
+    sizes = {"d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2} if "t5" in kind else sizes
+    sizes["d_model"] = 16
+    config = pairs(tmp_path / "pairs")
+    config["model"] = {"name": "huggingface", "sequence_length": 64, "config": {"model_type": kind, **sizes}}
+    with pytest.raises(UserError, match=r"pad_token_id: 1|has pad_token_id 58100"):
+        gather(PipelineConfig.from_dict(config))
+    config["model"]["config"]["pad_token_id"] = 1
+    made = gather(PipelineConfig.from_dict(config))
+    (unit, *_) = made.feed.read([(0, 0)]).batches
+    assert unit.num_targets == int((unit.targets != 1).sum())
+    made.feed.close()
+
+
+SMALL = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "sequence_length": 8}
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 32}
+EVERY = {
+    "gpt": ({"model.extra": {"dropout": 0.0}}, "gpt"),
+    "llama": ({}, "gpt"),
+    "translation": ({"model.extra": {"dropout": 0.0, "label_smoothing": 0.0}}, "translation"),
+    "huggingface": ({"model": {"name": "huggingface", "config": GPT2, "sequence_length": 8}}, "gpt"),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", EVERY)
+def test_units_add_up_to_the_whole_batch_in_plain_torch(name: str, padded: bool) -> None:
+    """Loss and gradients, also where some units have few labels that count."""
+    changes, kind = EVERY[name]
+    extra = {"kind": kind, "vocab_size": 32, "num_examples": 16}
+    config = tiny({"model": {"name": name, **SMALL}, "dataset.extra": extra} | changes)
+    made = gather(PipelineConfig.from_dict(config))
+    feed, modules = made.feed, [module.eval() for module in made.model.build()]
+    ignored = made.model.loss.ignored  # type: ignore[attr-defined]
+    batch = made.data.batch
+
+    def thinned(examples: Sequence[int]) -> Batch:
+        inputs, targets = batch(examples)
+        assert isinstance(targets, torch.Tensor)
+        for row, example in enumerate(examples):
+            targets[row, : int(example) % 8] = ignored
+        return Batch(inputs, targets)
+
+    if padded:
+        made.data.batch = thinned  # type: ignore[method-assign]
+    units = feed.read([(0, 0)])
+    assert sum(units.shares()) == pytest.approx(1)
+
+    def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+        found = torch.autograd.grad(loss, [p for module in modules for p in module.parameters()], allow_unused=True)
+        return [each for each in found if each is not None]
+
+    pairs = zip(units.batches, units.shares(), strict=True)
+    parts = [share * made.model.loss(run_model(made.model.layers, modules, b.inputs), b.targets) for b, share in pairs]
+    joined = torch.utils._pytree.tree_map(lambda *each: torch.cat(each), *[b.inputs for b in units.batches])
+    targets = torch.cat([b.targets for b in units.batches])
+    output = run_model(made.model.layers, modules, joined)
+    logits = output[0] if isinstance(output, tuple) else output
+    whole = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignored)
+    assert units.num_targets == made.model.count(targets) == int((targets != ignored).sum())
+    assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)  # type: ignore[union-attr]
+    for one, other in zip(gradients(sum(parts)), gradients(whole), strict=True):  # type: ignore[arg-type]
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+    feed.close()
+
+
+@pytest.mark.rotates(8)
+@pytest.mark.parametrize("seed", range(24))
+def test_any_readers_read_the_same_and_every_example_once(seed: int) -> None:
+    """Two ranks with other workers; a run that goes on with other batches, replicas and workers."""
+    chance = random.Random(seed)
+    name, seen = chance.choice(["drawn", "streamed"]), []
+
+    def feed_with(rows: int, replicas: int, workers: int) -> Feed:
+        changes = {"dataset.batch_size": rows, "training.num_microbatches": 2, "training.max_iterations": 99}
+        data = load_data(PipelineConfig.from_dict(job(name, changes | {"parallel.data_parallel_size": replicas})))
+        batch = data.batch
+
+        def noted(examples: Sequence[int]) -> Batch:
+            seen.extend(examples)
+            return batch(examples)
+
+        if not workers:
+            data.batch = noted  # type: ignore[method-assign]
+        sizes = {"num_microbatches": 2, "num_replicas": replicas, "batch_size": rows, "num_workers": workers}
+        return Feed(data, len, seed=seed, **sizes)  # type: ignore[arg-type]
+
+    sizes = chance.choice([2, 4, 8]), chance.choice([1, 2])
+    one, other = feed_with(*sizes, 0), feed_with(*sizes, chance.choice([1, 2]))
+    position = (0, 0)
+    for _ in range(chance.randrange(1, 1 + min(3, one.num_batches))):
+        units = [[unit.checksum for unit in feed.read([position]).batches] for feed in (one, other)]
+        assert units[0] == units[1]
+        position = (position[0], position[1] + 1)
+    other.close()
+    rest = feed_with(chance.choice([2, 4, 8]), chance.choice([1, 2]), 0)
+    position = rest.begin(position, one.read_before(position))
+    for _ in range(min(4, rest.batches_of(position[0]) - position[1])):
+        if position[0]:
+            break
+        rest.read([position])
+        position = rest.next(position)
+    assert len(set(seen)) == len(seen)
+    if name == "streamed":
+        assert sorted(seen) == list(range(len(seen)))
