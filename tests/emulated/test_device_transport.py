@@ -90,9 +90,10 @@ def test_every_queue_of_a_program_is_a_communicator() -> None:
     """Stage 0 sends to stage 1 and past it to stage 3, both on rank 1: one order each."""
     from vpipe.runtime.transport.routes import CHAIN, routes
     from vpipe.schedule import catalog
+    from vpipe.schedule.placement import Layout
 
     made = catalog.get("interleaved").build(2, 4, 2)
     program: Program = Program(made.rows, made.placement, made.num_microbatches, skips=frozenset({(0, 3)}))
-    found = routes(program)
+    found = routes(program, Layout.of([1] * 4, made.placement))
     assert {route.skip for route in found if route.source == 0} == {CHAIN, (0, 3)}
     assert {route.skip for route in found if route.source == 1} == {CHAIN, (3, 0)}

@@ -11,11 +11,14 @@ from vpipe.schedule.placement import (
     Drop,
     LayerTransfer,
     Layout,
+    Member,
     Reseated,
+    Role,
     Seat,
     difference,
     loop,
     replicated,
+    two_ways,
     vee,
 )
 
@@ -35,6 +38,18 @@ def test_who_holds_what() -> None:
     assert layout.bounds == ((0, 1), (1, 3), (3, 4), (4, 5))
     assert layout.stages == (0, 1, 1, 2, 3)
     assert [layout.ranks_of(layer) for layer in range(6)] == [(0,), (1,), (1,), (1,), (0,), (0,)]
+
+
+def test_members_know_with_whom_they_share_a_stage() -> None:
+    layout = Layout.of([1, 1], replicated([2, 1])).with_ranks([2, 0, 1])
+    assert layout.members == ((Member(2, 0), Member(0, 1)), (Member(1),))
+    assert [layout.member(0, rank).replica for rank in (2, 0)] == [0, 1]
+    assert [layout.fellows(0, rank) for rank in (0, 2)] == [(2, 0), (2, 0)]
+    assert layout.fellows(1, 1, Role.REPLICA) == (1,)
+    assert layout.circles() == [(2, 0)]
+    assert [layout.leader(stage) for stage in range(2)] == [2, 1]
+    assert [layout.stages_of(rank) for rank in range(3)] == [(0,), (1,), (0,)]
+    assert Layout.of([1, 1, 1, 1], two_ways(4)).circles() == [(0, 3), (1, 2), (2, 1), (3, 0)]
 
 
 def test_impossible_layouts_are_refused_in_words() -> None:

@@ -34,7 +34,7 @@ def profile_of(run: RunDirectory, costs: Costs) -> Profile | None:
     """The layers of a run with the costs of ``calibrate``; ``None`` where run.json does not name them, or where stages
     have replicas, which the planner does not place."""
     names = [stage.layers for stage in run.stages]
-    if not all(names) or any(len(ranks) > 1 for ranks in run.program.placement.ranks_of):
+    if not all(names) or run.program.placement.has_replicas:
         return None
     stages = np.array([[getattr(stage, kind) for kind in KINDS] for stage in costs.stages])
     layers = _layers(names, stages)

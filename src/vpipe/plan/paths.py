@@ -119,7 +119,7 @@ class Paths:
         if pipe.asynchronous or pipe.stages_per_rank > 1:
             units = int(self.judge.units[stage])
             return [StagePath((units, units, units), (0, 0), (0, 0), units)]
-        row = pipe.program.rows[pipe.program.placement.ranks_of[stage][0]]
+        row = pipe.program.rows[pipe.program.placement.rank(stage, 0)]
         kinds = [action.kind for action in row if LANE[action.kind] is Lane.COMPUTE]
         backs = [index for index, kind in enumerate(kinds) if kind in INPUT_GRADIENT]
         last_forward = max(index for index, kind in enumerate(kinds) if kind is Kind.F)
@@ -152,7 +152,7 @@ class Paths:
         pipe = self.judge.pipe
         if pipe.asynchronous or pipe.stages_per_rank > 1:
             return []
-        row = self._swapped.rows[pipe.program.placement.ranks_of[stage][0]]
+        row = self._swapped.rows[pipe.program.placement.rank(stage, 0)]
         swapped = {action.microbatch for action in row if action.kind is Kind.IN}
         if not swapped:
             return []

@@ -48,7 +48,7 @@ from vpipe.runtime.transport.neighbours import Card, Neighbours
 from vpipe.runtime.transport.ring_link import RingLink
 from vpipe.runtime.transport.stream_link import StreamLink
 from vpipe.runtime.transport.wire import Envelope, pack, unpack, unpack_head
-from vpipe.runtime.updates.replicas import share_states
+from vpipe.runtime.updates.replicas import share
 from vpipe.runtime.updates.ties import share_tied
 from vpipe.schedule.placement import Layout, Seat
 
@@ -249,8 +249,8 @@ def agree(programs: Programs, seed: int) -> None:
 
 def check_launches(flow: Flow) -> None:
     """Refuse a device whose sends wait for their receives, where a value skips stages: it is received much later."""
-    placement = flow.layout.placement
-    apart = [pair for pair in sorted(flow.skips()) if len({*map(placement.ranks_of.__getitem__, pair)}) > 1]
+    homes = [flow.layout.ranks_of(begin) for begin, _ in flow.bounds]
+    apart = [(source, target) for source, target in sorted(flow.skips()) if homes[source] != homes[target]]
     waiting = [name for name in LAUNCHES_WAIT if os.environ.get(name) == "1"]
     if waiting and apart:
         raise UserError(
@@ -265,21 +265,18 @@ def thread_safe(layers: Sequence[Layer]) -> bool:
     return all(getattr(layer.module, "vpipe_thread_safe", False) for layer in layers)
 
 
-def groups(tied: Sequence[TiedWeight], layout: Layout) -> list[list[int]]:
+def groups(tied: Sequence[TiedWeight], layout: Layout) -> list[Sequence[int]]:
     """The sets of ranks that exchange something among themselves."""
-    found = [list(ranks) for ranks in layout.placement.ranks_of]
-    found += [layout.ranks_of_all(layer for layer, _ in tie.owners) for tie in tied]
-    return [ranks for ranks in found if len(ranks) > 1]
+    owners = [layout.ranks_of_all(layer for layer, _ in tie.owners) for tie in tied]
+    return [*layout.circles(), *(ranks for ranks in owners if len(ranks) > 1)]
 
 
 def share_initial_weights(engine: Engine, tied: Sequence[TiedWeight]) -> None:
     """Replica 0 of a stage, and the first owner of a tied weight, give what they have to the others."""
-    placement = engine.flow.layout.placement
     engine.transport.begin_step(SETUP_STEP)
-    if placement.has_replicas:
-        share_states(engine.stages, placement, engine.transport, SETUP_STEP)
+    share(engine.stages, engine.flow.layout, engine.transport, SETUP_STEP, weights=True)
     for number, tie in enumerate(tied):
-        share_tied(engine, placement, tie, number, SETUP_STEP)
+        share_tied(engine, tie, number, SETUP_STEP)
     engine.transport.end_step()
 
 

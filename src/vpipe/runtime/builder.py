@@ -157,8 +157,7 @@ class Builder:
         buffers: dict[int, set[int]] = {}
         generators: dict[int, set[tuple[int, bool]]] = {}
         for layer, module in modules:
-            layer = min(layer, layout.num_layers - 1)
-            stage = layout.stages[layer]
+            layer, stage = min(layer, layout.num_layers - 1), layout.stage_of(layer)
             for buffer in (each for each in module.buffers() if each.layout is torch.strided):
                 buffers.setdefault(storage_of(buffer), set()).add(stage)
             for generator in generators_of([module]):
@@ -181,18 +180,18 @@ class Builder:
             if not is_host(device):
                 self._transport = DeviceTransport(host, device, self._direct)
         if isinstance(self._transport, DeviceTransport):
-            self._transport.prepare_routes(routes(programs.training()))
+            self._transport.prepare_routes(routes(programs.training(), programs.flow.layout))
         self._transport.prepare_groups(assembly.groups(self.parts.tied, programs.flow.layout))
         return self._transport
 
     def _engine(self, programs: Programs, transport: Transport, device: torch.device, modules: Modules) -> Engine:
         """The engine of one rank, with the layers of its stages and nobody else's."""
         parts, told, flow = self.parts, self.options, programs.flow
-        placement, rank = flow.layout.placement, transport.rank
+        layout, rank = flow.layout, transport.rank
         recomputed, swapped = recomputed_and_swapped(told.recompute, told.swap, flow.bounds)
         (assembly.return_freed_memory if swapped else assembly.keep_freed_memory)()
         stages = {}
-        for index in placement.stages_of[rank]:
+        for index in layout.stages_of(rank):
             stage_options = StageOptions(
                 versioned=not programs.synchronous,
                 splits=index in programs.splits,
@@ -201,7 +200,7 @@ class Builder:
                 swap=swapped,
                 autocast=told.autocast,
             )
-            replica = placement.ranks_of[index].index(rank)
+            replica = layout.member(index, rank).replica
             mine, loss = self._modules(flow, index, rank, replica, device, modules)
             stages[index] = Stage(index, flow, mine, loss, stage_options)
         built = {layer: module for stage in stages.values() for layer, module in stage.owned.items()}
@@ -213,7 +212,7 @@ class Builder:
         alone = self._lock is None and transport.num_ranks == 1
         scale = parts.loss_scale if alone else copy.copy(parts.loss_scale)
         kind = AgreeingAfterwards if programs.agrees_after else Updater
-        updater = kind(transport, placement, stages, optimizers, parts.tied, options, scale, device)
+        updater = kind(transport, stages, optimizers, parts.tied, options, scale, device)
         make = parts.workers or Engine
         engine = make(stages, flow, transport, updater, told.seed, told.autocast, self._lock, device)
         for change in self._finishing:

@@ -30,7 +30,7 @@ from vpipe.runtime.stage import Stage, Unit
 from vpipe.runtime.surroundings import evaluation_seed
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.updates.attempts import AgreeingAfterwards, with_second_tries
-from vpipe.runtime.updates.replicas import share_buffers
+from vpipe.runtime.updates.replicas import share
 from vpipe.runtime.updates.update import Updater
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.program import Program
@@ -92,7 +92,7 @@ class Engine:
             Kind.RECV_F: lambda task: partial(self._post, remote(task.inputs)),
             Kind.RECV_B: lambda task: partial(self._post, remote(task.output_gradients)),
         }
-        row = program.rows[self.rank]
+        row = program.rows[self.flow.layout.row(self.rank)]
         versioned = any(stage.options.versioned for stage in self.stages.values())
         versions = version_table(program) if versioned else {}
         uses = num_uses(row, self.stages, versions) if versioned else {}
@@ -118,8 +118,8 @@ class Engine:
         if self._feeding is None:
             return job
         last = self.flow.num_stages - 1
-        row = [action for action in compiled.program.rows[self.rank] if action.kind is Kind.F]
-        orders = [[action.microbatch for action in row if action.stage == stage] for stage in (0, last)]
+        row = compiled.program.rows[self.flow.layout.row(self.rank)]
+        orders = [[k for index, kind, k in row if index == stage and kind is Kind.F] for stage in (0, last)]
         self._feeds = [
             Prefetch(get, order, self.device, self._feeding)
             for get, order in zip((job.inputs, job.targets), orders, strict=True)
@@ -152,8 +152,8 @@ class Engine:
             else:
                 self._enqueue(self._times, compiled.calls, self._result.records)
             self._settle(self._result)
-            if job.training and compiled.program.placement.has_replicas:
-                share_buffers(self.stages, compiled.program.placement, self.transport, job.step)
+            if job.training:
+                share(self.stages, self.flow.layout, self.transport, job.step, weights=False)
             self.transport.end_step()
         except BaseException as error:
             action = self.current

@@ -59,7 +59,7 @@ class Flow:
 
     def stage_of(self, value: Value) -> int:
         """The stage that holds the writer of a value; the inputs are with the first layer, the loss with the last."""
-        return self.layout.stages[min(max(value[1], 0), len(self.layers) - 1)]
+        return self.layout.stage_of(max(value[1], 0))
 
     def bound(self, inputs: object) -> dict[Value, object]:
         """The model's inputs as values."""
@@ -165,10 +165,10 @@ class Tasks:
 
     def __init__(self, program: Program, flow: Flow, rank: int, stages: Mapping[int, Stage]) -> None:
         self._program, self._flow, self._rank = program, flow, rank
+        self._row = flow.layout.row(rank)
         self._hops: dict[Envelope, Hop] = {}
-        self._tasks = {
-            (stage, microbatch): self._task(stages[stage], microbatch) for stage, _, microbatch in program.rows[rank]
-        }
+        places = ((stage, microbatch) for stage, _, microbatch in program.rows[self._row])
+        self._tasks = {(stage, microbatch): self._task(stages[stage], microbatch) for stage, microbatch in places}
 
     def __getitem__(self, place: tuple[int, int]) -> Task:
         """The task of (stage, microbatch)."""
@@ -207,10 +207,10 @@ class Tasks:
     def _hop(self, source: int, target: int, microbatch: int, backward: bool) -> Hop:
         place = Envelope(0, source, target, microbatch, int(backward))
         if place not in self._hops:
-            ranks = [self._program.placement.rank(stage, microbatch) for stage in (source, target)]
-            peer = ranks[1] if ranks[0] == self._rank else ranks[0]
+            rows = [self._program.placement.rank(stage, microbatch) for stage in (source, target)]
+            peer = self._flow.layout.opposite(self._rank, rows[1] if rows[0] == self._row else rows[0])
             values = self._flow.sent(target, source) if backward else self._flow.sent(source, target)
-            self._hops[place] = Hop(place, peer, ranks[0] == ranks[1], values)
+            self._hops[place] = Hop(place, peer, rows[0] == rows[1], values)
         return self._hops[place]
 
 

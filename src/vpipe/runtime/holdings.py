@@ -51,7 +51,7 @@ class Holdings:
         """All layers of this process's ranks, replicas too, each with its module and optimizer."""
         for engine in self.engines:
             for index, stage in engine.stages.items():
-                is_first = engine.flow.layout.placement.ranks_of[index][0] == engine.rank
+                is_first = engine.flow.layout.leader(index) == engine.rank
                 for layer, module in stage.owned.items():
                     yield HeldLayer(layer, engine.rank, is_first, module, engine.updater.optimizers.get(index))
 

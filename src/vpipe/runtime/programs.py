@@ -155,18 +155,13 @@ def relabelled(program: Program, placement: Placement) -> Program:
     """The program with every rank's row on the rank that holds its stages in ``placement``."""
     if program.placement == placement:
         return program
-    new: dict[int, int] = {}
-    for before, after in zip(program.placement.ranks_of, placement.ranks_of, strict=False):
-        new |= dict(zip(before, after, strict=False))
-    ranks = program.placement.ranks_of
-    if tuple(tuple(new.get(rank, -1) for rank in held) for held in ranks) != placement.ranks_of:
+    before, after = program.placement.homes, placement.homes
+    new = {old: rank for (_, old), (_, rank) in zip(before, after, strict=False)}
+    if tuple((stage, new.get(rank)) for stage, rank in before) != after:
+        has, wanted = ([list(ranks) for ranks in each.ranks_of] for each in (program.placement, placement))
         raise UserError(
-            f"the layout has stages on ranks {_listed(placement)}, but the schedule has {_listed(program.placement)}; "
+            f"the layout has stages on ranks {wanted}, but the schedule has {has}; "
             "a layout may give a rank's whole share to another rank, and other numbers of layers to stages, no more"
         )
     rows = [program.rows[old] for old in sorted(new, key=lambda old: new[old])]
     return replace(program, rows=tuple(rows), placement=placement)
-
-
-def _listed(placement: Placement) -> str:
-    return str([list(ranks) for ranks in placement.ranks_of])

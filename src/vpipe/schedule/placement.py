@@ -1,8 +1,8 @@
 """Who holds what: stages on ranks (``Placement``), and layers on stages, machines and devices (``Layout``).
 
-A placement says, for each stage, which ranks hold it. A rank may hold several stages (loop, V or zig-zag placement); a
-stage may be held by several ranks (its replicas), which then take the units in turn: unit ``k`` goes to replica ``k mod
-r``.
+A placement says, for each stage, which ranks run its units. A rank may hold several stages (loop, V or zig-zag
+placement); a stage may be on several ranks (its replicas), which then take the units in turn: unit ``k`` goes to
+replica ``k mod r``. Programs, and all that reads them, know no more of ranks than that.
 
     two_ways(4)   rank 0: 0 (even units) 3 (odd units)   rank 1: 1 2   rank 2: 2 1   rank 3: 3 0
 
@@ -11,11 +11,15 @@ r``.
 
 A layout is one value for layers, stages, ranks, machines and devices.
 
-    layer ──▶ stage ──▶ ranks that hold it, each in a role ──▶ host and device
+    layer ──▶ stage ──▶ its members: ranks, each with its number in every role ──▶ host and device
 
     stage  layers  ranks       a layout prints as this table, and equals another that says the same
     0      0-2     0, 1
     1      3-4     2
+
+What a rank is of a stage, with whom it shares what, and which row of a program it runs, the runtime asks the layout
+(``member``, ``fellows``, ``leader``, ``row``). A further role is a line of ``Role``, a number in ``Member``, and what
+``Layout.of``, ``row`` and ``opposite`` make of it.
 
 A pipeline is built from its layout. Moving layers, shrinking, growing and resuming elsewhere are one thing: the
 difference of two layouts, which is data (``difference``) and is carried out by ``runtime.moves.moving``.
@@ -24,7 +28,7 @@ difference of two layouts, which is data (``difference``) and is carried out by 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -40,13 +44,10 @@ class Placement:
 
     ranks_of: tuple[tuple[int, ...], ...]
     num_stages: int = field(init=False, compare=False, repr=False)
-    everyone: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    """All ranks, in order."""
 
     def __post_init__(self) -> None:
         held = {rank for ranks in self.ranks_of for rank in ranks}
         object.__setattr__(self, "num_stages", len(self.ranks_of))
-        object.__setattr__(self, "everyone", tuple(sorted(held)))
         if not self.ranks_of or held != set(range(len(held))):
             raise ValueError(f"the ranks of a placement must be 0..P-1 without a gap, not {sorted(held)}")
 
@@ -68,6 +69,11 @@ class Placement:
         """After how many units the placement repeats: 1 without replicas."""
         return lcm(*map(len, self.ranks_of))
 
+    @cached_property
+    def homes(self) -> tuple[tuple[int, int], ...]:
+        """Every (stage, rank that runs it), replica 0 of each stage first."""
+        return tuple((stage, rank) for stage, ranks in enumerate(self.ranks_of) for rank in ranks)
+
     @property
     def has_replicas(self) -> bool:
         return any(len(ranks) > 1 for ranks in self.ranks_of)
@@ -85,12 +91,15 @@ class Placement:
 
         A rank of two pipelines has a whole share of each.
         """
-        return len({self.ranks_of[stage].index(rank) for stage in self.stages_of[rank]})
+        return len({self.turn(stage, rank) for stage in self.stages_of[rank]})
+
+    def turn(self, stage: int, rank: int) -> int:
+        """The first unit that ``rank`` runs at ``stage``: its number among the replicas."""
+        return self.ranks_of[stage].index(rank)
 
     def units(self, stage: int, rank: int, num_microbatches: int) -> range:
         """The units that ``rank`` runs at ``stage``."""
-        ranks = self.ranks_of[stage]
-        return range(ranks.index(rank), num_microbatches, len(ranks))
+        return range(self.turn(stage, rank), num_microbatches, self.num_replicas(stage))
 
 
 def loop(num_ranks: int, stages_per_rank: int = 1) -> Placement:
@@ -123,18 +132,26 @@ def replicated(num_replicas: Sequence[int]) -> Placement:
 
 
 class Role(StrEnum):
-    """What a rank has of the layers that it holds. (A shard of them will be another.)"""
+    """In what the ranks that hold one stage differ."""
 
     REPLICA = "replica"
-    """All of it; ranks that have all of it take the units in turn."""
+    """In their units: each has all of the stage, they take the units in turn and add up their gradients."""
 
 
 @dataclass(frozen=True)
-class Holder:
-    """A rank that holds a stage."""
+class Member:
+    """A rank as one of those that hold a stage, with its number in each role."""
 
     rank: int
-    role: Role = Role.REPLICA
+    replica: int = 0
+
+    def number(self, role: Role) -> int:
+        """Its number in a role, from 0."""
+        return int(getattr(self, role))
+
+    def differs_in(self, other: Member) -> set[Role]:
+        """The roles in which two members of a stage are not the same."""
+        return {role for role in Role if self.number(role) != other.number(role)}
 
 
 @dataclass(frozen=True)
@@ -150,13 +167,13 @@ class Seat:
 
 @dataclass(frozen=True)
 class Layout:
-    """``counts[stage]`` layers in each stage, ``holders[stage]`` the ranks that hold it, ``seats[rank]`` where.
+    """``counts[stage]`` layers in each stage, ``members[stage]`` the ranks that hold it, ``seats[rank]`` where.
 
     Words: docs/glossary.md.
     """
 
     counts: tuple[int, ...]
-    holders: tuple[tuple[Holder, ...], ...]
+    members: tuple[tuple[Member, ...], ...]
     seats: tuple[Seat, ...]
     placement: Placement = field(init=False, compare=False, repr=False)
     """Stage → ranks, as programs know it."""
@@ -170,7 +187,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         derived = {
-            "placement": Placement(tuple(tuple(holder.rank for holder in stage) for stage in self.holders)),
+            "placement": Placement(tuple(tuple(member.rank for member in stage) for stage in self.members)),
             "bounds": tuple(pairwise((0, *accumulate(self.counts)))),
             "stages": tuple(stage for stage, count in enumerate(self.counts) for _ in range(count)),
             "num_layers": sum(self.counts),
@@ -183,10 +200,10 @@ class Layout:
             raise UserError(
                 f"the partition {list(self.counts)} has an empty stage; every stage needs at least one layer"
             )
-        if len(self.counts) != len(self.holders):
+        if len(self.counts) != len(self.members):
             raise UserError(
                 f"the partition {list(self.counts)} has {len(self.counts)} stages, but ranks are given for "
-                f"{len(self.holders)}; give both for every stage"
+                f"{len(self.members)}; give both for every stage"
             )
         if self.placement.num_ranks != self.num_ranks:
             raise UserError(f"a layout of {self.placement.num_ranks} ranks has {self.num_ranks} seats; give one a rank")
@@ -194,17 +211,53 @@ class Layout:
     @classmethod
     def of(cls, counts: Sequence[int], placement: Placement, seats: Sequence[Seat] = ()) -> Layout:
         """Stages of so many layers, each whole on all ranks of its placement."""
-        holders = tuple(tuple(Holder(rank) for rank in ranks) for ranks in placement.ranks_of)
-        return cls(tuple(counts), holders, tuple(seats) or (Seat(),) * placement.num_ranks)
+        members = tuple(tuple(Member(rank, turn) for turn, rank in enumerate(ranks)) for ranks in placement.ranks_of)
+        return cls(tuple(counts), members, tuple(seats) or (Seat(),) * placement.num_ranks)
 
     @classmethod
     def chain(cls, counts: Sequence[int]) -> Layout:
         """Stage ``s`` on rank ``s``."""
         return cls.of(counts, loop(len(counts)))
 
+    def row(self, rank: int) -> int:
+        """The row of a program that a rank runs: its own."""
+        return rank
+
+    def opposite(self, rank: int, row: int) -> int:
+        """The rank with which ``rank`` exchanges what a program sends between their rows."""
+        return row
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of which a rank is a member, in order."""
+        return self.placement.stages_of[self.row(rank)]
+
+    def member(self, stage: int, rank: int) -> Member:
+        """What a rank is of a stage that it holds."""
+        return next(member for member in self.members[stage] if member.rank == rank)
+
+    def leader(self, stage: int) -> int:
+        """The member that speaks for a stage: the others start with its weights, and count by it."""
+        return self.members[stage][0].rank
+
+    def fellows(self, stage: int, rank: int, role: Role = Role.REPLICA) -> tuple[int, ...]:
+        """The members of a stage that differ from ``rank`` in this role alone, and itself, by their numbers in it."""
+        mine = self.member(stage, rank)
+        alike = [member for member in self.members[stage] if mine.differs_in(member) <= {role}]
+        return tuple(member.rank for member in sorted(alike, key=lambda member: member.number(role)))
+
+    def circles(self) -> list[tuple[int, ...]]:
+        """Every set of several ranks that are fellows at a stage, in one order on all ranks."""
+        everywhere = ((stage, member.rank) for stage, members in enumerate(self.members) for member in members)
+        found = {self.fellows(stage, rank, role): None for stage, rank in everywhere for role in Role}
+        return [ranks for ranks in found if len(ranks) > 1]
+
+    def stage_of(self, layer: int) -> int:
+        """The stage that holds a layer; what comes after the last layer (the loss) is with it."""
+        return self.stages[min(layer, self.num_layers - 1)]
+
     def ranks_of(self, layer: int) -> tuple[int, ...]:
-        """The ranks that hold a layer, replica 0 first; what comes after the last layer (the loss) is with it."""
-        return self.placement.ranks_of[self.stages[min(layer, self.num_layers - 1)]]
+        """The ranks that hold a layer, the leader of its stage first."""
+        return tuple(member.rank for member in self.members[self.stage_of(layer)])
 
     def ranks_of_all(self, layers: Iterable[int]) -> list[int]:
         """The ranks that hold any of these layers."""
@@ -224,18 +277,17 @@ class Layout:
         if sorted(ranks) != list(range(self.num_ranks)):
             raise UserError(f"{list(ranks)} is no order of the ranks 0..{self.num_ranks - 1}; name each once")
         return replace(
-            self, holders=tuple(tuple(replace(h, rank=ranks[h.rank]) for h in stage) for stage in self.holders)
+            self, members=tuple(tuple(replace(m, rank=ranks[m.rank]) for m in stage) for stage in self.members)
         )
 
     def __str__(self) -> str:
         rows = [("stage", "layers", "ranks", "where")]
         for stage, (begin, end) in enumerate(self.bounds):
-            held = self.holders[stage]
-            ranks = ", ".join(str(h.rank) if h.role is Role.REPLICA else f"{h.rank} ({h.role})" for h in held)
-            places = dict.fromkeys(str(self.seats[h.rank].device) for h in held)
-            hosts = dict.fromkeys(self.seats[h.rank].host for h in held if self.seats[h.rank].host)
+            ranks = [member.rank for member in self.members[stage]]
+            seats = [self.seats[rank] for rank in ranks]
+            where = dict.fromkeys([*(seat.host for seat in seats if seat.host), *(seat.device for seat in seats)])
             layers = f"{begin}" if end == begin + 1 else f"{begin}-{end - 1}"
-            rows.append((str(stage), layers, ranks, " ".join([*hosts, *places])))
+            rows.append((str(stage), layers, ", ".join(map(str, ranks)), " ".join(where)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
@@ -243,7 +295,7 @@ class Layout:
         """The value as JSON holds it."""
         return {
             "partition": list(self.counts),
-            "holders": [[{"rank": h.rank, "role": str(h.role)} for h in stage] for stage in self.holders],
+            "holders": [[asdict(member) for member in stage] for stage in self.members],
             "ranks": [{"host": seat.host, "device": seat.device} for seat in self.seats],
         }
 

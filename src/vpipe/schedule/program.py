@@ -90,13 +90,13 @@ class Program:
     @cached_property
     def num_updates(self) -> int:
         """How many updates stage 0 makes."""
-        row = self.rows[self.placement.ranks_of[0][0]]
+        row = self.rows[self.placement.rank(0, 0)]
         return sum(kind is Kind.STEP and stage == 0 for stage, kind, _ in row)
 
     def update_numbers(self, stage: int) -> list[float]:
         """The numbers of a stage's updates, counted as stage 0 makes them: a stage that makes twice as many has
         halves."""
-        row = self.rows[self.placement.ranks_of[stage][0]]
+        row = self.rows[self.placement.rank(stage, 0)]
         own, first = sum(kind is Kind.STEP and of == stage for of, kind, _ in row), self.num_updates
         return [n * first // own if n * first % own == 0 else n * first / own for n in range(own)]
 

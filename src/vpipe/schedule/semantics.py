@@ -12,7 +12,7 @@ with itself.
     AGREE        needs  every rank to come to it; gradients are complete before it, updates come after it (or before
                         it, and are taken back where they must be: ``agrees_after``)
 
-Who meets is a value of the placement: the replicas of a stage are its ``ranks_of``, all ranks its ``everyone``. Three
+Who meets follows from the placement: the replicas of a stage, or all ranks. Three
 exchanges of a training step have no action, because each stands at one place in the order of meetings whatever the
 schedule is, the same on every rank, and no author could put it elsewhere:
 
@@ -190,7 +190,8 @@ MEETINGS = frozenset(kind for kind, needs in NEEDS.items() if any(need.where is 
 
 def members(program: Program, action: Action) -> tuple[int, ...]:
     """The ranks that meet at an action: a stage's replicas at REDUCE, everybody at AGREE."""
-    return program.placement.everyone if action.kind is Kind.AGREE else program.placement.ranks_of[action.stage]
+    everyone = tuple(range(program.num_ranks))
+    return everyone if action.kind is Kind.AGREE else program.placement.ranks_of[action.stage]
 
 
 def agrees_after(program: Program) -> bool:
@@ -257,28 +258,21 @@ def update_groups(program: Program) -> list[list[list[int]]]:
     ``STEP`` has one such group.
     """
     groups: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(program.num_stages)]
-    turns = range(max(map(len, program.placement.ranks_of)))
-    for turn in turns:
-        holders = {ranks[turn] for ranks in program.placement.ranks_of if turn < len(ranks)}
-        for rank in sorted(holders):
-            update: dict[int, int] = defaultdict(int)
-            for stage, kind, microbatch in program.rows[rank]:
-                ranks = program.placement.ranks_of[stage]
-                if turn >= len(ranks) or ranks[turn] != rank:
-                    continue
-                if kind is Kind.STEP:
-                    update[stage] += 1
-                elif kind in WEIGHT_GRADIENT:
-                    groups[stage][update[stage]].append(microbatch)
-    return [[found[n] for n in sorted(found)] for found in groups]
+    for stage, rank in program.placement.homes:
+        update = 0
+        for other, kind, microbatch in program.rows[rank]:
+            if other == stage and kind is Kind.STEP:
+                update += 1
+            elif other == stage and kind in WEIGHT_GRADIENT:
+                groups[stage][update].append(microbatch)
+    return [[of_stage[number] for number in sorted(of_stage)] for of_stage in groups]
 
 
 def forward_orders(program: Program) -> list[list[int]]:
     """``orders[stage]``: the units in the order of their forwards, replica by replica: what advances its buffers."""
     orders: list[list[int]] = [[] for _ in range(program.num_stages)]
-    for stage, ranks in enumerate(program.placement.ranks_of):
-        for rank in ranks:
-            orders[stage] += [k for other, kind, k in program.rows[rank] if other == stage and kind is Kind.F]
+    for stage, rank in program.placement.homes:
+        orders[stage] += [k for other, kind, k in program.rows[rank] if other == stage and kind is Kind.F]
     return orders
 
 

@@ -155,7 +155,7 @@ def _uneven(program: Program) -> Iterator[Violation]:
 
     Stages with different numbers of replicas agree on the units per update, or on the units per update of a replica.
     """
-    sizes = {(stage, rank): _group_sizes(program, stage, rank) for stage, rank in _holders(program)}
+    sizes = {(stage, rank): _group_sizes(program, stage, rank) for stage, rank in program.placement.homes}
     for (stage, rank), groups in sizes.items():
         if any(size != groups[0] for size in groups[:-1]) or (groups and groups[-1] > groups[0]):
             yield Violation(
@@ -172,10 +172,6 @@ def _uneven(program: Program) -> Iterator[Violation]:
 
 def _agree(mine: list[int], theirs: list[int], replicas: int, others: int) -> bool:
     return mine[:1] == theirs[:1] or [size * replicas for size in mine[:1]] == [size * others for size in theirs[:1]]
-
-
-def _holders(program: Program) -> Iterator[tuple[int, int]]:
-    return ((stage, rank) for stage, ranks in enumerate(program.placement.ranks_of) for rank in ranks)
 
 
 def _group_sizes(program: Program, stage: int, rank: int) -> list[int]:
@@ -218,7 +214,7 @@ def _irregular(program: Program) -> Iterator[Violation]:
     """
     if program.versions is Versions.DELAYED:
         return
-    for stage, rank in _holders(program):
+    for stage, rank in program.placement.homes:
         if program.versions is Versions.VERTICAL and stage:
             return
         interval = _group_sizes(program, stage, rank)[0]

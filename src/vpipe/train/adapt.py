@@ -259,7 +259,7 @@ def _plannable(pipeline: Pipeline) -> Pipe:
             "nothing; use transport: auto, or adapt: off"
         )
     placement = pipeline.placement
-    copies = [len(ranks) for ranks in placement.ranks_of]
+    copies = [placement.num_replicas(stage) for stage in range(placement.num_stages)]
     width = 1 if not spec.synchronous else copies[0]
     if spec.synchronous:
         num_ranks, replicas = placement.num_ranks // width, (width,) * (placement.num_ranks // width)

@@ -214,7 +214,7 @@ class Rank:
         self._copier.settle()
         if self._abroad is not None:
             self._abroad.settle(pipeline)
-        writers = sorted({ranks[0] for ranks in pipeline.placement.ranks_of})
+        writers = sorted({*map(pipeline.layout.leader, range(pipeline.layout.num_stages))})
         if order.rank in writers:
             frozen = {
                 (layer, f"param/{name}")

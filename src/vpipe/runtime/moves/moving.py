@@ -287,8 +287,7 @@ class Move:
 
 
 def _optimizer(engine: Engine, layer: int) -> torch.optim.Optimizer | None:
-    stages = engine.flow.layout.stages
-    return engine.updater.optimizers.get(stages[min(layer, len(stages) - 1)])
+    return engine.updater.optimizers.get(engine.flow.layout.stage_of(layer))
 
 
 def admitted(engines: list[Engine], new: Layout) -> Layout:

@@ -86,7 +86,7 @@ def one_process(recipe: Recipe, plain: bool) -> Loop:
         made.register_step_pre_hook(before_step)
         return made
 
-    replicas = [len(ranks) for ranks in program.placement.ranks_of]
+    replicas = [program.placement.num_replicas(stage) for stage in range(program.num_stages)]
     replay = Replay(pipeline.flow, modules, loss, with_rates, replicas=replicas, **options)
     weights = pipeline.gradient_weights(program)
 
@@ -164,7 +164,7 @@ class Check:
 
     def _holders(self, layer: int) -> Sequence[int]:
         """Ranks; where they are several, each has statistics of its own units."""
-        return self._pipeline.layout.ranks_of(min(layer, self._num_layers - 1))
+        return self._pipeline.layout.ranks_of(layer)
 
     @staticmethod
     def _of(name: str, replica: int, ranks: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vpipe.runtime.transport.wire import Envelope
+from vpipe.schedule.placement import Layout
 from vpipe.schedule.program import Program
 
 CHAIN = (-1, -1)
@@ -31,7 +32,7 @@ def route_of(envelope: Envelope, source: int, target: int) -> Route:
     )
 
 
-def routes(program: Program) -> list[Route]:
+def routes(program: Program, layout: Layout) -> list[Route]:
     """All routes of a program, in the same order on every rank."""
     found: dict[Route, None] = {}
     placement = program.placement
@@ -42,6 +43,6 @@ def routes(program: Program) -> list[Route]:
                 if here != there:
                     found[route_of(Envelope(0, stage, reader, microbatch, 0), here, there)] = None
                     found[route_of(Envelope(0, reader, stage, microbatch, 1), there, here)] = None
-    for first, *others in placement.ranks_of:
+    for first, *others in layout.circles():
         found |= {Route(first, other): None for other in others}
     return list(found)

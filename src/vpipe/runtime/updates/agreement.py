@@ -33,7 +33,6 @@ from vpipe.runtime.device import HOST, Number, is_host
 from vpipe.runtime.flow import Flow
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
-from vpipe.schedule.placement import Placement
 
 LossKey = tuple[int, int]
 """(layer, microbatch)."""
@@ -46,8 +45,8 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.co
 class LossBlocks:
     """The layout of every rank's block."""
 
-    def __init__(self, flow: Flow, placement: Placement) -> None:
-        self._flow, self._placement = flow, placement
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
         self._rows: dict[int, list[int]] = {}
         self._pinned: Tensor | None = None
         """What a device may still copy from, until the next step writes its own."""
@@ -59,10 +58,10 @@ class LossBlocks:
         return self._rows[rank]
 
     def _found_rows(self, rank: int) -> list[int]:
-        bounds = self._flow.bounds
-        rows = [layer for stage in self._placement.stages_of[rank] for layer in range(*bounds[stage])]
+        bounds, stages = self._flow.bounds, self._flow.layout.stages_of(rank)
+        rows = [layer for stage in stages for layer in range(*bounds[stage])]
         end = len(self._flow.layers)
-        first, last = (stage in self._placement.stages_of[rank] for stage in (0, len(bounds) - 1))
+        first, last = (stage in stages for stage in (0, len(bounds) - 1))
         return rows + [end, end + 1] * last + [end + 2] * first + [end + 3] * last
 
     def size(self, rank: int, num_units: int) -> int:
@@ -210,12 +209,11 @@ class NormExchange:
     def __init__(
         self,
         transport: Transport,
-        ranks: Sequence[int],
         stages: Mapping[int, Stage],
         tied: Sequence[TiedWeight],
         device: torch.device,
     ) -> None:
-        self._transport, self._ranks = transport, ranks
+        self._transport, self._ranks = transport, range(transport.num_ranks)
         self._stages, self._tied, self._device = stages, tied, device
         self._known: ParameterDtypes | None = None
 

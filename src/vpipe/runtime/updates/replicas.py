@@ -15,7 +15,7 @@ from torch import Tensor
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.wire import Envelope
-from vpipe.schedule.placement import Placement
+from vpipe.schedule.placement import Layout
 
 AT_ONCE = 1 << 20
 """Numbers that replicas exchange at a time."""
@@ -28,31 +28,23 @@ def trained(stage: Stage) -> list[Tensor]:
     return [p for p in stage.weights.parameters.values() if p.requires_grad]
 
 
-def share_states(stages: Mapping[int, Stage], placement: Placement, transport: Transport, step: int) -> None:
-    """Parameters and buffers of replica 0, before training begins."""
+def share(stages: Mapping[int, Stage], layout: Layout, transport: Transport, step: int, *, weights: bool) -> None:
+    """Give the buffers of replica 0 of every stage to the others; its ``weights`` too, before training begins."""
     for index, stage in stages.items():
-        state = [tensor for module in stage.owned.values() for tensor in module.state_dict().values()]
-        _broadcast(index, placement.ranks_of[index], state, transport, step)
-
-
-def share_buffers(stages: Mapping[int, Stage], placement: Placement, transport: Transport, step: int) -> None:
-    """Buffers of replica 0, after a training step."""
-    for index, stage in stages.items():
-        if len(placement.ranks_of[index]) > 1:
-            buffers = [buffer for module in stage.owned.values() for buffer in module.buffers()]
-            _broadcast(index, placement.ranks_of[index], buffers, transport, step)
-
-
-def _broadcast(index: int, ranks: Sequence[int], state: Sequence[Tensor], transport: Transport, step: int) -> None:
-    for replica, rank in enumerate(ranks[1:] if state else (), 1):
-        envelope = Envelope(step, index, index, replica, 0)
-        if transport.rank == ranks[0]:
-            transport.send(envelope, rank, [tensor.detach() for tensor in state])
-        elif transport.rank == rank:
-            transport.post(envelope, ranks[0])
-            with torch.no_grad():
-                for mine, theirs in zip(state, transport.take(envelope), strict=True):
-                    mine.copy_(theirs)
+        if len(layout.members[index]) == 1:
+            continue
+        first, *others = layout.fellows(index, transport.rank)
+        modules = stage.owned.values()
+        state = [t for module in modules for t in (module.state_dict().values() if weights else module.buffers())]
+        for replica, rank in enumerate(others if state else (), 1):
+            envelope = Envelope(step, index, index, replica, 0)
+            if transport.rank == first:
+                transport.send(envelope, rank, [tensor.detach() for tensor in state])
+            elif transport.rank == rank:
+                transport.post(envelope, first)
+                with torch.no_grad():
+                    for mine, theirs in zip(state, transport.take(envelope), strict=True):
+                        mine.copy_(theirs)
 
 
 def exchanges(parameters: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -51,7 +51,7 @@ class TiedGradients:
                 rank: dict(zip(self._owned_by(rank, tie), block.view(-1, *own[0].shape), strict=True))
                 for rank, block in zip(ranks, blocks, strict=True)
             }
-            parts = [held[self._layout.ranks_of(owner[0])[0]][owner] for owner in tie.owners]
+            parts = [held[self._layout.leader(self._layout.stage_of(owner[0]))][owner] for owner in tie.owners]
         order = sorted(range(len(parts)), key=lambda place: -tie.owners[place][0])
         total = parts[order[0]]
         for place in order[1:]:

@@ -20,7 +20,6 @@ from vpipe.layer import Layer, TiedWeight
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.transport.wire import Envelope
 from vpipe.schedule.catalog import ScheduleSpec
-from vpipe.schedule.placement import Placement
 
 Owner = tuple[int, str]
 
@@ -148,13 +147,13 @@ def _form(parameter: Tensor) -> str:
     return f"{tuple(parameter.shape)} of {str(parameter.dtype).removeprefix('torch.')}"
 
 
-def share_tied(engine: Engine, placement: Placement, tie: TiedWeight, number: int, step: int) -> None:
+def share_tied(engine: Engine, tie: TiedWeight, number: int, step: int) -> None:
     """The first owner of a tied weight gives it to the others."""
-    homes = defaultdict(list)
+    homes, layout = defaultdict(list), engine.flow.layout
     for layer, name in tie.owners:
-        for rank in placement.ranks_of[engine.flow.stage_of(("", layer))]:
+        for rank in layout.ranks_of(layer):
             homes[rank].append(f"{layer}.{name}")
-    first = placement.ranks_of[engine.flow.stage_of(("", tie.owners[0][0]))][0]
+    first = layout.leader(layout.stage_of(tie.owners[0][0]))
     parameters: dict[str, Tensor] = {}
     for stage in engine.stages.values():
         parameters |= stage.weights.parameters

@@ -41,7 +41,6 @@ from vpipe.runtime.updates.agreement import (
 from vpipe.runtime.updates.replicas import AMONG_REPLICAS, exchanges, trained
 from vpipe.runtime.updates.rollback import Rollback, can_be_restored, can_be_told, step_told
 from vpipe.runtime.updates.tied_gradients import TiedGradients, dense
-from vpipe.schedule.placement import Placement
 
 
 @dataclass
@@ -97,7 +96,6 @@ class Updater:
     def __init__(
         self,
         transport: Transport,
-        placement: Placement,
         stages: Mapping[int, Stage],
         optimizers: Mapping[int, Optimizer],
         tied: Sequence[TiedWeight] = (),
@@ -113,13 +111,14 @@ class Updater:
         self._all_skipped: int | None = None
         """Of all ranks, where each decides by itself."""
         self._norm: dict[int, Number] = {}
-        self._transport, self._placement = transport, placement
+        self._transport = transport
         self._stages = dict(stages)
         self._tied = tuple(tied)
         flow = next(iter(stages.values())).flow
+        self._layout, self._everyone = flow.layout, range(transport.num_ranks)
         self._ties = TiedGradients(transport, flow.layout, self._tied) if self._tied else None
-        self._blocks = LossBlocks(flow, placement)
-        self._exchange = NormExchange(transport, placement.everyone, self._stages, self._tied, device)
+        self._blocks = LossBlocks(flow)
+        self._exchange = NormExchange(transport, self._stages, self._tied, device)
         self._losses: dict[LossKey, Number] = {}
         self._num_units = 0
         self._verdict: tuple[bool | Tensor, Tensor | None] | None = None
@@ -185,7 +184,7 @@ class Updater:
         if self.options.synchronous or not self._skips or is_host(self._device):
             return False
         if self._repeats is None:
-            everyone, optimizers = self._placement.everyone, self.optimizers.values()
+            everyone, optimizers = self._everyone, self.optimizers.values()
             mine = torch.tensor([not all(map(can_be_told, optimizers)), not all(map(can_be_restored, optimizers))])
             told = torch.stack(self._transport.all_gather(mine.byte(), everyone, [2 for _ in everyone]))
             self._repeats = told.any(0).tolist() == [True, False]
@@ -202,7 +201,7 @@ class Updater:
     def reduce(self, stage: Stage, ready: Callable[[], None]) -> None:
         """Sum over the stage's replicas; in asynchronous modes the mean of the round. ``ready`` is called when
         all have come."""
-        ranks = self._placement.ranks_of[stage.index]
+        ranks = self._layout.fellows(stage.index, self._transport.rank)
         weights = trained(stage)
         mine = torch.tensor([p.grad is not None for p in weights], dtype=torch.uint8)
         anyone = torch.stack(self._transport.all_gather(mine, ranks, [len(weights)] * len(ranks))).any(0).tolist()
@@ -369,12 +368,11 @@ class Updater:
         self._norm |= {0: numbers["norm"]} if self._norm else {}
         wrong = self._start is not None and self._skipped[0] != self._skipped_before
         block = torch.cat([mine, torch.tensor([wrong, numbers["skipped"]], dtype=mine.dtype)])
-        everyone = self._placement.everyone
-        blocks = self._transport.all_gather(block, everyone, [self._num_losses(rank) + 2 for rank in everyone])
+        sizes = [self._num_losses(rank) + 2 for rank in self._everyone]
+        blocks = self._transport.all_gather(block, self._everyone, sizes)
         self.must_repeat = any(bool(block[-2]) for block in blocks)
         self._start = self._start if self.must_repeat else None
         if not self.options.synchronous:
-            first = {ranks[0] for ranks in self._placement.ranks_of}  # replicas leave out the same ones
-            told = zip(everyone, blocks, strict=True)
-            self._all_skipped = int(sum(block[-1].item() for rank, block in told if rank in first))
+            leaders = {*map(self._layout.leader, range(self._layout.num_stages))}  # replicas leave out the same ones
+            self._all_skipped = int(sum(blocks[rank][-1].item() for rank in leaders))
         return [block[:-2] for block in blocks]

@@ -140,9 +140,9 @@ def greedy(
     arrival = {(stage, kind): [inf] * num_microbatches for stage in range(last + 1) for kind in kinds}
     arrival[0, F] = [0.0] * num_microbatches
     lines: list[list[_Line]] = [[] for _ in range(placement.num_ranks)]
-    for stage, ranks in enumerate(placement.ranks_of):
-        for turn, rank in enumerate(ranks):
-            lines[rank] += (_Line(stage, kind, turn, len(ranks), arrival[stage, kind]) for kind in kinds)
+    for stage, rank in placement.homes:
+        turn, copies = placement.turn(stage, rank), placement.num_replicas(stage)
+        lines[rank] += (_Line(stage, kind, turn, copies, arrival[stage, kind]) for kind in kinds)
     choosers = [Chooser(rank) for rank in range(placement.num_ranks)]
     busy_until = [0.0] * len(choosers)
     calls: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(choosers))]

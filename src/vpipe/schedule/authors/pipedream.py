@@ -53,11 +53,10 @@ def pipedream(
     depths = warm_up(replicas) if depths is None else _listed("depths", depths)
     _check_depths(depths, replicas)
     placement = replicated(replicas)
-    rows = []
-    for stage, ranks in enumerate(placement.ranks_of):
-        for rank in ranks:
-            units = placement.units(stage, rank, num_microbatches)
-            rows.append(tuple(_row(stage, units, depths[stage], update_interval)))
+    rows = (
+        tuple(_row(stage, placement.units(stage, rank, num_microbatches), depths[stage], update_interval))
+        for stage, rank in placement.homes
+    )
     versions = Versions.VERTICAL if vertical_sync else Versions.NEWEST
     return Program(tuple(rows), placement, num_microbatches, versions)
 
