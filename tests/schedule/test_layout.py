@@ -11,10 +11,10 @@ from vpipe.schedule.placement import (
     Drop,
     LayerTransfer,
     Layout,
-    Member,
     Reseated,
     Role,
     Seat,
+    StageMember,
     difference,
     loop,
     replicated,
@@ -42,7 +42,7 @@ def test_who_holds_what() -> None:
 
 def test_members_know_with_whom_they_share_a_stage() -> None:
     layout = Layout.of([1, 1], replicated([2, 1])).with_ranks([2, 0, 1])
-    assert layout.members == ((Member(2, 0), Member(0, 1)), (Member(1),))
+    assert layout.members == ((StageMember(2, 0), StageMember(0, 1)), (StageMember(1),))
     assert [layout.member(0, rank).replica for rank in (2, 0)] == [0, 1]
     assert [layout.fellows(0, rank) for rank in (0, 2)] == [(2, 0), (2, 0)]
     assert layout.fellows(1, 1, Role.REPLICA) == (1,)

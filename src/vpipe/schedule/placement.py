@@ -18,7 +18,7 @@ A layout is one value for layers, stages, ranks, machines and devices.
     1      3-4     2
 
 What a rank is of a stage, with whom it shares what, and which row of a program it runs, the runtime asks the layout
-(``member``, ``fellows``, ``leader``, ``row``). A further role is a line of ``Role``, a number in ``Member``, and what
+(``member``, ``fellows``, ``leader``, ``row``). A further role is a line of ``Role``, a number in ``StageMember``, and what
 ``Layout.of``, ``row`` and ``opposite`` make of it.
 
 A pipeline is built from its layout. Moving layers, shrinking, growing and resuming elsewhere are one thing: the
@@ -139,7 +139,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True)
-class Member:
+class StageMember:
     """A rank as one of those that hold a stage, with its number in each role."""
 
     rank: int
@@ -149,7 +149,7 @@ class Member:
         """Its number in a role, from 0."""
         return int(getattr(self, role))
 
-    def differs_in(self, other: Member) -> set[Role]:
+    def differs_in(self, other: StageMember) -> set[Role]:
         """The roles in which two members of a stage are not the same."""
         return {role for role in Role if self.number(role) != other.number(role)}
 
@@ -173,7 +173,7 @@ class Layout:
     """
 
     counts: tuple[int, ...]
-    members: tuple[tuple[Member, ...], ...]
+    members: tuple[tuple[StageMember, ...], ...]
     seats: tuple[Seat, ...]
     placement: Placement = field(init=False, compare=False, repr=False)
     """Stage → ranks, as programs know it."""
@@ -211,7 +211,9 @@ class Layout:
     @classmethod
     def of(cls, counts: Sequence[int], placement: Placement, seats: Sequence[Seat] = ()) -> Layout:
         """Stages of so many layers, each whole on all ranks of its placement."""
-        members = tuple(tuple(Member(rank, turn) for turn, rank in enumerate(ranks)) for ranks in placement.ranks_of)
+        members = tuple(
+            tuple(StageMember(rank, turn) for turn, rank in enumerate(ranks)) for ranks in placement.ranks_of
+        )
         return cls(tuple(counts), members, tuple(seats) or (Seat(),) * placement.num_ranks)
 
     @classmethod
@@ -231,7 +233,7 @@ class Layout:
         """The stages of which a rank is a member, in order."""
         return self.placement.stages_of[self.row(rank)]
 
-    def member(self, stage: int, rank: int) -> Member:
+    def member(self, stage: int, rank: int) -> StageMember:
         """What a rank is of a stage that it holds."""
         return next(member for member in self.members[stage] if member.rank == rank)
 
