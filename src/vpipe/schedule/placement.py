@@ -18,8 +18,8 @@ A layout is one value for layers, stages, ranks, machines and devices.
     1      3-4     2
 
 What a rank is of a stage, with whom it shares what, and which row of a program it runs, the runtime asks the layout
-(``member``, ``fellows``, ``leader``, ``row``). A further role is a line of ``Role``, a number in ``StageMember``, and what
-``Layout.of``, ``row`` and ``opposite`` make of it.
+(``member``, ``fellows``, ``leader``, ``row``). A further role is a line of ``Role``, a number in ``StageMember``, and
+what ``Layout.of``, ``row`` and ``opposite`` make of it.
 
 A pipeline is built from its layout. Moving layers, shrinking, growing and resuming elsewhere are one thing: the
 difference of two layouts, which is data (``difference``) and is carried out by ``runtime.moves.moving``.
@@ -211,9 +211,8 @@ class Layout:
     @classmethod
     def of(cls, counts: Sequence[int], placement: Placement, seats: Sequence[Seat] = ()) -> Layout:
         """Stages of so many layers, each whole on all ranks of its placement."""
-        members = tuple(
-            tuple(StageMember(rank, turn) for turn, rank in enumerate(ranks)) for ranks in placement.ranks_of
-        )
+        stages = (enumerate(ranks) for ranks in placement.ranks_of)
+        members = tuple(tuple(StageMember(rank, turn) for turn, rank in ranks) for ranks in stages)
         return cls(tuple(counts), members, tuple(seats) or (Seat(),) * placement.num_ranks)
 
     @classmethod
