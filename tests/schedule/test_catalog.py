@@ -9,6 +9,7 @@ import pytest
 from vpipe.errors import UserError
 from vpipe.registry import SCHEDULE_REGISTRY
 from vpipe.schedule.action import Kind
+from vpipe.schedule.authors.authoring import COSTS
 from vpipe.schedule.authors.gpipe import gpipe
 from vpipe.schedule.catalog import Entry, build, entries, get
 from vpipe.schedule.catalog_entries import CATALOG
@@ -269,7 +270,7 @@ def test_an_entry_knows_how_its_batches_follow_each_other() -> None:
 
 def test_traits_that_others_ask_for() -> None:
     assert [each.name for each in entries() if not each.for_auto] == ["naive", "zb-auto"]
-    assert [each.name for each in entries() if each.takes_costs] == ["zb-auto"]
+    assert [each.name for each in entries() if COSTS in each.options] == ["zb-auto"]
     assert [each.name for each in entries() if each.takes_replicas] == ["pipedream"]
     assert get("1f1b").options_for(2, {"forward": 2.0}, 3.0) == {}
     told = {"costs": [(2.0, 1.0, 1.0)] * 2, "latency": 0.0, "memory_limit": 3.0}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 class Kind(StrEnum):
     """What an action does. Authors of schedules write only ``F B I W STEP``; lowering adds the rest.
 
-    At ``REDUCE`` and ``AGREE`` ranks meet: nobody goes on before all members have come (``semantics.members``).
+    At ``REDUCE`` and ``AGREE`` ranks meet: none goes on before all members have come (``semantics.members``).
     """
 
     __hash__ = str.__hash__  # Enum's own is a Python function; programs have millions of actions
@@ -44,7 +44,6 @@ class Kind(StrEnum):
     """Roughly: ``saved.to(host)``, in the background."""
     IN = "IN"
     """Roughly: ``saved.to(device)``, in the background, awaited by ``B`` or ``I``."""
-    """Roughly: ``isend(dw, the stage's other replicas)``, beside what follows; awaited by ``REDUCE``."""
     REDUCE = "REDUCE"
     """Roughly: ``dw = sum(dw of the stage's replicas)``."""
     AGREE = "AGREE"

@@ -1,7 +1,7 @@
 """Ranks as threads of one process: the same engine without a launcher, for notebooks, tests and debugging.
 
-Values are handed over as copies, because a stage may change its input in place. Channels keep their order as they do
-between processes, so that a program which pairs messages wrongly fails here too, and in the same words.
+Values are handed over as copies, because a stage may change its input in place. Routes keep their order as they do
+between devices, so that a program which pairs messages wrongly fails here too, and in the same words.
 """
 
 from __future__ import annotations
@@ -9,27 +9,18 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vpipe.runtime.crossing import copied_value
+from vpipe.runtime.transport.routes import Route, route_of
 from vpipe.runtime.transport.wire import Envelope, mismatch
 
 
 class PeerFailed(RuntimeError):
     """Another rank failed first; its own error is the one to read."""
-
-
-class ThreadChannel(NamedTuple):
-    """Everything that flows from one stage to another in one direction, between two ranks."""
-
-    source_rank: int
-    target_rank: int
-    source: int
-    target: int
-    backward: int
 
 
 class Hub:
@@ -43,10 +34,10 @@ class Hub:
 
     def reset(self) -> None:
         """Forget what a failed step has left."""
-        self.mail: dict[tuple[ThreadChannel, int], tuple[Envelope, Any]] = {}
-        self.num_sent: Counter[ThreadChannel] = Counter()
-        self.num_posted: Counter[ThreadChannel] = Counter()
-        self.posted: dict[tuple[int, Envelope], tuple[ThreadChannel, int]] = {}
+        self.mail: dict[tuple[Route, int], tuple[Envelope, Any]] = {}
+        self.num_sent: Counter[Route] = Counter()
+        self.num_posted: Counter[Route] = Counter()
+        self.posted: dict[tuple[int, Envelope], tuple[Route, int]] = {}
         self.gathered: dict[tuple[tuple[int, ...], int], dict[int, Tensor]] = defaultdict(dict)
         self.rounds: Counter[tuple[int, tuple[int, ...]]] = Counter()
         self.failure: BaseException | None = None
@@ -78,10 +69,10 @@ class InProcessTransport:
 
     def post(self, envelope: Envelope, source_rank: int) -> None:
         hub = self.hub
-        channel = ThreadChannel(source_rank, self.rank, envelope.source, envelope.target, envelope.backward)
+        route = route_of(envelope, source_rank, self.rank)
         with hub.changed:
-            hub.posted[self.rank, envelope] = (channel, hub.num_posted[channel])
-            hub.num_posted[channel] += 1
+            hub.posted[self.rank, envelope] = (route, hub.num_posted[route])
+            hub.num_posted[route] += 1
             hub.changed.notify_all()
 
     def take(self, envelope: Envelope) -> Any:
@@ -97,14 +88,14 @@ class InProcessTransport:
     def send(self, envelope: Envelope, target_rank: int, value: Any) -> None:
         copy = self._leaving(target_rank, value)
         hub = self.hub
-        channel = ThreadChannel(self.rank, target_rank, envelope.source, envelope.target, envelope.backward)
+        route = route_of(envelope, self.rank, target_rank)
         with hub.changed:
-            number = hub.num_sent[channel]
-            hub.num_sent[channel] += 1
-            hub.mail[channel, number] = (envelope, copy)
+            number = hub.num_sent[route]
+            hub.num_sent[route] += 1
+            hub.mail[route, number] = (envelope, copy)
             hub.changed.notify_all()
             if hub.blocking:
-                hub.wait_until(lambda: hub.num_posted[channel] > number)
+                hub.wait_until(lambda: hub.num_posted[route] > number)
 
     def _leaving(self, target_rank: int, value: Any) -> Any:
         """What is handed over."""

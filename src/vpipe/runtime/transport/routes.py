@@ -1,8 +1,8 @@
-"""The communicators between devices: which messages share an order.
+"""Which messages share an order: a queue of the threads of a process, a communicator between devices.
 
-A device's backend matches messages by their order alone. The verifier has checked that order queue by queue
-(``semantics.channel``): the messages between neighbouring stages from one rank to another are one queue, and every skip
-is one of its own. So is each a communicator, and neither direction ever waits for the other.
+Both match messages by their order alone. The verifier has checked that order queue by queue (``semantics.channel``):
+the messages between neighbouring stages from one rank to another are one queue, and every skip is one of its own. So
+neither direction ever waits for the other.
 """
 
 from __future__ import annotations

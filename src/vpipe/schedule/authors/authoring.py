@@ -160,11 +160,6 @@ class Entry:
         return self.mode == "asp"
 
     @property
-    def takes_costs(self) -> bool:
-        """Whether its program depends on what stages cost."""
-        return COSTS in self.options
-
-    @property
     def takes_replicas(self) -> bool:
         """Whether it places replicas itself, on every stage its own number; others run several times side by side."""
         return REPLICAS in self.options
