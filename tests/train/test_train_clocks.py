@@ -24,10 +24,11 @@ from vpipe.observe.console import Console
 from vpipe.observe.measured import Measured
 from vpipe.observe.payload import recorded
 from vpipe.rundir.reader import open_run
+from vpipe.runtime import job
 from vpipe.runtime.assembly import gather_text
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.inprocess import Hub
-from vpipe.schedule.action import Kind
+from vpipe.schedule.action import Action, Kind
 from vpipe.train.reporting import clocks
 
 AHEAD = 86_400
@@ -139,6 +140,11 @@ def test_all_ask_again_when_rank_0_says_so(again: float, asked: list[int], monke
     assert found == {0: asked, 1: asked}
 
 
+def test_a_wait_for_a_processor_is_no_longer_than_the_time_it_is_part_of() -> None:
+    (record,) = job.recorded([(Action(0, Kind.F, 0), print)], [(10, 20, 50, 99, 99)])
+    assert (record.late, record.stalled) == (10, 30)
+
+
 def test_a_terminal_says_how_much_each_rank_worked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bars were always empty: nothing told it of ranks but the memory of the first."""
     monkeypatch.setattr(Console, "is_live", True)
@@ -146,5 +152,6 @@ def test_a_terminal_says_how_much_each_rank_worked(tmp_path: Path, monkeypatch: 
     log._looked = (0.0, {})
     shown = log._of_ranks()
     assert len(shown["busy"]) == len(shown["memory"]) == 2
-    assert all(0 < share <= 1 for share in shown["busy"])
+    assert all(0 <= share <= 1 for share in shown["busy"]), shown["busy"]
+    assert any(shown["busy"])
     assert log._of_ranks() is shown, "read again when there may be something new"

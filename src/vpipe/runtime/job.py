@@ -108,8 +108,16 @@ class Result:
 
 
 def recorded(calls: Sequence[Call], times: Sequence[tuple[int, ...]]) -> list[Record]:
-    """What was called, and when."""
-    return [Record(action, *each) for (action, _), each in zip(calls, times, strict=True)]
+    """Make the records of what was called.
+
+    The kernel counts a wait for a processor by a clock of its own; it is capped by the time that it is part of.
+    """
+    records = [Record(action, *each) for (action, _), each in zip(calls, times, strict=True)]
+    for record in records:
+        if record.late or record.stalled:
+            record.late = min(record.late, record.ready - record.begin)
+            record.stalled = min(record.stalled, record.end - record.ready)
+    return records
 
 
 @dataclass(frozen=True)
