@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
-from train_runs import run, tiny
+from train_runs import Run, equal, run, tiny
 
 import forked_python
 from vpipe.cli import parity, plan, submit
@@ -115,6 +115,26 @@ def test_a_model_says_where_it_is_cut(tmp_path: Path) -> None:
     STAGE_REGISTRY.register("uneven")(Squares)
     found = run(tiny(model={"name": "uneven"}, dataset={"name": "numbers", "extra": {}}), tmp_path)
     assert found.trainer.session.pipeline.partition == [3, 1]
+
+
+def test_a_layer_without_tensors_is_in_checkpoints(tmp_path: Path) -> None:
+    """Such a layer had no file, and no checkpoint of its model could be read."""
+
+    @MODEL_REGISTRY.register("bent")
+    class Bent(ModelInterface):
+        def get_model_config(self) -> dict[str, dict[str, Any]]:
+            return {f"layer_{index}": {"linear": index % 2} for index in range(4)}
+
+        def create_layer(self, layer_type: str, params: dict[str, Any]) -> nn.Module:
+            return nn.Linear(16, 16) if params["linear"] else nn.Tanh()
+
+    DATASET_REGISTRY.register("numbers")(Numbers)
+    STAGE_REGISTRY.register("bent")(Squares)
+    changes = {"model": {"name": "bent"}, "dataset": {"name": "numbers", "extra": {}}, "checkpoint": {"interval": 3}}
+    whole = run(tiny(**changes), tmp_path / "whole")
+    run(tiny(**changes, training={"max_iterations": 3}), tmp_path / "first")
+    again = Run(tiny(**changes), tmp_path / "again", resume=tmp_path / "first").train()
+    assert equal(again.weights, whole.weights)
 
 
 def test_a_generator_that_checkpoints_do_not_hold_is_warned_of(tmp_path: Path) -> None:

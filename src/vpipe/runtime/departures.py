@@ -60,7 +60,7 @@ class Staging:
         """The tensors as they are now, and what to wait for before they are read (``landed``). From devices they come
         by streams of their own into pinned memory; the training thread does not wait, the devices' next kernels do.
         What is ``unchanged`` since the last copy is not copied again."""
-        copied: dict[int, dict[str, Tensor]] = {}
+        copied: dict[int, dict[str, Tensor]] = {layer: {} for layer in layers}
         lanes = Departures()
         for layer, tensors in layers.items():
             for name, tensor in tensors.items():
@@ -72,7 +72,7 @@ class Staging:
                     lanes.copy(kept, tensor)
                 elif (layer, name) not in unchanged:
                     lanes.copy(kept, tensor)
-                copied.setdefault(layer, {})[name] = kept
+                copied[layer][name] = kept
         return copied, lanes.arrivals()
 
 
