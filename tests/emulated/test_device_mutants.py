@@ -44,7 +44,6 @@ ELSEWHERE = {
     "runtime/device": "record_stream is what 'share' is; each call of that is a mutant",
     "runtime/memory/swap_device": "synchronize: after a failure, when no number is used",
     "runtime/ranks/device_groups": "synchronize: after an abort, when no number is used",
-    "compat/priorities/cuda": "Orion's streams, on CUDA only",
     "plan/transfer": "synchronize: a measurement ends",
     "train/proof/device": "synchronize: a measurement ends",
     "train/proof/device_suite": "synchronize: a proof reads what has come",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.compat.priorities.backend import priority_backend
 from vpipe.compat.priorities.order import POLICIES
 from vpipe.compat.priorities.orion import Orion, client_of, is_preloaded, num_clients
+from vpipe.compat.priorities.turns import take_turns
 from vpipe.errors import UserError
 from vpipe.schedule.action import parse
 
@@ -72,8 +72,6 @@ def test_a_preloaded_library_is_found_and_driven(libraries: Path) -> None:
         "seen = []\n"
         "other = threading.Thread(target=lambda: seen.append(orion.client())); other.start(); other.join()\n"
         "assert (orion.client(), seen) == (3, [-1])\n"
-        "orion.sm_threshold = 25; assert orion.sm_threshold == 25\n"
-        "orion.reset(); assert orion.sm_threshold == 10\n"
         "orion.set_client(UNMANAGED); orion.sync(2); orion.stop(); orion.stop()\n",
     )
     assert done.returncode == 0, done.stderr
@@ -102,10 +100,10 @@ def test_every_failure_is_an_error(libraries: Path, library: str, code: str, sen
 
 def test_the_config_gets_orion_or_an_error(libraries: Path) -> None:
     with pytest.raises(UserError, match="not preloaded"):
-        priority_backend("first-hp", use_orion=True, num_microbatches=4)
+        take_turns(lambda guard: None, "first-hp", use_orion=True, num_microbatches=4)
     code = (
-        "from vpipe.compat.priorities.backend import priority_backend\n"
-        "backend = priority_backend('critical-path', use_orion=True, num_microbatches=40)\n"
+        "from vpipe.compat.priorities.turns import take_turns\n"
+        "backend = take_turns(lambda guard: None, 'critical-path', use_orion=True, num_microbatches=40)\n"
         "assert backend.num_clients == 3; backend.close()"
     )
     assert preloaded(libraries / "whole.so", code).returncode == 0

@@ -1,15 +1,14 @@
 """Which of several ready actions goes first on a device that they share.
 
 Threads that each carry one microbatch all want the same device. Left to itself the device serves them in turns, so that
-all microbatches leave the first stage at the same late moment and the stages behind it wait. With four stages and eight
-microbatches of time t that costs 32 t; in strict order of microbatches it costs 11 t (``ideal`` shows both).
+all microbatches leave the first stage at the same late moment and the stages behind it wait.
 
 A **policy** says who goes first and knows no device. A **backend** enforces it:
 
     policy                                   backend
     none          order of arrival           Turnstile              threads of this process (here)
-    first-hp      microbatch 0, the rest     StreamPriorities       CUDA streams (cuda)
-    fifo          microbatch 0, 1, 2, ...    OrionClients           the Orion library (orion)
+    first-hp      microbatch 0, the rest     OrionClients           the Orion library (orion)
+    fifo          microbatch 0, 1, 2, ...
     critical-path I/B before F before W
 """
 

@@ -112,24 +112,11 @@ class Orion:
         """Wait until all that ``client`` has queued is done."""
         self._library.orion_sync_client_stream(client)
 
-    @property
-    def sm_threshold(self) -> int:
-        """Multiprocessors that best-effort kernels may take while the high-priority client works."""
-        return int(self._library.orion_get_sm_threshold())
-
-    @sm_threshold.setter
-    def sm_threshold(self, value: int) -> None:
-        self._library.orion_set_sm_threshold(value)
-
-    def reset(self) -> None:
-        """Forget what was queued and counted."""
-        self._library.orion_reset_state()
-
 
 class OrionClients:
     """A policy as Orion's clients. Orion knows one high priority, so ``none`` means first-hp, as in OurGPipe."""
 
-    def __init__(self, policy: Policy, num_microbatches: int, device: int, orion: Orion | None = None) -> None:
+    def __init__(self, policy: Policy, num_microbatches: int, device: int = 0, orion: Orion | None = None) -> None:
         self._policy = first_hp if policy is none else policy
         self._orion = orion or Orion()
         self.num_clients = num_clients(self._policy, num_microbatches)

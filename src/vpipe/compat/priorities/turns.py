@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, ExitStack
 from time import perf_counter_ns
 from typing import Any
 
-from vpipe.compat.priorities.backend import priority_backend
-from vpipe.compat.priorities.order import Backend
+from vpipe.compat.priorities.order import Backend, Turnstile, policy
+from vpipe.compat.priorities.orion import OrionClients
 from vpipe.runtime.engine import Engine
 
 
@@ -44,7 +44,8 @@ def take_turns(
     """
     if priority == "none" and not use_orion:
         return None
-    backend = priority_backend(priority, use_orion=use_orion, num_microbatches=num_microbatches)
+    chosen = policy(priority)
+    backend: Backend = OrionClients(chosen, num_microbatches) if use_orion else Turnstile(chosen)
 
     def guard(engine: Engine) -> None:
         engine._guard = Turns(engine, backend, engine._guard if use_orion else None)

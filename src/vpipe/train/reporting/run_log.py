@@ -5,8 +5,8 @@ Every rank has a ``RunLog``; what only one should do, the leader's does: the pro
 
 Of what was achieved warm-up and profiled iterations are left out. MFU is the model's FLOPs over the dense peak of the
 number format really used; where the peak of a device is not known it is ``n/a``, not a guess. This is the one file in
-which vendors and their products stand. The rest of vpipe knows ``torch.accelerator`` alone (but for
-``priorities.cuda``, which orders the streams of a GPU); a device that is not in the table trains all the same.
+which vendors and their products stand. The rest of vpipe knows ``torch.accelerator`` alone; a device that is not in the
+table trains all the same.
 """
 
 from __future__ import annotations
