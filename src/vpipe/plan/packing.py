@@ -21,8 +21,6 @@ Cell = tuple[int, int]
 """First layer of a stage and the layer after its last."""
 Choices = tuple[Choice, ...]
 
-_HIDDEN = (0.6, 1.0, 0.0)
-"""Parts of its bandwidth that the swap lane is believed to have: less than all leaves it time to hide in."""
 _WEIGHTS = (0.05, 0.2, 0.5)
 """Shares of the swap lane in the price of a second: the lanes run side by side, so the best of them counts."""
 _PRICE_STEPS = 24
@@ -60,32 +58,19 @@ class Packer:
                 self.peaks.append(pipe.peaks[rank])
         self.free = all(cap == float("inf") for cap in self.caps)
         self.swaps = options.swap and self.profile.swap_bandwidth is not None and not self.free
-        self._cache: dict[tuple[object, ...], list[Packing]] = {}
+        self._cache: dict[tuple[object, ...], Packing | None] = {}
         self._least: dict[tuple[object, ...], int] = {}
         self.work = 0
         """Layers priced: what the effort of a search is counted in."""
 
-    def packings(self, group: int, cells: tuple[Cell, ...]) -> list[Packing]:
-        """Ways to fit these stages into their rank, the most promising first; none where they do not fit."""
-        stages = self.groups[group]
-        if self.free:
-            return [self._timed(stages, cells, [(Choice.KEEP,) * (b - a) for a, b in cells])]
+    def packing(self, group: int, cells: tuple[Cell, ...]) -> Packing | None:
+        """How these stages fit into their rank; ``None`` where they do not."""
         key = (group, *cells)
         if key not in self._cache:
-            self._cache[key] = list(self._pack(group, stages, cells))
+            keep, nothing = tuple((Choice.KEEP,) * (b - a) for a, b in cells), (0.0,) * len(cells)
+            fits = self.free or self.fits(group, cells, keep)
+            self._cache[key] = Packing(keep, nothing, nothing) if fits else self._priced(group, cells)
         return self._cache[key]
-
-    def _pack(self, group: int, stages: tuple[int, ...], cells: tuple[Cell, ...]) -> Iterator[Packing]:
-        keep = [(Choice.KEEP,) * (b - a) for a, b in cells]
-        if self.fits(group, cells, keep):
-            yield self._timed(stages, cells, keep)
-            return
-        found: list[Packing] = []
-        for swap in _HIDDEN if self.swaps else (0.0,):
-            made = self._priced(group, stages, cells, swap)
-            if made is not None and made.choices not in [other.choices for other in found]:
-                found.append(made)
-                yield made
 
     def fits(self, group: int, cells: Sequence[Cell], choices: Sequence[Choices]) -> bool:
         return self.bytes_of(group, cells, choices) <= self.caps[group]
@@ -105,7 +90,7 @@ class Packer:
             cells = tuple((cuts[stage], cuts[stage + 1]) for stage in stages)
             key = (group, *cells)
             if key not in self._least:
-                prices = [self._prices(s, cell, swap=1.0) for s, cell in zip(stages, cells, strict=True)]
+                prices = [self._prices(s, cell) for s, cell in zip(stages, cells, strict=True)]
                 self._least[key] = self.bytes_of(group, cells, self._smallest(group, cells, prices))
             worst.append((self._least[key] - self.caps[group], group))
         return max(worst)
@@ -116,33 +101,31 @@ class Packer:
         again = tuple(site.recompute(start, kept) for site, start, kept in held)
         return Packing(tuple(choices), again, tuple(site.swap(start, kept) for site, start, kept in held))
 
-    def _prices(self, stage: int, cell: Cell, swap: float) -> Prices:
+    def _prices(self, stage: int, cell: Cell) -> Prices:
         site, (start, stop) = self.sites[stage], cell
         self.work += stop - start
-        bandwidth = site.profile.swap_bandwidth if swap and self.options.swap and site.facts.swapping_helps else None
         return Prices(
             site.layer_bytes,
             site.profile.layers[start:stop],
             start,
-            swap_bandwidth=swap * bandwidth if bandwidth else None,
+            swap_bandwidth=site.profile.swap_bandwidth if self.options.swap and site.facts.swapping_helps else None,
             recompute=self.options.recompute and site.facts.recomputing_helps,
         )
 
-    def _priced(self, group: int, stages: tuple[int, ...], cells: tuple[Cell, ...], swap: float) -> Packing | None:
+    def _priced(self, group: int, cells: tuple[Cell, ...]) -> Packing | None:
         """The lowest price per byte at which the stages fit, then as much kept as fits."""
-        prices = [self._prices(s, cell, swap) for s, cell in zip(stages, cells, strict=True)]
+        stages = self.groups[group]
+        prices = [self._prices(s, cell) for s, cell in zip(stages, cells, strict=True)]
         least = self._smallest(group, cells, prices)
         if not self.fits(group, cells, least):
             return None
-        made = [
+        packings = [
             self._timed(stages, cells, self._kept_again(group, cells, choices))
             for weight in (_WEIGHTS if any(each.swappable for each in prices) else (0.0,))
             for choices in [self._cheapest(group, cells, prices, least, weight)]
         ]
         base = sum(unit_time(self.sites[s].costs(a, b, ())) for s, (a, b) in zip(stages, cells, strict=True))
-        return min(
-            made, key=lambda each: (max(base + sum(each.again), 2 * sum(each.swap) / (swap or 1.0)), sum(each.again))
-        )
+        return min(packings, key=lambda each: (max(base + sum(each.again), 2 * sum(each.swap)), sum(each.again)))
 
     def _cheapest(
         self, group: int, cells: tuple[Cell, ...], prices: list[Prices], least: list[Choices], weight: float
@@ -203,11 +186,11 @@ class Packer:
         """Every choice that may be best under some schedule, or ``None`` where there are too many to look at."""
         stages = self.groups[group]
         num_layers = sum(b - a for a, b in cells)
-        first = self.packings(group, cells)
-        if self.free or (len(stages) == 1 and not first):
-            return first
-        if first and not any(first[0].again) and not any(first[0].swap):
-            return first[:1]
+        priced = self.packing(group, cells)
+        if priced is None and len(stages) == 1:
+            return []
+        if priced is not None and not any(priced.again) and not any(priced.swap):
+            return [priced]
         if len(self._kinds()) ** num_layers > _ALL_CHOICES:
             return None
         found = []

@@ -43,9 +43,8 @@ _FEW_CUTS, _FEW_LAYOUTS = 6_000, 20_000
 """Partitions that are all looked at, and layouts."""
 
 Cuts = tuple[int, ...]
-CutsAndPicks = tuple[Cuts, tuple[int, ...]]
-"""Cuts, and which packing each group of stages takes."""
 CutsAndPackings = tuple[Cuts, tuple[Packing, ...]]
+"""Cuts, and what the stages of each group do."""
 
 
 @dataclass(frozen=True)
@@ -63,31 +62,29 @@ class Search:
     def __init__(self, judge: Judge, packer: Packer, limits: Limits) -> None:
         self.judge, self.packer, self.limits = judge, packer, limits
         self.floor = Floor(judge, packer.options, limits=Limits(deadline=0.0))
-        self.known: dict[CutsAndPicks, float] = {}
+        self.known: dict[Cuts, float] = {}
+        """The step of cuts that fit, every group with the packer's own packing."""
         self.paths: list[PricedPath] = []
         """Longest paths of the plain graph: each bounds every layout."""
         self.budget = int(limits.effort * min(_NODES + _NODES_EACH * judge.num_nodes, _MOST_NODES))
         self.synchronous = not judge.pipe.asynchronous
-        self.best: tuple[float, CutsAndPicks] | None = None
+        self.best: tuple[float, CutsAndPackings] | None = None
         self._left = 0.0
 
     def run(self, starts: Iterable[Cuts]) -> Found | None:
         """The best layout found from the given cuts; ``None`` where none of them fits."""
-        self._begin(starts)
+        self._evaluate(starts)
         if self.best is None:
             return None
         self.floor = Floor(self.judge, self.packer.options, self.best[0], self.limits)
-        self._begin(self.floor.proposals())
-        for _, state in sorted((step, state) for state, step in self.known.items())[:3]:
-            self._descend(state)
+        self._evaluate(self.floor.proposals())
+        for _, cuts in sorted((step, cuts) for cuts, step in self.known.items())[:3]:
+            self._descend(cuts)
         proven = self._look_at_all()
         if not proven:
             self._restart()
-        step, state = self.best
-        return Found(self._layout(state[0], self._packings(state)), step, proven)
-
-    def _begin(self, starts: Iterable[Cuts]) -> None:
-        self._evaluate([state for cuts in dict.fromkeys(starts) for state in self._states(cuts)])
+        step, layout = self.best
+        return Found(self._layout(*layout), step, proven)
 
     def _layout(self, cuts: Cuts, packings: Sequence[Packing]) -> PlannedLayout:
         choices: list[tuple[Choice, ...]] = [()] * self.judge.pipe.num_stages
@@ -96,31 +93,21 @@ class Search:
                 choices[stage] = chosen
         return PlannedLayout(cuts, tuple(choices))
 
-    # ── what a state costs ────────────────────────────────────────────────────────────────────────────────────────
+    # ── what cuts cost ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _cells(self, cuts: Cuts, group: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        return tuple((cuts[stage], cuts[stage + 1]) for stage in group)
+    def _cells(self, cuts: Cuts) -> list[tuple[tuple[int, int], ...]]:
+        """Per group, where its stages begin and end."""
+        return [tuple((cuts[stage], cuts[stage + 1]) for stage in group) for group in self.packer.groups]
 
-    def _packings(self, state: CutsAndPicks) -> list[Packing]:
-        cuts, picks = state
-        groups = enumerate(self.packer.groups)
-        return [self.packer.packings(g, self._cells(cuts, group))[picks[g]] for g, group in groups]
-
-    def _states(self, cuts: Cuts) -> list[CutsAndPicks]:
-        """The cuts with every group's first packing, and with its last; nothing where a group does not fit."""
-        if self.packer.free:
-            return [(cuts, (0,) * len(self.packer.groups))]
-        counts = []
-        for number, group in enumerate(self.packer.groups):
-            ways = self.packer.packings(number, self._cells(cuts, group))
-            if not ways:
-                return []
-            counts.append(len(ways))
-        first, last = (0,) * len(counts), tuple(count - 1 for count in counts)
-        return [(cuts, first)] if first == last else [(cuts, first), (cuts, last)]
-
-    def _of(self, state: CutsAndPicks) -> Candidate:
-        return Candidate(state[0]) if self.packer.free else self._candidate(state[0], self._packings(state))
+    def _packings(self, cuts: Cuts) -> tuple[Packing, ...] | None:
+        """What every group does; ``None`` where one does not fit."""
+        packings = []
+        for group, cells in enumerate(self._cells(cuts)):
+            packing = self.packer.packing(group, cells)
+            if packing is None:
+                return None
+            packings.append(packing)
+        return tuple(packings)
 
     def _candidate(self, cuts: Cuts, packings: Sequence[Packing]) -> Candidate:
         again, swap = [0.0] * self.judge.pipe.num_stages, [0.0] * self.judge.pipe.num_stages
@@ -129,17 +116,21 @@ class Search:
                 again[stage], swap[stage] = a, s
         return Candidate(cuts, tuple(again), tuple(swap))
 
-    def _step(self, state: CutsAndPicks) -> float:
-        return self._evaluate([state])[0]
+    def _evaluate(self, tried: Iterable[Cuts]) -> list[tuple[float, Cuts]]:
+        """The steps of those cuts that fit."""
+        tried = list(dict.fromkeys(tried))
+        packed = [(cuts, packings) for cuts in tried if cuts not in self.known and (packings := self._packings(cuts))]
+        self._offer(packed)
+        return [(self.known[cuts], cuts) for cuts in tried if cuts in self.known]
 
-    def _evaluate(self, states: Sequence[CutsAndPicks]) -> list[float]:
-        new = [state for state in dict.fromkeys(states) if state not in self.known]
-        made = [self._of(state) for state in new]
-        for state, step in zip(new, self.judge.steps(made).tolist(), strict=True):
-            self.known[state] = step
+    def _offer(self, layouts: Sequence[CutsAndPackings], *, known: bool = True) -> None:
+        """Judge layouts, and keep the best; ``known``: their packings are the packer's own."""
+        steps = self.judge.steps([self._candidate(*layout) for layout in layouts]).tolist()
+        for layout, step in zip(layouts, steps, strict=True):
+            if known:
+                self.known[layout[0]] = step
             if self.best is None or step < self.best[0] * (1 - SLACK):
-                self.best = step, state
-        return [self.known[state] for state in states]
+                self.best = step, layout
 
     @property
     def _spent(self) -> bool:
@@ -147,35 +138,28 @@ class Search:
 
     # ── moving ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _descend(self, state: CutsAndPicks) -> None:
+    def _descend(self, cuts: Cuts) -> None:
         """Moves on while some move makes the step shorter."""
-        step = self._step(state)
+        step = self.known[cuts]
         chunk = max(16, min(256, _CHUNK // self.judge.num_nodes))
-        while not self._spent:
-            moved = None
-            promising = self._promising(state, step)
+        moved: Cuts | None = cuts
+        while moved is not None:
+            cuts, moved = moved, None
+            promising = self._promising(cuts, step)
             while moved is None and not self._spent and (some := list(islice(promising, chunk))):
-                value, best = min(zip(self._evaluate(some), some, strict=True))
+                value, best = min(self._evaluate(some), default=(step, cuts))
                 if value < step * (1 - SLACK):
-                    moved = best
-                    step = value
-            if moved is None:
-                return
-            state = moved
+                    step, moved = value, best
 
-    def _promising(self, state: CutsAndPicks, step: float) -> Iterator[CutsAndPicks]:
+    def _promising(self, cuts: Cuts, step: float) -> Iterator[Cuts]:
         """Moves that may be shorter, the most promising first."""
-        cuts, picks = state
-        for number, group in enumerate(() if self.packer.free else self.packer.groups):
-            for pick in range(len(self.packer.packings(number, self._cells(cuts, group)))):
-                if pick != picks[number]:
-                    yield cuts, (*picks[:number], pick, *picks[number + 1 :])
         moves = list(dict.fromkeys(_moves(cuts)))
-        if not moves:
+        packings = self._packings(cuts)
+        if not moves or packings is None:
             return
         floors, least = self._at_least(moves)
         if self.synchronous:
-            candidate = self._of(state)
+            candidate = self._candidate(cuts, packings)
             path = self.judge.path(candidate)
             if not any(candidate.again) and not any(candidate.swap):
                 self.paths.append(path)
@@ -183,7 +167,7 @@ class Search:
         for index in np.argsort(floors, kind="stable").tolist():
             if floors[index] >= step * (1 - SLACK):
                 return
-            yield from self._states(moves[index])
+            yield moves[index]
 
     def _at_least(self, cuts: Sequence[Cuts]) -> tuple[Array, list[Candidate]]:
         """What layouts with these cuts take at least, and candidates that recompute as little as they must."""
@@ -197,13 +181,13 @@ class Search:
         for _ in range(int(_RESTARTS[self.packer.free] * self.limits.effort)):
             if self._spent or self.best is None:
                 return
-            cuts = list(self.best[1][0])
+            inner = list(self.best[1][0])
             for _ in range(rng.randint(1, 3)):
-                if len(cuts) > 2:
-                    cuts[rng.randint(1, len(cuts) - 2)] += rng.choice((-3, -2, -1, 1, 2, 3))
-            if all(a < b for a, b in pairwise(cuts)):
-                for state in self._states(tuple(cuts)):
-                    self._descend(state)
+                if len(inner) > 2:
+                    inner[rng.randint(1, len(inner) - 2)] += rng.choice((-3, -2, -1, 1, 2, 3))
+            if all(a < b for a, b in pairwise(inner)):
+                for _, cuts in self._evaluate([tuple(inner)]):
+                    self._descend(cuts)
 
     # ── all of them ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -215,7 +199,7 @@ class Search:
         cuts = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
         self._left = _FEW_LAYOUTS * min(self.limits.effort, 10.0)
         for some in _chunks(self._all(cuts, self._plain_floors(cuts)), 256):
-            self._offer(some)
+            self._offer(some, known=False)
         return self._left >= 0 and self.judge.exact
 
     def _all(self, cuts: list[Cuts], floors: Array) -> Iterator[CutsAndPackings]:
@@ -247,28 +231,13 @@ class Search:
         return floors
 
     def _every(self, cuts: Cuts) -> list[list[Packing]] | None:
-        found = []
-        for number, group in enumerate(self.packer.groups):
-            ways = self.packer.every(number, self._cells(cuts, group))
-            if ways is None:
+        ways = []
+        for group, cells in enumerate(self._cells(cuts)):
+            every = self.packer.every(group, cells)
+            if every is None:
                 return None
-            found.append(ways)
-        return found
-
-    def _offer(self, layouts: Sequence[CutsAndPackings]) -> None:
-        """Judges layouts that need not be among the packer's own ways; one that is better becomes one of them."""
-        steps = self.judge.steps([self._candidate(*layout) for layout in layouts])
-        index = int(steps.argmin())
-        if self.best is not None and steps[index] >= self.best[0] * (1 - SLACK):
-            return
-        cuts, chosen = layouts[index]
-        picks = []
-        for number, (group, packing) in enumerate(zip(self.packer.groups, chosen, strict=True)):
-            ways = self.packer.packings(number, self._cells(cuts, group))
-            if packing not in ways:
-                ways.append(packing)
-            picks.append(ways.index(packing))
-        self.best = float(steps[index]), (cuts, tuple(picks))
+            ways.append(every)
+        return ways
 
 
 def _moves(cuts: Cuts) -> Iterator[Cuts]:
