@@ -25,7 +25,7 @@ from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.runtime.ranks.sockets import Sockets
 from vpipe.runtime.transport import link, wire
 from vpipe.runtime.transport.neighbours import Neighbours, _meet
-from vpipe.runtime.transport.ring import ALIGN, Ring, Segment
+from vpipe.runtime.transport.ring import ALIGN, Ring
 from vpipe.runtime.transport.ring_link import RingLink
 from vpipe.runtime.transport.stream_link import streamable
 from vpipe.runtime.transport.wire import Envelope, MessageLayout, pack
@@ -70,13 +70,12 @@ def test_a_message_that_nobody_takes_is_an_error_in_words(wanted: str, worlds: W
 
 def test_a_form_is_described_once_and_again_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, described = [1, 2, 3, 1, 3, 4, 2, 1, 5, 3, 4], []
-    read = Segment.layout
 
-    def described_at(segment: Segment, offset: int) -> MessageLayout:
-        described.append(segment)
-        return read(segment, offset)
+    def read(text: bytes) -> MessageLayout:
+        described.append(text)
+        return wire.parsed(text)
 
-    monkeypatch.setattr(Segment, "layout", described_at)
+    monkeypatch.setattr(link, "parsed", read)
     for most, expected in ((1024, 5), (3, 9)):  # counting begins again at the first 4 and at 5
         monkeypatch.setattr(link, "MOST_LAYOUTS", most)
         described.clear()

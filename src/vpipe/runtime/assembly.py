@@ -205,7 +205,7 @@ def told_by_leader(transport: Transport | None, value: Any) -> Any:
     sizes = transport.all_gather(torch.tensor([packed.layout.num_bytes]), everyone, [1] * len(everyone))
     block = torch.zeros(int(sizes[0]), dtype=torch.uint8)
     if transport.rank == 0:
-        packed.write(block, block.numel())
+        packed.write(block.data_ptr())
     transport.all_reduce(block, everyone)
     return unpack(block, unpack_head(block, envelope))
 

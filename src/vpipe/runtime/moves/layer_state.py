@@ -127,7 +127,7 @@ def packed(state: LayerState) -> Tensor:
         crossing.check_tensor(tensor)
     message = pack(_BLOCK, crossing.unflatten(structure, [tensor.cpu() for tensor in tensors]))
     block = torch.empty(message.layout.num_bytes, dtype=torch.uint8)
-    message.write(block, capacity=message.layout.num_bytes)
+    message.write(block.data_ptr())
     return block
 
 

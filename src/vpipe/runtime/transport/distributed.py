@@ -105,24 +105,22 @@ class DistributedTransport:
         capacity = self._capacity[channel]
         if packed.layout.num_bytes <= capacity:
             block = torch.empty(packed.layout.num_bytes, dtype=torch.uint8)
-            packed.write(block, capacity)
+            packed.write(block.data_ptr())
             self._start(channel, block)
         else:
             self._send_large(channel, packed)
 
     def _send_large(self, channel: Channel, packed: Packed) -> None:
-        layout = packed.layout
-        if packed.head_bytes > self._capacity[channel]:
+        layout, head = packed.layout, packed.head()
+        if len(head) > self._capacity[channel]:
             raise RuntimeError(
-                f"the description of {packed.envelope} takes {packed.head_bytes} bytes; too many separate tensors"
+                f"the description of {packed.envelope} takes {len(head)} bytes; too many separate tensors"
             )
         self._wanted[channel] = max(layout.num_bytes, self._wanted.get(channel, 0))
-        head = torch.empty(packed.head_bytes, dtype=torch.uint8)
-        packed.write(head, capacity=0)
-        self._start(channel, head)
+        self._start(channel, torch.frombuffer(bytearray(head), dtype=torch.uint8))
         if layout.offsets:
             tail = torch.empty(layout.num_bytes - layout.offsets[0], dtype=torch.uint8)
-            packed.write_tensors(tail, layout.offsets[0])
+            packed.write_tensors(tail.data_ptr() - layout.offsets[0])
             # The peer asks for the tensors when it needs them, not when the program posts: waiting here could deadlock.
             work = self._begin("send", tail, channel, channel.tail_tag(packed.envelope.microbatch))
             self._tails.append((channel, work, tail))

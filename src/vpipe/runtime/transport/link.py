@@ -2,7 +2,7 @@
 
 A record is 56 bytes. Both directions share the socket:
 
-    FORM     a message has been sent, the first of its form, which is described               (as a MESSAGE)
+    FORM     as a MESSAGE, the first of its form: the text that describes it follows
     MESSAGE  a message has been sent        (generation, place, position after, envelope, number of its form)
     CREDIT   everything before a position is read                       (generation, position, messages read)
     ASK      tell me at once how far you have read: I wait for room
@@ -25,19 +25,20 @@ from __future__ import annotations
 import socket
 import struct
 from abc import ABC, abstractmethod
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from vpipe.runtime.transport.wire import MOST_LAYOUTS, Envelope, MessageLayout, Packed
+from vpipe.runtime.transport.wire import MOST_LAYOUTS, Envelope, MessageLayout, Packed, parsed
 
-RECORD = struct.Struct("<IIQQqiiiiI4x")
-NO_MESSAGE = (0, 0, 0, 0, 0, 0)
+RECORD = struct.Struct("<IIQQqiiiiII")
+NO_MESSAGE = (0, 0, 0, 0, 0, 0, 0)
 RING, FORM, MESSAGE, CREDIT, ASK, AWAY = range(1, 7)
-MESSAGES = (MESSAGE, FORM)
 addressed = tuple.__new__
 """``Envelope`` of a record's numbers, without a call of Python."""
+_ONE_DESCRIPTOR = socket.CMSG_SPACE(array("i").itemsize)
 BUFFER = 256 * RECORD.size
 UNDER_WAY = 128
 START_BYTES = 128 * 1024
@@ -49,7 +50,8 @@ Deliver = Callable[[int, Envelope, Any], None]
 
 
 class Link(ABC):
-    """This rank's end. ``connection`` is a connected stream socket for records; ``most_bytes`` may be under way."""
+    """This rank's end. ``connection`` is a connected stream socket for records; ``most_bytes`` may be under way. A kind
+    of link says where tensors lie on their way (``_put``, ``_get``, ``_free``)."""
 
     eager = 0
     """Messages that a rank which waits for another one copies out: a message too many is memory."""
@@ -72,8 +74,13 @@ class Link(ABC):
         """id of a form → (its number, itself), of those that the peer knows."""
         self._known: list[MessageLayout] = []
         """The peer's forms, by number."""
-        self._unread: deque[tuple[Any, ...]] = deque()
-        """(envelope, form, where it is …) of messages that have come and lie where they came."""
+        self._incoming: Any = None
+        """What messages now come in."""
+        self._unread: deque[tuple[Envelope, MessageLayout, Any, int, int]] = deque()
+        """(envelope, form, what it lies in, where, position after) of messages that have come and lie where they
+        came."""
+        self._begun = b""
+        """The beginning of a record whose end has not come."""
         self._read_generation = 0
         self._position = 0
         self._credited_position = 0
@@ -86,23 +93,80 @@ class Link(ABC):
         """Whether there may be something to tell the peer (``pay``): it has asked, or messages have been read."""
 
     @abstractmethod
+    def _put(self, packed: Packed) -> tuple[int, int] | None:
+        """Send a message's tensors: where they lie, and the position after them; None if there is no room now."""
+
+    @abstractmethod
+    def _get(self, layout: MessageLayout, incoming: Any, place: int) -> Any:
+        """The value of a message that has come, copied from where it lies."""
+
+    @abstractmethod
+    def _free(self, position: int) -> None:
+        """The peer has read everything before ``position``."""
+
     def send(self, packed: Packed) -> bool:
         """Send a message and say so; False if there is no room now."""
+        is_full = self._num_sent - self._num_credited >= UNDER_WAY and not self.away
+        placed = None if is_full else self._put(packed)
+        if placed is None:
+            return False
+        self._num_sent += 1
+        form, text = self._forms.get(id(packed.layout)), b""
+        kind, number = (MESSAGE, form[0]) if form is not None else (FORM, self._number(packed.layout))
+        if kind == FORM:
+            text = packed.layout.text
+        record = RECORD.pack(kind, self._generation, *placed, *packed.envelope, number, len(text))
+        try:
+            self.connection.sendall(record + text, socket.MSG_NOSIGNAL)
+        except OSError as error:  # a network that is gone has many names
+            raise ConnectionResetError(str(error)) from None
+        return True
 
-    @abstractmethod
     def make_room(self, num_bytes: int) -> None:
         """After a message found no room: take more, or ask for credit."""
+        self._ask()
 
-    @abstractmethod
     def receive(self) -> bool:
         """Hear what has come, without waiting; whether anything has. Messages stay where they are until ``read``."""
+        try:
+            data, attached, *_ = self.connection.recvmsg(BUFFER, _ONE_DESCRIPTOR, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data, attached = b"", []
+        if not data:
+            self.gone = True
+            return False
+        data, at = self._begun + data, 0
+        while at + RECORD.size <= len(data):
+            record = RECORD.unpack_from(data, at)
+            kind, generation, first, second, form = record[0], record[1], record[2], record[3], record[9]
+            after = at + RECORD.size
+            end = after + record[10]
+            if end > len(data):
+                break
+            if kind == FORM:
+                self._known[form:] = [parsed(data[after:end])]
+            if kind in (MESSAGE, FORM):
+                envelope = addressed(Envelope, record[4:9])
+                self._unread.append((envelope, self._known[form], self._incoming, first, second))
+            else:
+                self._heard(kind, generation, first, second, attached)
+            at = end
+        self._begun = data[at:]
+        return True
 
-    @abstractmethod
     def read(self) -> tuple[Envelope, Any] | None:
-        """Take the next message; None where none has come.
-
-        The peer is told later, by ``pay``: whoever reads has waited for the message.
-        """
+        """Take the next message; None where none has come. The peer is told later, by ``pay``, because this rank has
+        waited for the message."""
+        if not self._unread:
+            return None
+        envelope, layout, incoming, place, position = self._unread.popleft()
+        value = self._get(layout, incoming, place)
+        self._position = position
+        self._num_read += 1
+        self.owes = True
+        return envelope, value
 
     def unread(self) -> Iterator[Envelope]:
         """Which messages have come and have not been read."""
@@ -154,8 +218,8 @@ class Link(ABC):
         self._forms[id(layout)] = (number, layout)
         return number
 
-    def _heard(self, kind: int, generation: int, first: int, second: int) -> None:
-        """A record that is about no message."""
+    def _heard(self, kind: int, generation: int, first: int, second: int, attached: Sequence[Any]) -> None:
+        """A record that is about no message, and the descriptors that have come with it."""
         if kind == CREDIT:
             self.away = False
             self._num_credited = second
@@ -167,10 +231,6 @@ class Link(ABC):
             self.away = True
         else:
             raise RuntimeError(f"rank {self.peer} sent a record of kind {kind}: do all ranks run the same vpipe?")
-
-    @abstractmethod
-    def _free(self, position: int) -> None:
-        """The peer has read everything before ``position``."""
 
     def _credit(self) -> None:
         self._credited_position, self._num_told, self._said_away = self._position, self._num_read, False

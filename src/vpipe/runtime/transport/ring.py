@@ -21,10 +21,8 @@ from ctypes import memmove
 from typing import Any
 
 import numpy as np
-import torch
-from torch import contiguous_format, empty_like
 
-from vpipe.runtime.transport.wire import ALIGN, MessageLayout, Packed, assembled, read_head
+from vpipe.runtime.transport.wire import ALIGN, MessageLayout, Packed, assembled, rooms
 
 
 class Ring:
@@ -68,26 +66,16 @@ class Segment:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return Segment(descriptor, size), descriptor
 
-    def write(self, offset: int, packed: Packed, describe: bool) -> None:
-        """Put a message at ``offset``, straight from its tensors; its description too where the reader needs it."""
-        if not packed.write_at(self._address + offset, describe):
-            count = packed.layout.num_bytes
-            packed.write_tensors(torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset), 0)
-
-    def layout(self, offset: int) -> MessageLayout:
-        """The form of the message at ``offset``, which describes itself."""
-        return read_head(self._address + offset, self.size - offset)[1]
+    def write(self, offset: int, packed: Packed) -> None:
+        """Put the tensors of a message at ``offset``."""
+        packed.write_tensors(self._address + offset)
 
     def read(self, offset: int, layout: MessageLayout) -> Any:
         """A copy of the message at ``offset``; the place is free afterwards."""
-        base = self._address + offset
         if offset + layout.num_bytes > self.size:
             raise RuntimeError("a message is said to reach beyond its segment: do all ranks run the same vpipe?")
         copies = []
-        for template, begin, num_bytes, fact, dense in layout.copying:
-            tensor = empty_like(template, memory_format=contiguous_format)
-            memmove(tensor.data_ptr(), base + begin, num_bytes)
-            if not dense:
-                tensor = tensor.as_strided(fact.shape, fact.strides, fact.shift)
-            copies.append(tensor.requires_grad_() if fact.needs_grad else tensor)
+        for tensor, memory, begin, num_bytes in rooms(layout):
+            memmove(memory.data_ptr(), self._address + offset + begin, num_bytes)
+            copies.append(tensor)
         return assembled(layout, copies)

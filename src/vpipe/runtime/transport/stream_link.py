@@ -20,21 +20,8 @@ from contextlib import suppress
 from ctypes import c_char
 from typing import Any
 
-from torch import contiguous_format, empty_like
-
-from vpipe.runtime.transport.link import (
-    BUFFER,
-    FORM,
-    MESSAGE,
-    MESSAGES,
-    RECORD,
-    START_BYTES,
-    UNDER_WAY,
-    WINDOW,
-    Link,
-    addressed,
-)
-from vpipe.runtime.transport.wire import ByteArray, Envelope, Packed, assembled, parsed
+from vpipe.runtime.transport.link import BUFFER, START_BYTES, WINDOW, Link
+from vpipe.runtime.transport.wire import ByteArray, Envelope, MessageLayout, Packed, assembled, rooms
 
 RECEIVE_BUFFER = 8 * 2**20
 """What the kernel is asked to hold for a rank that computes; it grants less where it is told to."""
@@ -64,8 +51,6 @@ class StreamLink(Link):
         super().__init__(peer, connection, most_bytes)
         self._streamed = streamed
         self._data, self._outlet = data, Outlet(data)
-        self._heard_bytes = b""
-        """The beginning of a record whose end has not come."""
         self._sent_position = 0
         self._freed_position = 0
         self._largest = 0
@@ -73,84 +58,43 @@ class StreamLink(Link):
         data.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(int(seconds), int(seconds % 1 * 1e6)))
 
     def send(self, packed: Packed) -> bool:
-        envelope, layout, _ = packed
-        num_bytes, num_unread = layout.num_bytes, self._num_sent - self._num_credited
-        if num_unread and not self.away:
+        return super().send(packed) and self._note(packed.envelope, packed.layout)
+
+    def _put(self, packed: Packed) -> tuple[int, int] | None:
+        num_bytes = packed.layout.num_bytes
+        if self._num_sent > self._num_credited and not self.away:
             self._largest = max(self._largest, num_bytes)
             room = max(START_BYTES, min(self._most_bytes, WINDOW * self._largest))
-            if num_unread >= UNDER_WAY or self._sent_position - self._freed_position + num_bytes > room:
-                return False
-        if num_bytes > self._streamed:
-            self.too_large[envelope.source, envelope.target, envelope.backward] = num_bytes
-        form = self._forms.get(id(layout))
-        self._num_sent += 1
+            if self._sent_position - self._freed_position + num_bytes > room:
+                return None
         self._sent_position += num_bytes
-        if form is not None:
-            record = RECORD.pack(MESSAGE, 0, 0, self._sent_position, *envelope, form[0])
-        else:
-            about = RECORD.pack(FORM, 0, len(layout.text), self._sent_position, *envelope, self._number(layout))
-            record = about + layout.text
         try:
-            self._outlet.send(packed.memory())  # first, so that who is woken by the record finds it
-            self.connection.sendall(record, socket.MSG_NOSIGNAL)
+            self._outlet.send(packed.memory())  # before the record, so that a rank that this wakes finds it
         except OSError as error:
             raise ConnectionResetError(str(error)) from None
-        return True
-
-    def make_room(self, num_bytes: int) -> None:
-        self._ask()
-
-    def receive(self) -> bool:
-        try:
-            data = self.connection.recv(BUFFER, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if not data:
-            self.gone = True
-            return False
-        if self._heard_bytes:
-            data = self._heard_bytes + data
-        at, end = 0, len(data)
-        while at + RECORD.size <= end:
-            record = RECORD.unpack_from(data, at)
-            kind, generation, first, second, form = record[0], record[1], record[2], record[3], record[9]
-            after = at + RECORD.size
-            if kind == FORM:
-                if after + first > end:
-                    break
-                self._known[form:] = [parsed(data[after : after + first])]
-                after += first
-            if kind in MESSAGES:
-                self._unread.append((addressed(Envelope, record[4:9]), self._known[form], second))
-            else:
-                self._heard(kind, generation, first, second)
-            at = after
-        self._heard_bytes = data[at:]
-        return True
+        return 0, self._sent_position
 
     def read(self) -> tuple[Envelope, Any] | None:
-        if not self._unread:
-            return None
-        envelope, layout, position = self._unread.popleft()
-        tensors, places = [], []
-        for template, _, num_bytes, fact, dense in layout.copying:
-            tensor = empty_like(template, memory_format=contiguous_format)
-            if num_bytes:
-                places.append((c_char * num_bytes).from_address(tensor.data_ptr()))
-            if not dense:
-                tensor = tensor.as_strided(fact.shape, fact.strides, fact.shift)
-            tensors.append(tensor.requires_grad_() if fact.needs_grad else tensor)
-        if places:
-            self._fill(places)
+        if self._unread:
+            self._note(*self._unread[0][:2])
+        return super().read()
+
+    def _note(self, envelope: Envelope, layout: MessageLayout) -> bool:
+        """Both ends remember what is too large for a stream."""
         if layout.num_bytes > self._streamed:
             self.too_large[envelope.source, envelope.target, envelope.backward] = layout.num_bytes
-        self._position = position
+        return True
+
+    def _get(self, layout: MessageLayout, incoming: None, place: int) -> Any:
+        tensors, places = [], []
+        for tensor, memory, _, num_bytes in rooms(layout):
+            tensors.append(tensor)
+            if num_bytes:
+                places.append((c_char * num_bytes).from_address(memory.data_ptr()))
+        if places:
+            self._fill(places)
         self._quarter = max(self._quarter, 4 * layout.num_bytes)
-        self._num_read += 1
-        self.owes = True
-        return envelope, assembled(layout, tensors)
+        return assembled(layout, tensors)
 
     def _fill(self, places: list[ByteArray]) -> None:
         """Wait for the bytes of a message. Its sender has begun to send them."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from ctypes import Array, c_char, memmove, string_at
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -155,55 +156,41 @@ class Packed(NamedTuple):
     layout: MessageLayout
     tensors: list[Tensor]
 
-    def write(self, block: Tensor, capacity: int) -> None:
-        """The whole message where it fits into ``capacity``, else its description alone: the tensors then follow by
-        themselves."""
-        if self.layout.num_bytes > capacity:
-            head = self.head()
-            memmove(block.data_ptr(), head, len(head))
-        elif not self.write_at(block.data_ptr()):
-            self.write_tensors(block, 0)
-
-    def write_at(self, address: int, describe: bool = True) -> bool:
-        """The whole message, straight from its tensors; False where ``write_tensors`` must follow, because a tensor
-        cannot be copied byte by byte. Without ``describe``, its tensors alone, where they would lie."""
-        if describe:
-            head = self.head()
-            memmove(address, head, len(head))
-        for tensor, (_, begin, num_bytes, _, dense) in zip(self.tensors, self.layout.copying, strict=True):
-            if not dense or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
-                return False  # the bytes in memory are not the values
-            memmove(address + begin, tensor.data_ptr(), num_bytes)
-        return True
-
-    def memory(self) -> list[ByteArray]:
-        """The tensors' bytes one after the other, where they are; copies of those whose bytes do not lie as they
-        travel."""
-        found = []
-        for tensor, (template, _, num_bytes, fact, dense) in zip(self.tensors, self.layout.copying, strict=True):
+    def laid(self) -> Iterator[tuple[Tensor, int, int]]:
+        """Of each tensor memory whose bytes lie as they travel (its own, or a copy), where in the message they begin,
+        and how many they are."""
+        for tensor, (template, begin, num_bytes, fact, dense) in zip(self.tensors, self.layout.copying, strict=True):
             if not dense or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
                 copy = torch.empty_like(template, memory_format=torch.contiguous_format)
                 fill(copy.as_strided(fact.shape, fact.strides, fact.shift), tensor)
                 tensor = copy
+            yield tensor, begin, num_bytes
+
+    def write(self, address: int) -> None:
+        """The whole message into memory."""
+        head = self.head()
+        memmove(address, head, len(head))
+        self.write_tensors(address)
+
+    def write_tensors(self, address: int) -> None:
+        """The tensors alone, where they lie in a message that begins at ``address``."""
+        for tensor, begin, num_bytes in self.laid():
+            memmove(address + begin, tensor.data_ptr(), num_bytes)
+
+    def memory(self) -> list[ByteArray]:
+        """The tensors' bytes one after the other, where they are."""
+        parts = []
+        for tensor, _, num_bytes in self.laid():
             if num_bytes:
-                place = (c_char * num_bytes).from_address(tensor.data_ptr())
-                place.tensor = tensor  # type: ignore[attr-defined]  # whoever has the bytes keeps their memory
-                found.append(place)
-        return found
+                part = (c_char * num_bytes).from_address(tensor.data_ptr())
+                part.tensor = tensor  # type: ignore[attr-defined]  # the bytes keep their memory
+                parts.append(part)
+        return parts
 
     def head(self) -> bytes:
         """The prefix and the layout: what a message begins with."""
         layout = self.layout
         return _PREFIX.pack(_MAGIC, *self.envelope, len(layout.text), layout.num_bytes) + layout.text
-
-    def write_tensors(self, block: Tensor, base: int) -> None:
-        """The tensors alone, as if the message began at ``base`` before the block."""
-        for slot, tensor in zip(slots(block, self.layout, base), self.tensors, strict=True):
-            fill(slot, tensor)
-
-    @property
-    def head_bytes(self) -> int:
-        return _aligned(_PREFIX.size + len(self.layout.text))
 
 
 def pack(envelope: Envelope, value: Any) -> Packed:
@@ -241,42 +228,34 @@ def mismatch(expected: Envelope, found: Envelope) -> RuntimeError:
 
 def unpack_head(block: Tensor, expected: Envelope) -> MessageLayout:
     """The form of the message that begins in ``block``; an error in words where it is not the expected one."""
-    found, layout = read_head(block.data_ptr(), block.numel(), expected)
-    if found != expected:
-        raise mismatch(expected, found)
-    return layout
-
-
-def read_head(address: int, room: int, expected: Envelope | None = None) -> tuple[Envelope, MessageLayout]:
-    """Which message begins at ``address``, of which ``room`` bytes may be read, and its form; ``expected`` is for the
-    words of an error."""
+    address, room = block.data_ptr(), block.numel()
     prefix = string_at(address, _PREFIX.size) if room >= _PREFIX.size else bytes(_PREFIX.size)
-    magic, step, source, target, microbatch, backward, length, _ = _PREFIX.unpack(prefix)
+    magic, *numbers, length, _ = _PREFIX.unpack(prefix)
     if magic != _MAGIC or not 0 <= length <= room - _PREFIX.size:
-        what = expected or "a message"
         raise RuntimeError(
-            f"expected {what}, but the bytes that came are no vpipe message: do all ranks run the same vpipe?"
+            f"expected {expected}, but the bytes that came are no vpipe message: do all ranks run the same vpipe?"
         )
-    text = string_at(address + _PREFIX.size, length)
-    return Envelope(step, source, target, microbatch, backward), parsed(text)
+    if (envelope := Envelope(*numbers)) != expected:
+        raise mismatch(expected, envelope)
+    return parsed(string_at(address + _PREFIX.size, length))
 
 
 def unpack(block: Tensor, layout: MessageLayout, base: int = 0) -> Any:
-    """The value whose tensors lie in ``block``. The tensors are views; those that need a gradient are marked so."""
-    tensors = [
-        slot.requires_grad_(fact.needs_grad)
-        for fact, slot in zip(layout.facts, slots(block, layout, base), strict=True)
-    ]
+    """The value whose tensors lie in ``block``, before which the message has ``base`` bytes. The tensors are views;
+    those that need a gradient are marked so."""
+    tensors = []
+    for fact, offset in zip(layout.facts, layout.offsets, strict=True):
+        # Blocks, and places in them, are multiples of a line, and so of every dtype's size.
+        begin = (block.storage_offset() + offset - base) // fact.dtype.itemsize + fact.shift
+        view = block.view(fact.dtype).as_strided(fact.shape, fact.strides, begin)
+        tensors.append(view.requires_grad_(fact.needs_grad))
     return assembled(layout, tensors)
 
 
-def slots(block: Tensor, layout: MessageLayout, base: int = 0) -> list[Tensor]:
-    """Where the tensors of a message lie in ``block``."""
-    return [_slot(block, fact, offset - base) for fact, offset in zip(layout.facts, layout.offsets, strict=True)]
-
-
-def _slot(block: Tensor, fact: TensorFacts, offset: int) -> Tensor:
-    # Blocks, and places in them, are multiples of a line, and so of every dtype's size.
-    before = block.storage_offset() // fact.dtype.itemsize
-    begin = before + offset // fact.dtype.itemsize + fact.shift
-    return block.view(fact.dtype).as_strided(fact.shape, fact.strides, begin)
+def rooms(layout: MessageLayout) -> Iterator[tuple[Tensor, Tensor, int, int]]:
+    """A new tensor for each of a message, the memory to which its bytes are to be copied, where in the message these
+    begin, and how many they are."""
+    for template, begin, num_bytes, fact, dense in layout.copying:
+        memory = torch.empty_like(template, memory_format=torch.contiguous_format)
+        tensor = memory if dense else memory.as_strided(fact.shape, fact.strides, fact.shift)
+        yield tensor.requires_grad_() if fact.needs_grad else tensor, memory, begin, num_bytes
