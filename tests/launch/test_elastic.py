@@ -106,14 +106,32 @@ def test_killed_and_stopped_ranks_change_no_bit(config: Path, tmp_path: Path) ->
     assert json.loads((tmp_path / "runs" / "broken-1" / "summary.json").read_text())["ranks_lost"] >= told[-1]["losses"]
 
 
+SLOW = """
+import os, time
+from vpipe.train import copies
+
+copy, late = copies._copy, iter([1.0] * 2)
+
+def copy_late(pairs):
+    if os.environ.get("VPIPE_SLOT") == "2":
+        time.sleep(next(late, 0.0))
+    copy(pairs)
+
+copies._copy = copy_late
+"""
+"""A plug-in by which the first copy of one rank comes late."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("lost", "counts"), [("launcher", (3, 2, 4)), ("zygote", (3,))])
 def test_fewer_and_more_ranks_and_a_killed_launcher_or_zygote_change_no_bit(
     lost: str, counts: tuple[int, ...], config: Path, tmp_path: Path
 ) -> None:
-    """3 ranks, 2, 4; then who leads them is killed: no rank stays, and the newest copy is a checkpoint to go on from."""
-    words = (str(config), "--set", "checkpoint.interval=100000", *LONG)
+    """3 ranks, 2, 4; then who leads them is killed: no rank stays, and the newest copy is a checkpoint to go on from.
+    Once a rank has told of a step, all have a whole copy, however slowly one of them writes it."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = (str(config), "--plugin", str(tmp_path / "slow.py"), "--set", "checkpoint.interval=100000", *LONG)
     train = [forked_python.program(), "-m", "vpipe", "train", *words]
     folder = tmp_path / "run"
     running = Running(tmp_path, *train, "--elastic", "2:4", "--output-dir", str(folder))

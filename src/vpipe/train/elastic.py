@@ -229,7 +229,8 @@ class Rank:
                 self._copier.begin(partial(_finish, finish, shelf, self._abroad))
         if took.ends():
             trainer.log.recovered(took.iteration, order.num_ranks, order.facts or {}, took.seconds)
-        self._control.stepped(trainer.iteration)
+        if trainer.iteration > took.iteration + 1:  # of the step before, all ranks have a whole copy: it is not lost
+            self._control.stepped(trainer.iteration)
 
     def _begun(
         self, shelf: CopyShelf, standing: Standing, part: Part, layers: Layers, frozen: Collection[TensorKey]
