@@ -56,6 +56,8 @@ IMPORTED = (
 SHARED = "VPIPE_TEST_FORKS"
 """The folder of the ``python`` that a run's workers share."""
 WORKER = "--worker"
+MARK = "MARK"
+"""A variable by which who starts a fork knows it and all that come of it: they have its beginning for a name."""
 
 
 @cache
@@ -83,11 +85,6 @@ def share() -> str:
     os.environ[SHARED] = str(folder)
     write(folder / "worker", folder / "socket", WORKER)
     return str(folder / "worker")
-
-
-def address() -> str:
-    """Where the process listens that forks; the last word of every fork."""
-    return str(Path(program()).parent / "socket")
 
 
 def write(program: Path, address: Path, *words: str) -> None:
@@ -168,6 +165,8 @@ def _become(told: dict[str, object], streams: list[int]) -> NoReturn:
         os.dup2(given, number)
         os.close(given)
     os.chdir(str(told["folder"]))
+    if MARK in variables:
+        Path("/proc/self/comm").write_text(variables[MARK][:15])  # the kernel shows the server's variables
     _variables(variables)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

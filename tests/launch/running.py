@@ -23,21 +23,20 @@ HANG = 150.0
 
 
 class Running:
-    """A command whose descendants carry a mark in their environment, so that none can hide. Forks have their server's
-    environment: all that come meanwhile are taken for the command's."""
+    """A command whose descendants carry a mark in their environment, so that none can hide; forks carry it as their
+    name, because the kernel shows the variables of the process that forks them."""
 
     def __init__(self, folder: Path, *command: str) -> None:
         self._mark = uuid.uuid4().hex
         self._folder = folder
         self._command = command
-        self._before = {each.pid for each in psutil.process_iter()}
         self.started = time.time()
         self.process = subprocess.Popen(
             command,
             stdout=(folder / "out.txt").open("wb"),
             stderr=(folder / "err.txt").open("wb"),
             stdin=subprocess.DEVNULL,
-            env=_environment() | {"MARK": self._mark, "FAILED_AT": str(folder / "failed_at")},
+            env=_environment() | {forked_python.MARK: self._mark, "FAILED_AT": str(folder / "failed_at")},
         )
 
     @property
@@ -71,13 +70,13 @@ class Running:
             try:
                 if self._is_ours(process) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except psutil.Error:
+            except (psutil.Error, OSError):
                 continue
         return found
 
     def _is_ours(self, process: psutil.Process) -> bool:
-        is_fork = self._command[0] == forked_python.program() and process.cmdline()[-1:] == [forked_python.address()]
-        return (is_fork and process.pid not in self._before) or process.environ().get("MARK") == self._mark
+        name = Path(f"/proc/{process.pid}/comm").read_text().strip()
+        return name == self._mark[:15] or process.environ().get(forked_python.MARK) == self._mark
 
     def assert_clean(self, timeout: float = HANG) -> None:
         """Nothing is left; a killed process may take a moment to go."""

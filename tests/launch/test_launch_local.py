@@ -44,6 +44,24 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run.kill_all()
 
 
+def test_of_what_runs_at_once_each_sees_its_own(tmp_path: Path) -> None:
+    """Negative control of all that looks for what a command has left behind."""
+    forks = "import os, time; os.fork(); print('forked', flush=True); time.sleep(600)"
+    runs = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        runs.append(Running(tmp_path / name, forked_python.program(), "-c", forks))
+    try:
+        for run in runs:
+            run.until("forked\nforked")
+        seen = [{process.pid for process in run.processes()} for run in runs]
+        assert [len(pids) for pids in seen] == [3, 3], "the program, the fork and its own"
+        assert not seen[0] & seen[1]
+    finally:
+        for run in runs:
+            run.kill_all()
+
+
 @pytest.mark.slow
 def test_the_example_prints_the_same_losses_on_four_ranks_and_in_one_process(start: Start) -> None:
     script = str(ROOT / "examples" / "minimal.py")
