@@ -108,6 +108,28 @@ def test_the_manifest_is_what_the_published_types_know() -> None:
 
 
 @pytest.mark.parametrize(
+    "options", [{}, {"gpus_per_task": 1, "volume": "my-data", "cpus_per_task": 2, "memory": "8Gi"}]
+)
+def test_each_part_is_valid_by_the_strict_schemas_of_kubernetes(options: dict[str, Any]) -> None:
+    """The set itself is a custom resource, whose types are those of the test above; the job within is Kubernetes' own."""
+    kubernetes = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    config, secret, jobs = made(**options)
+    inner = jobs["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": jobs["metadata"], "spec": inner}
+    for version in ("1.30", kubernetes.latest_version()):
+        for part in (config, secret, job):
+            kubernetes.validate(part, version, strict=True)
+        (container,) = inner["template"]["spec"]["containers"]
+        for broken in (
+            {**job, "spec": {**inner, "completionsMode": "Indexed"}},
+            {**config, "data": {"config.yaml": 3}},
+            {**job, "spec": {**inner, "template": {"spec": {"containers": [container | {"envs": []}]}}}},
+        ):
+            with pytest.raises(kubernetes.ValidationError):
+                kubernetes.validate(broken, version, strict=True)
+
+
+@pytest.mark.parametrize(
     ("options", "dry_run", "sentence"),
     [
         ({"image": None}, True, "give --with image=NAME"),
