@@ -236,7 +236,7 @@ def test_a_wrong_section_is_not_judged_further(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("fresh_directory")
-def test_a_job_whose_data_are_elsewhere_is_submitted_with_a_warning(
+def test_a_job_whose_data_are_elsewhere_is_shown_with_a_warning_and_not_submitted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path, {"dataset.name": "text", "dataset.path": "/far/away", "dataset.extra": {}})
@@ -244,6 +244,10 @@ def test_a_job_whose_data_are_elsewhere_is_submitted_with_a_warning(
         main(["submit", str(file), "--dry-run"])
     assert end.value.code == 0
     assert "dataset.path /far/away is not on this machine" in capsys.readouterr().err
+    for engine, remedy in (("slurm", "--dry-run | sbatch"), ("ray", "the same on all machines")):
+        said = fails(capsys, ["submit", str(file), "--to", engine])
+        assert "dataset.path /far/away is not on this machine, and no job was submitted; mend the path" in said
+        assert remedy in said
 
 
 @pytest.mark.slow

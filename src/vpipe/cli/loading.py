@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vpipe import config as configs
 from vpipe import process
 from vpipe.config import Loaded, PipelineConfig, Problem
+from vpipe.errors import UserError
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, OPTIMIZER_REGISTRY, SCHEDULE_REGISTRY
 
 if TYPE_CHECKING:
@@ -30,8 +31,11 @@ def load(path: Path | str, overrides: Sequence[str] = (), scheduler: str | None 
     return configs.load(path, overrides, scheduler, names=KNOWN, together=_together)
 
 
-def load_for_elsewhere(path: Path | str, overrides: Sequence[str] = (), scheduler: str | None = None) -> Loaded:
-    """The same for a job on other machines, model and data checked here and now as far as their files are here."""
+def load_for_elsewhere(
+    path: Path | str, overrides: Sequence[str] = (), scheduler: str | None = None, remedy: str = ""
+) -> Loaded:
+    """The same for a job on other machines, model and data checked here and now as far as their files are here.
+    ``remedy``: where files are missing the job is refused with it."""
     from vpipe.train import preflight, sizes
 
     loaded = load(path, overrides, scheduler)
@@ -40,10 +44,12 @@ def load_for_elsewhere(path: Path | str, overrides: Sequence[str] = (), schedule
     else:
         for size in sizes.all_of(loaded.config):
             refuse(size, here=False)
-    unseen = [
-        f"{configs.dotted(key)} {file} is not on this machine, so it was not checked with the rest"
-        for key, file in preflight.missing_files(loaded.config)
+    missing = [
+        f"{configs.dotted(key)} {file} is not on this machine" for key, file in preflight.missing_files(loaded.config)
     ]
+    if missing and remedy and loaded.config.launch.container.kind == "none":
+        raise UserError(f"{'; '.join(missing)}, and no job was submitted; {remedy}")
+    unseen = [f"{each}, so it was not checked with the rest" for each in missing]
     return replace(loaded, warnings=(*loaded.warnings, *unseen))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -9,6 +10,13 @@ import click
 from vpipe.cli import completion
 from vpipe.cli.loading import load_for_elsewhere
 from vpipe.cli.options import config_options
+
+REMEDY = {
+    "slurm": "mend the path, or where only the nodes have it: vpipe submit … --dry-run | sbatch",
+    "ray": "mend the path, which must be the same on all machines",
+    "kubernetes": "",
+}
+"""What to do where files that a job reads are not here."""
 
 
 @click.command("submit")
@@ -64,16 +72,15 @@ def command(
     from vpipe.launch import engines
 
     options |= engines.asked_for(to, asked)
+    load = partial(load_for_elsewhere, remedy="" if dry_run else REMEDY[to])
     if to != "slurm":
         refused = {"sweep": sweep or None, "follow": follow or None}
-        return engines.submit(
-            to, str(config), overrides, scheduler, dry_run, options | refused, click.echo, load_for_elsewhere
-        )
+        return engines.submit(to, str(config), overrides, scheduler, dry_run, options | refused, click.echo, load)
     cancels = bool(options.pop("cancel_on_interrupt", False))
     from vpipe.launch.job import plan_job
     from vpipe.launch.slurm import script
 
-    job, warnings = plan_job(str(config), sweep, overrides, scheduler, options, load_for_elsewhere)
+    job, warnings = plan_job(str(config), sweep, overrides, scheduler, options, load)
     for warning in warnings:
         click.echo(f"vpipe: {warning}", err=True)
     text = script(job)
