@@ -23,6 +23,7 @@ TOPICS = {
     "torch",
     "accelerator",
     "cores",
+    "threads",
     "memory",
     "disk",
     "interface",

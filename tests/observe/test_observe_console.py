@@ -16,7 +16,7 @@ from vpipe.rundir.facts import RunFacts, RunModel
 FACTS = RunFacts(
     schedule="1f1b", num_ranks=2, num_stages=4, num_microbatches=8, partition=(2, 2),
     model=RunModel("gpt", 1_234_567), placement=((0,), (1,), (0,), (1,)),
-    iterations=200, iterations_per_epoch=100, directory="runs/x",
+    iterations=200, iterations_per_epoch=100, directory="runs/x", threads=1,
 )  # fmt: skip
 
 
@@ -42,7 +42,10 @@ def test_a_log_gets_plain_whole_lines() -> None:
     text = run(Console(stream), stream)
     assert "\x1b" not in text
     lines = text.splitlines()
-    assert lines[0] == "gpt (1.23M parameters); 1f1b on 2 ranks, 4 stages, 8 microbatches; layers 2 2; run runs/x"
+    assert (
+        lines[0]
+        == "gpt (1.23M parameters); 1f1b on 2 ranks, 4 stages, 8 microbatches; layers 2 2; 1 thread a rank; run runs/x"
+    )
     assert [each.split("  ")[0] for each in lines[1:4]] == ["iteration 1/200", "iteration 10/200", "iteration 20/200"]
     assert "loss 8.3421" in lines[1]
     assert "12,346 tokens/s" in lines[1]

@@ -17,13 +17,13 @@ FACTS = RunFacts(
     num_ranks=2, num_stages=2, num_microbatches=1, microbatches_per_iteration=1, partition=(1, 2),
     program="0F0\n1F0\n", versions="newest", placement=((0,), (1,)), skips=((0, 1),),
     model=RunModel("gpt", 12, 72.0), stages=(RunStage(0, ("a",), 4, 16), RunStage(1, ("b", "c"), 8, 32)),
-    hosts=("n1", "n2"), cores=2, layout={"layers": 3}, command=("vpipe", "train"), trace=True, iterations=4,
+    hosts=("n1", "n2"), cores=2, threads=1, layout={"layers": 3}, command=("vpipe", "train"), trace=True, iterations=4,
     iterations_per_epoch=2, directory="runs/x",
 )  # fmt: skip
 KEYS = [
     "run", "vpipe", "torch", "started", "schedule", "synchronous", "num_ranks", "num_stages", "num_microbatches",
     "microbatches_per_iteration", "partition", "program", "versions", "placement", "skips", "model", "stages", "hosts",
-    "cores", "layout", "command", "trace", "iterations", "iterations_per_epoch", "directory",
+    "cores", "threads", "layout", "command", "trace", "iterations", "iterations_per_epoch", "directory",
 ]  # fmt: skip
 """Of run.json, which others read as well: a contract."""
 

@@ -68,24 +68,11 @@ class Finding:
 def examine() -> list[Finding]:
     """All checks, side by side: several wait for other programs."""
     checks = (
-        _python,
-        _torch,
-        _accelerators,
-        _cores,
-        _files,
-        _compiler,
-        _memory,
-        _shared_memory,
-        _disk,
-        _network,
-        _meeting,
-        _ports,
-        _slurm,
-        _ssh,
-        _containers,
+        *(_python, _torch, _accelerators, _cores, _files, _compiler, _memory, _shared_memory, _disk, _network),
+        *(_meeting, _ports, _slurm, _ssh, _containers, _extras),
     )
-    with ThreadPoolExecutor(len(checks) + 1) as pool:
-        return [finding for found in pool.map(_safely, (*checks, _extras)) for finding in found]
+    with ThreadPoolExecutor(len(checks)) as pool:
+        return [finding for found in pool.map(_safely, checks) for finding in found]
 
 
 def _safely(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
@@ -139,6 +126,10 @@ def _cores() -> Iterator[Finding]:
     usable = num_cores()
     load = os.getloadavg()[0]
     yield Finding("cores", "found", f"{usable} usable of {os.cpu_count()}, load {load:.1f}; more ranks share them")
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    ranks = f"{told} in each rank, however many there are (OMP_NUM_THREADS)"
+    shared = f"cores / ranks: {usable} in one rank, 1 in each of {usable} and more (launch.threads, OMP_NUM_THREADS)"
+    yield Finding("threads", "note" if told not in ("", "1") else "found", ranks if told else shared)
     if load > usable:
         yield Finding("load", "note", f"{load:.1f} processes want {usable} cores: times measured now mean little")
 

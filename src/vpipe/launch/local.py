@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from vpipe.door import SECRET
 from vpipe.errors import UserError
 from vpipe.launch.epochs import Elastic
@@ -24,6 +22,7 @@ from vpipe.launch.output import Output, Stream
 from vpipe.launch.process import allow_files
 from vpipe.launch.stopping import Grace
 from vpipe.launch.zygote_start import LATE, PRELOAD, settings
+from vpipe.network import GLOO, LOOPBACK, interface_of
 from vpipe.rundir.journal import Ending
 from vpipe.store import STORE
 
@@ -128,12 +127,4 @@ def _listener(port: int, num_ranks: int) -> socket.socket:
 
 def environment_of(num_ranks: int, threads: int, given: Mapping[str, str]) -> dict[str, str]:
     """What the zygote needs before it imports torch; the user's own settings win."""
-    return {"GLOO_SOCKET_IFNAME": _loopback()} | settings(num_ranks, threads) | dict(given)
-
-
-def _loopback() -> str:
-    """The name of the loopback interface."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == "127.0.0.1" for address in addresses):
-            return name
-    return "lo"
+    return {GLOO: interface_of("127.0.0.1") or LOOPBACK} | settings(num_ranks, threads) | dict(given)

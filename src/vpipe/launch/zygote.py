@@ -269,17 +269,9 @@ def keep_store(listeners: Sequence[int], environment: Mapping[str, str]) -> None
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     meeting, *others = listeners
+    make, port = import_module("torch.distributed").TCPStore, int(environment.get("MASTER_PORT", 0))
     torchs = [
-        import_module("torch.distributed").TCPStore(
-            "127.0.0.1",
-            int(environment["MASTER_PORT"]),
-            None,
-            True,
-            timedelta(seconds=60),
-            wait_for_workers=False,
-            master_listen_fd=listener,
-            use_libuv=not import_module("torch").__version__.startswith("2.6."),  # refuses a socket of ours with it
-        )
+        make("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener)
         for listener in others
     ]
     Store(socket.socket(fileno=meeting), environment[SECRET]).serve()

@@ -285,6 +285,9 @@ def describe(facts: RunFacts) -> str:
     )
     if partition := facts.partition:
         parts.append(f"layers {' '.join(map(str, partition))}")
+    if facts.threads:
+        whose = "a rank" if len(set(facts.hosts or ())) < 2 else "in rank 0"
+        parts.append(f"{facts.threads} thread{'s' * (facts.threads > 1)} {whose}")
     if (directory := facts.directory) is not None:
         parts.append(f"run {directory}")
     return "; ".join(parts)

@@ -61,6 +61,8 @@ class RunFacts:
     """Of each rank."""
     cores: int | None = None
     """That rank 0 may use."""
+    threads: int | None = None
+    """In which rank 0 computes one operation."""
     layout: Mapping[str, Any] | None = None
     """Who holds what, as ``Layout.as_document`` has it."""
     command: tuple[str, ...] | None = None

@@ -284,6 +284,7 @@ def run_facts(session: Session, num_microbatches: int) -> RunFacts:
         ),
         hosts=tuple(seat.host for seat in pipeline.layout.seats),
         cores=num_cores(),
+        threads=torch.get_num_threads(),
         layout=layout,
         command=tuple(command()),
         trace=config.observe.trace,
