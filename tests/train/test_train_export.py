@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from train_runs import Run, equal, run, tiny
 
 from vpipe.cli.export import command
+from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
+from vpipe.train.session import load_model
 
 KEPT = {"training.max_iterations": 2, "checkpoint.interval": 0}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -67,3 +69,37 @@ def test_round_trip_with_hugging_face(kind: str, tmp_path: Path) -> None:
     directory = {"name": "huggingface", "sequence_length": 8, "directory": str(tmp_path / "out")}
     back = Run(tiny(KEPT | {"model": directory}), tmp_path / "back")
     assert equal(back.weights, found.weights)
+
+
+def test_a_split_head_leaves_whole(tmp_path: Path) -> None:
+    """As the same model does that was never split, in numbers too, but for the order of additions."""
+    changes = KEPT | {"model.extra": {"tied": True}, "parallel.scheduler": "zb-v", "training.num_microbatches": 4}
+    for name, split in (("shards", True), ("whole", False)):
+        run(tiny(changes | {"model.split_head": split}), tmp_path / name)
+        export(tmp_path / name, tmp_path / f"{name} out")
+    shards, whole = (load_file(tmp_path / f"{name} out" / "model.safetensors") for name in ("shards", "whole"))
+    assert shards.keys() == whole.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(shards[name], tensor, rtol=1e-3, atol=1e-5)
+    assert yaml.safe_load((tmp_path / "shards out" / "config.yaml").read_text())["model"]["split_head"] is False
+
+
+def test_a_run_goes_on_with_as_many_shards(tmp_path: Path) -> None:
+    changes = KEPT | {"model.split_head": True, "parallel.scheduler": "zb-v", "training.num_microbatches": 4}
+    run(tiny(changes), tmp_path / "run")
+    with pytest.raises(UserError, match="layers"):
+        Run(tiny(changes | {"model.split_head": False}), tmp_path / "other", resume=tmp_path / "run")
+
+
+def test_auto_splits_a_head_that_outweighs_the_layers(tmp_path: Path) -> None:
+    base = {
+        "parallel.scheduler": "zb-v",
+        "training.num_microbatches": 4,
+        "model.split_head": "auto",
+        "model.num_layers": 8,
+    }
+    for vocab_size, shards in ((4096, 2), (8, 0)):
+        config = PipelineConfig.from_dict(tiny(base | {"dataset.extra.vocab_size": vocab_size}))
+        assert load_model(config, vocab_size).num_shards == shards
+    config = PipelineConfig.from_dict(tiny(base | {"parallel.scheduler": "1f1b"}))
+    assert load_model(config, 4096).num_shards == 0

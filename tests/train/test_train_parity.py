@@ -109,3 +109,13 @@ def test_a_wrong_sum_is_found_and_named(scheduler: str, tmp_path: Path, monkeypa
 def test_fp16_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="parity compares fp32 and bf16"):
         parity(tiny({"training.precision": "fp16"}), tmp_path)
+
+
+@pytest.mark.parametrize("memory", [{}, {"parallel.recompute": 1.0}, {"parallel.swap": 1.0}])
+@pytest.mark.parametrize("scheduler", ["zb-v", "interleaved", "1f1b", "hanayo"])
+def test_a_split_head(scheduler: str, memory: dict[str, Any], tmp_path: Path) -> None:
+    """Shards, their join and an embedding that is tied to them are layers like others."""
+    extra = {"tied": True, "dropout": 0.1}
+    changes = {"model.extra": extra, "model.split_head": True, "training.gradient_clipping": 0.1, **memory}
+    code, found = parity(tiny(changes), tmp_path, "--scheduler", scheduler)
+    assert (code, found["equal"], found["difference"]) == (0, True, None)

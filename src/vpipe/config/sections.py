@@ -36,6 +36,9 @@ class ModelConfig(Section):
     and sizes). Nothing is downloaded."""
     directory: Text | None = worded(None, "a path or null")
     """For name: huggingface. Directory with config.json and safetensors to start from; null: random weights."""
+    split_head: bool | Literal["auto"] = False
+    """Cut the projection onto the vocabulary into a shard for each rank: of models whose head outweighs several layers.
+    Needs two stages a rank (zb-v, interleaved) to balance; auto: where the ranks then work more alike."""
     compile: bool = False
     """Compile each layer with torch.compile, on the rank that owns it; not with schedules that split the backward."""
     extra: dict[str, Any] = Field(default_factory=dict)

@@ -29,13 +29,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vpipe.errors import UserError
-from vpipe.layer import Layer, TiedWeight, input_names
+from vpipe.layer import Layer, TiedWeight, bind_inputs, input_names
 from vpipe.registry import MODEL_REGISTRY, check_options
 
 if TYPE_CHECKING:
     from vpipe.config import ModelConfig
 
 Factory = Callable[[], nn.Module]
+LABELS = "labels"
+"""The input that a split head reads."""
 
 _random_state = RLock()
 """The CPU generator is one per process; ranks that are threads build one after the other."""
@@ -56,6 +58,14 @@ class Model:
     hidden_size: int = 0
     attention_flops: float = 0.0
     """FLOPs per token, forward and backward, of the products that have no weight (scores and weighted sums)."""
+    num_shards: int = 0
+    """Layers that share the head, before the one that joins them; see ``split_head``."""
+
+    def given(self, inputs: Any, targets: Any) -> Any:
+        """What the model takes of a batch; one whose head is split takes the labels too."""
+        if not self.num_shards:
+            return inputs
+        return bind_inputs([name for name in self.inputs if name != LABELS], inputs) | {LABELS: targets}
 
     def count(self, targets: Any) -> int:
         """How many targets are valid: the only answer to what a unit weighs among others."""
@@ -114,6 +124,8 @@ class Skeleton:
     """Of the whole model, tied ones once."""
     flops_per_token: float = 0.0
     """See ``Model.flops_per_token``."""
+    num_shards: int = 0
+    """See ``Model.num_shards``."""
 
     @classmethod
     def of(cls, name: str, model: Model) -> Skeleton:
@@ -126,7 +138,7 @@ class Skeleton:
         work = [amount + smallest for amount in products]
         in_all, multiplied = _counted(modules, model.tied)
         flops = 6.0 * multiplied + model.attention_flops
-        return cls(name, modules, names, parameters, weight_bytes, work, in_all, flops)
+        return cls(name, modules, names, parameters, weight_bytes, work, in_all, flops, model.num_shards)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -288,7 +300,11 @@ def fits(length: int, sequence_length: int) -> None:
 def model_options(section: ModelConfig, known: Collection[str]) -> dict[str, Any]:
     """The options of a config for a builder that takes ``known``: a size it does not have is left out, unless somebody
     set it. What is set but not known stays in, so that the builder can refuse it by name."""
-    fields = {name: value for name, value in section if name not in ("name", "compile", "extra") and value is not None}
+    fields = {
+        name: value
+        for name, value in section
+        if name not in ("name", "compile", "split_head", "extra") and value is not None
+    }
     default = {name: field.default for name, field in type(section).model_fields.items()}
     return {key: value for key, value in fields.items() if key in known or value != default[key]} | section.extra
 

@@ -8,6 +8,7 @@ skeleton says.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def cut(config: PipelineConfig, skeleton: Skeleton, num_stages: int) -> Cut:
     """``auto`` balances the work that the layers' weights suggest; a list and a plan are taken as they are."""
     parallel = config.parallel
     if parallel.partition == "auto":
-        sizes = _registered_cut(config, num_stages) or balanced(skeleton.work, num_stages)
+        sizes = _registered_cut(config, num_stages) or by_work(skeleton.work, skeleton.num_shards, num_stages)
         return Cut(sizes, parallel.recompute, parallel.swap)
     if isinstance(parallel.partition, str):
         return _planned(config, Path(parallel.partition), len(skeleton.modules))
@@ -50,6 +51,14 @@ def cut(config: PipelineConfig, skeleton: Skeleton, num_stages: int) -> Cut:
             f"{len(skeleton.modules)}; change one of them, or use partition: auto"
         )
     return Cut(found, parallel.recompute, parallel.swap)
+
+
+def by_work(work: Sequence[float], num_shards: int, num_stages: int) -> list[int]:
+    """Stages that work alike. Where each rank has a shard of the head, the second of its two stages holds it, and the
+    first stages work alike."""
+    if num_shards and num_stages == 2 * num_shards:
+        return [*balanced(work[: -num_shards - 1], num_shards), *[1] * (num_shards - 1), 2]
+    return balanced(work, num_stages)
 
 
 def _registered_cut(config: PipelineConfig, num_stages: int) -> list[int] | None:

@@ -29,6 +29,7 @@ class Evaluation:
                 batch_size=dataset.batch_size,
                 max_tokens=dataset.max_tokens,
                 shuffle=False,
+                given=session.model.given,
             )
         except UserError as error:
             self.why_not = f"of the held-out part, {error}"

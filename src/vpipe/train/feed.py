@@ -200,6 +200,8 @@ class Reader:
     count: Callable[[Any], int]
     """The model's: how many targets of a unit count."""
     seed: int
+    given: Callable[[Any, Any], Any] | None = None
+    """The model's: what it takes of a batch's inputs and targets; ``None``: the inputs as they are."""
 
     def __getitem__(self, wanted: UnitsWanted) -> list[ReadUnit] | UserError:
         try:
@@ -211,6 +213,7 @@ class Reader:
     def _unit(self, epoch: int, number: int, examples: Sequence[int]) -> ReadUnit:
         with seeded(self.seed, epoch, number) if self.data.draws else nullcontext():
             inputs, targets = self.data.batch(examples)
+        inputs = inputs if self.given is None else self.given(inputs, targets)
         tensors = [*tensors_of(inputs, "inputs"), *tensors_of(targets, "labels")]
         checksums = {name: _checksum(tensor) for name, tensor in tensors}
         return ReadUnit(inputs, targets, int(self.count(targets)), _num_tokens(inputs, self.data.pad_id), checksums)
@@ -238,6 +241,7 @@ class Feed:
         seed: int = 0,
         num_workers: int = 0,
         shuffle: bool = True,
+        given: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         self._data, self._by_tokens = data, max_tokens is not None
         self._num_microbatches, self._num_replicas = num_microbatches, num_replicas
@@ -245,7 +249,7 @@ class Feed:
         self._order = data.order(batch_size=rows, max_tokens=max_tokens, seed=seed, shuffle=shuffle)
         self._rows = rows or 0
         self._per_iteration = 1 if rows else num_microbatches * num_replicas
-        self._reader = Reader(data, count, seed)
+        self._reader = Reader(data, count, seed, given)
         self._num_workers = min(num_workers, 1) if len(data) == ENDLESS else num_workers
         self._ahead: Iterator[list[ReadUnit] | UserError] | None = None
         self._coming: Position | None = None

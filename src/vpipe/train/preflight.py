@@ -177,6 +177,7 @@ def _together(
     names = found.attempt(partial(input_names, model.layers), "model")
     if rows is None or names is None:
         return
+    rows = Batch(model.given(*rows), rows.targets)
     built_in = not MODEL_REGISTRY.is_own(config.model.name)
     try:
         if built_in and isinstance(rows.inputs, Mapping) and not set(names) <= set(rows.inputs):

@@ -25,6 +25,7 @@ from vpipe.data.facts import OF_A_RANK, Facts, differences, facts_of
 from vpipe.errors import UserError
 from vpipe.interfaces import registered_dataset, registered_model
 from vpipe.models.model import Model, Skeleton
+from vpipe.models.split_head import split_head, why_not
 from vpipe.process import under_launcher
 from vpipe.registry import DATASET_REGISTRY, FORM_REGISTRY, OPTIMIZER_REGISTRY, load_plugins
 from vpipe.runtime import assembly
@@ -34,7 +35,7 @@ from vpipe.runtime.microbatches import Microbatches, UnitsDiffer
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.schedule.authors.authoring import BATCHES, REPLICAS, Chain
 from vpipe.schedule.catalog import ScheduleSpec
-from vpipe.train.cut import Cut, cut
+from vpipe.train.cut import Cut, by_work, cut
 from vpipe.train.feed import Feed, Position, Units
 from vpipe.train.groups import check_groups, grouped
 from vpipe.train.optimizers import autocast, compiled, loss_scale, optimizer
@@ -182,7 +183,31 @@ def load_data(config: PipelineConfig) -> DataSet:
 def load_model(config: PipelineConfig, vocab_size: int | None) -> Model:
     """The model of a config: built in, or registered by the user."""
     load_plugins(config.plugins)
-    return grouped(registered_model(config.model, vocab_size, config.training.seed), config.training)
+    model = registered_model(config.model, vocab_size, config.training.seed)
+    return grouped(
+        split_head(model, config.parallel.model_parallel_size) if splits_head(config, model) else model, config.training
+    )
+
+
+def splits_head(config: PipelineConfig, model: Model) -> bool:
+    """Whether the head is cut: ``auto`` does it where the rank that works most then works less, by the weights."""
+    wanted = config.model.split_head
+    if wanted != "auto":
+        return wanted
+    num_ranks, placement = config.parallel.model_parallel_size, schedule_of(config).placement
+    if placement.num_stages != 2 * num_ranks or why_not(model, num_ranks):
+        return False
+
+    def most(model: Model) -> float:
+        skeleton = Skeleton.of(config.model.name, model)
+        counts, first = by_work(skeleton.work, skeleton.num_shards, placement.num_stages), 0
+        work = [0.0] * num_ranks
+        for stage, count in enumerate(counts):
+            work[placement.ranks_of[stage][0] % num_ranks] += sum(skeleton.work[first : first + count])
+            first += count
+        return max(work)
+
+    return most(split_head(model, num_ranks)) < 0.98 * most(model)
 
 
 def skeleton_of(config: PipelineConfig, model: Model) -> Skeleton:
@@ -342,4 +367,5 @@ def feed_of(config: PipelineConfig, data: DataSet, model: Model | None) -> Feed:
         max_tokens=config.dataset.max_tokens,
         seed=config.training.seed,
         num_workers=config.dataset.num_workers,
+        given=model.given if model is not None else None,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.models.model import Skeleton
+from vpipe.models.split_head import whole_head
 from vpipe.rundir import manifest
 from vpipe.rundir.layout import TOKENIZER
 from vpipe.rundir.manifest import DamagedCheckpoint
@@ -62,6 +63,10 @@ def _tensors(found: Checkpoint) -> dict[str, Tensor]:
 
 def _write(found: Checkpoint, tensors: dict[str, Tensor], out: Path, notes: tuple[str, ...]) -> Exported:
     config = PipelineConfig.from_dict(dict(found.manifest.config))
+    num_shards = load_model(config, config.model.vocab_size).num_shards
+    if num_shards:
+        tensors = whole_head(tensors, len(found.manifest.files.keys() - {TOKENIZER}), num_shards)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"split_head": False})})
     names = "<layer>.<name>"
     try:
         out.mkdir(parents=True, exist_ok=True)
