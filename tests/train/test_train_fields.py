@@ -375,6 +375,7 @@ CASES: dict[str, Case] = {
     "model.config": Case(learned, GPT2 | {"n_layer": 2}, HUGGING, slow=True),
     "model.directory": Case(learned, "TMP/hub", HUGGING, slow=True),
     "model.compile": Case(learned, True, SHORT | {"parallel.scheduler": "zb-h1"}, "refused: model.compile"),
+    "model.split_head": Case(learned, True, SHORT),
     "model.extra": Case(learned, {"dropout": 0.5}, SHORT),
     "dataset.name": Case(learned, "synthetic", TEXT | {"dataset.extra": {}}),
     "dataset.path": Case(learned, "TMP/other", TEXT),
