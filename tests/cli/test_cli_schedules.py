@@ -203,8 +203,8 @@ BAD = [
         2,
         "--forward is -1.0, but a time is a finite number",
     ),
-    (["submit", "job.yaml", "--with", "gpus=2"], 2, "--with gpus=2 says nothing to slurm, which understands account"),
-    (["submit", "job.yaml", "--with", "cpus_per_task=x"], 2, "cpus_per_task is 'x', but it is a whole number"),
+    (["submit", "job.yaml", "--to", "ray", "--with", "gpus=2"], 2, "--with gpus=2 says nothing to ray"),
+    (["submit", "job.yaml", "--with", "ntasks_per_node=x"], 2, "ntasks_per_node is 'x', but it is a whole number"),
     (["submit", "job.yaml", "--with", "requeue=no"], 2, "requeue is 'no', but it is true or false"),
     (["simulate", "1f1b", "-p", "4", "-m", "8", "--latency", "nan"], 2, "--latency is nan"),
     (

@@ -102,7 +102,10 @@ def test_missing_names_say_what_they_are(tmp_path: Path) -> None:
         (GOOD + "training: {epochs: null}", "training.epochs is null but must be a whole number"),
         (GOOD + "training: 3", "training is 3 but must be a mapping of keys"),
         (GOOD + "training: null", "training is null but must be a mapping of keys"),
-        (GOOD + "launch: {slurm: {partition: '-x; rm'}}", "launch.slurm.partition is '-x; rm' but must be a word"),
+        (
+            GOOD + "launch: {slurm: {options: {partition: '-x; rm'}}}",
+            "launch.slurm.options is '-x; rm' but must be a mapping",
+        ),
         (GOOD + "launch: {machines: ['-oProxyCommand=x:0']}", "launch.machines[0] is '-oProxyCommand=x:0', but"),
         (GOOD + "parallel: {timeout: 0}", "parallel.timeout is 0 but must be a number, more than 0"),
         (GOOD + "parallel: {partition: nowhere.json}", "nowhere.json does not exist"),

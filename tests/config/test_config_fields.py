@@ -75,7 +75,10 @@ def test_round_trips() -> None:
             "optimizer_options": {"betas": [0.5, 0.25]},
         },
         "parallel": {"partition": [1, 2, 3, 4], "recompute": [0.5, 0, 0, 1.0], "replicas": [2, 1, 1, 1]},
-        "launch": {"slurm": {"time": "01:30:00", "gres": "gpu:4"}, "container": {"kind": "docker", "image": "a/b:1"}},
+        "launch": {
+            "slurm": {"options": {"time": "01:30:00", "gres": "gpu:4"}},
+            "container": {"kind": "docker", "image": "a/b:1"},
+        },
     }
     config = PipelineConfig.from_dict(values)
     assert PipelineConfig.from_dict(config.to_dict()) == config
@@ -161,7 +164,7 @@ def test_overrides_win_over_the_file_and_are_read_like_it(tmp_path: Path) -> Non
     file.write_text("model: {name: gpt}\ndataset: {name: text}\ntraining: {epochs: 3}\n")
     overrides = [
         "training.learning_rate=1e-3", "training.epochs=1", "training.epochs=5", "model.extra.dropout=0.1",
-        "parallel.partition=[1, 2, 3, 4]", "launch.slurm.time=01:30:00", "checkpoint.directory=null",
+        "parallel.partition=[1, 2, 3, 4]", "launch.slurm.options.time=01:30:00", "checkpoint.directory=null",
         "dataset.path=w=1",
     ]  # fmt: skip
     config = load(file, overrides, scheduler="1f1b").config
@@ -169,7 +172,7 @@ def test_overrides_win_over_the_file_and_are_read_like_it(tmp_path: Path) -> Non
     assert config.model.extra == {"dropout": 0.1}
     assert config.parallel.partition == (1, 2, 3, 4)
     assert config.parallel.scheduler == "1f1b"
-    assert config.launch.slurm.time == "01:30:00"
+    assert config.launch.slurm.options == {"time": "01:30:00"}
     assert config.dataset.path == str(Path.cwd() / "w=1"), "a path on the command line is seen from where it is typed"
 
 

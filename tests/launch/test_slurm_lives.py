@@ -68,12 +68,12 @@ def test_slurms_times(time: str, expected: int) -> None:
 
 
 def test_a_limit_shorter_than_the_start_is_warned_of() -> None:
-    said = limit_warning(SlurmJob("c.yaml", 1, 1, time="00:01:30"))
+    said = limit_warning(SlurmJob("c.yaml", 1, 1, options={"time": "00:01:30"}))
     assert said is not None
     assert "leaves 30 s" in said
-    assert limit_warning(SlurmJob("c.yaml", 1, 1, time="00:03:00")) is None
-    assert limit_warning(SlurmJob("c.yaml", 1, 1, time="1", requeue=False)) is None
-    assert any("leaves 0 s" in each for each in plan_job(CONFIG, (), (), None, {"time": "1"})[1])
+    assert limit_warning(SlurmJob("c.yaml", 1, 1, options={"time": "00:03:00"})) is None
+    assert limit_warning(SlurmJob("c.yaml", 1, 1, options={"time": "1"}, requeue=False)) is None
+    assert any("leaves 0 s" in each for each in plan_job(CONFIG, (), (), None, {"options": {"time": "1"}})[1])
 
 
 @pytest.mark.parametrize(

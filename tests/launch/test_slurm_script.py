@@ -28,11 +28,11 @@ def options(text: str) -> dict[str, str]:
 
 def test_every_option_is_asked_for() -> None:
     job = SlurmJob(
-        "c.yaml", 2, 4, "n", "py", partition="p", account="a", qos="q", gres="gpu:4", cpus_per_task=3, memory="8G"
+        "c.yaml", 2, 4, "n", "py", options={"partition": "p", "constraint": "v100", "cpus-per-task": "3", "mem": "8G"}
     )
     asked = options(script(job))
-    expected = {"job-name": "n", "nodes": "2", "ntasks-per-node": "4", "partition": "p", "account": "a", "qos": "q"}
-    assert (expected | {"gres": "gpu:4", "cpus-per-task": "3", "mem": "8G"}).items() <= asked.items()
+    expected = {"job-name": "n", "nodes": "2", "ntasks-per-node": "4", "partition": "p", "mem": "8G"}
+    assert (expected | {"constraint": "v100", "cpus-per-task": "3"}).items() <= asked.items()
     assert asked["signal"] == "B:USR1@60"
     assert {"requeue", "open-mode"} <= asked.keys()
     assert "--ntasks=8 --ntasks-per-node=4 --cpus-per-task=3 --distribution=block" in script(job)
@@ -85,7 +85,9 @@ def test_sweeps_are_products() -> None:
         ([], [], {"nodes": 2, "ntasks_per_node": 4}, "are 8 ranks, but the config has 4"),
         (["training.epochs=1,zero"], [], {}, "training.epochs"),
         (["parallel.model_parallel_size=4,2"], [], {}, "has 2 ranks, the config 4"),
-        ([], [], {"time": "soon"}, "launch.slurm.time is 'soon' but must be a time"),
+        ([], [], {"options": {"time": "soon"}}, "launch.slurm.options.time is 'soon' but must be a time"),
+        ([], [], {"options": {"requeue": "1"}}, "has requeue, which the job's script says itself"),
+        ([], [], {"options": {"-x": "1"}}, "an option of SLURM is '-x' but must be a word"),
         ([], [], {"array": "all"}, "--with array is 'all' but must be indices"),
         ([], ["training.epochs"], {}, "section.key=value"),
     ],
@@ -99,10 +101,11 @@ def test_mistakes_are_found_before_the_queue(
 
 def test_options_override_the_config(tmp_path: Path) -> None:
     path = tmp_path / "job one.yaml"
-    launch = "launch: {slurm: {nodes: 2, partition: slow, time: '01:00:00'}, interface: eth0, master_port: 4321}\n"
+    launch = "launch: {slurm: {nodes: 2, options: {partition: slow, time: '01:00:00'}}, interface: eth0, master_port: 4321}\n"
     path.write_text((ROOT / "configs" / "gpt_small_cpu.yaml").read_text() + launch)
-    job, _ = plan_job(str(path), [], ["training.epochs=1"], "1f1b", {"partition": "fast", "account": None})
-    assert (job.num_nodes, job.tasks_per_node, job.partition, job.time) == (2, 2, "fast", "01:00:00")
+    job, _ = plan_job(str(path), [], ["training.epochs=1"], "1f1b", {"options": {"partition": "fast"}})
+    assert (job.num_nodes, job.tasks_per_node) == (2, 2)
+    assert job.options == {"partition": "fast", "time": "01:00:00"}
     assert job.arguments == ("--set", "training.epochs=1", "--scheduler", "1f1b")
     assert job.name == "vpipe-jobone"
     text = script(job)
@@ -116,7 +119,7 @@ READY = {1: "gpt_small", 2: "gpt_8stage", 4: "gpt_16stage"}
 @pytest.mark.parametrize("nodes", READY)
 def test_the_ready_scripts_are_what_the_command_writes(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    given = {"nodes": nodes, "gres": "gpu:4", "time": "02:00:00", "python": "python"}
+    given = {"nodes": nodes, "options": {"gres": "gpu:4", "time": "02:00:00"}, "python": "python"}
     job, _ = plan_job(f"configs/{READY[nodes]}.yaml", [], [], None, given)
     assert job.tasks_per_node == 4
     path = ROOT / f"submit_gpipe_{nodes}node{'s' if nodes > 1 else ''}.sh"

@@ -34,8 +34,8 @@ REMEDY = {
     "asked",
     multiple=True,
     metavar="NAME=VALUE",
-    help="What the engine is asked for. SLURM: the keys of launch.slurm, such as partition, gres, time; name; array "
-    "(runs of the sweep, or seeds); python; cancel_on_interrupt (with --follow). Ray: address, gpus_per_task, "
+    help="What the engine is asked for. SLURM: sbatch's options, such as partition, gres, time; ntasks_per_node; name; "
+    "array (runs of the sweep, or seeds); python; cancel_on_interrupt (with --follow). Ray: address, gpus_per_task, "
     "cpus_per_task, spread, python. Kubernetes: image, volume, gpus_per_task, cpus_per_task, memory, name.",
 )
 @click.option(

@@ -19,6 +19,7 @@ MachineName = Annotated[
     ),
 ]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:=@%+/\[\]-]{0,255}$")]
+SlurmOption = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,63}$")]
 Bind = Annotated[str, Field(max_length=4096, pattern=r"^[/~.A-Za-z0-9][^\x00-\x1f\x7f,]*$")]
 WORD = "a word without spaces that does not begin with a dash, or null"
 
@@ -88,22 +89,11 @@ class SlurmConfig(Section):
     """Number of nodes."""
     ntasks_per_node: Annotated[int, Field(ge=1, le=1024)] | None = worded(None, "a whole number, at least 1, or null")
     """Ranks per node, of an elastic run the most; null spreads them evenly."""
-    partition: Word | None = worded(None, WORD)
-    """Partition (queue)."""
-    account: Word | None = worded(None, WORD)
-    """Account that pays."""
-    qos: Word | None = worded(None, WORD)
-    """Quality of service."""
-    gres: Word | None = worded(None, WORD)
-    """Generic resources per node, such as gpu:4."""
-    cpus_per_task: Annotated[int, Field(ge=1, le=4096)] | None = worded(None, "a whole number, at least 1, or null")
-    """Processor cores per rank."""
-    memory: Word | None = worded(None, WORD)
-    """Memory per node, such as 64G."""
-    time: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]{1,6}(:[0-9]{1,2}){0,2}$")] | None = worded(
-        None, "a time such as 01:30:00 or 2-00:00:00, or null"
+    options: dict[SlurmOption, Word | Annotated[int, Field(ge=0)]] = worded(
+        {}, "a mapping of sbatch's options to words or whole numbers"
     )
-    """Longest duration, such as 01:30:00 or 2-00:00:00."""
+    """More of sbatch's options by their own names, such as {partition: gpu, gres: "gpu:4", time: "02:00:00", mem: 64G,
+    cpus-per-task: 8}."""
     requeue: bool = True
     """After a preemption the job is queued again and goes on from its latest checkpoint."""
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.config import PipelineConfig, load
-from vpipe.config.running import SlurmConfig
 from vpipe.errors import UserError, nearest
 from vpipe.launch import kubernetes, ray_cluster
 from vpipe.launch.container import PYTHON
@@ -18,11 +17,11 @@ from vpipe.process import AS_MODULE
 Show = Callable[[str], None]
 
 KNOWN = {
-    "slurm": (*sorted(SlurmConfig.model_fields.keys() - {"nodes"}), "name", "array", "python", "cancel_on_interrupt"),
+    "slurm": ("ntasks_per_node", "requeue", "name", "array", "python", "cancel_on_interrupt"),
     "ray": ("address", "gpus_per_task", "spread", "cpus_per_task", "python"),
     "kubernetes": ("image", "volume", "gpus_per_task", "cpus_per_task", "memory", "name"),
 }
-"""Engine → what it may be asked for."""
+"""Engine → what it may be asked for; SLURM also for any option of sbatch."""
 _COUNTS, _FLAGS = ("cpus_per_task", "gpus_per_task", "ntasks_per_node"), {"true": True, "false": False}
 _TRUE_OR_FALSE = ("spread", "requeue", "cancel_on_interrupt")
 
@@ -33,6 +32,9 @@ def asked_for(to: str, words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         name, equals, value = word.partition("=")
         name = name.strip().replace("-", "_")
+        if equals and to == "slurm" and name not in KNOWN[to]:
+            found.setdefault("options", {})[name.replace("_", "-")] = value
+            continue
         if not equals or name not in KNOWN[to]:
             hint = nearest(name, KNOWN[to]) if equals else "; it is NAME=VALUE"
             raise UserError(f"--with {word} says nothing to {to}, which understands {', '.join(KNOWN[to])}{hint}")
@@ -94,8 +96,8 @@ def _to_kubernetes(config: PipelineConfig, path: str, given: Mapping[str, Any], 
         num_ranks=config.num_ranks,
         run_directory=config.observe.directory,
         gpus=given.get("gpus_per_task", 0),
-        cpus=given.get("cpus_per_task", config.launch.slurm.cpus_per_task),
-        memory=given.get("memory", config.launch.slurm.memory),
+        cpus=given.get("cpus_per_task"),
+        memory=given.get("memory"),
         volume=given.get("volume"),
     )
     show(kubernetes.manifest(asked).rstrip("\n"))
@@ -120,7 +122,7 @@ def _to_ray(
         directory=str(Path.cwd()),
         python=python,
         address=given.get("address", "auto"),
-        cpus_per_task=given.get("cpus_per_task", config.launch.slurm.cpus_per_task or 1),
+        cpus_per_task=given.get("cpus_per_task", 1),
         gpus_per_task=given.get("gpus_per_task", 0),
         spread=bool(given.get("spread")),
         interface=config.launch.interface,

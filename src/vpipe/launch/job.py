@@ -16,8 +16,6 @@ from vpipe.errors import UserError
 from vpipe.launch.container import PYTHON, Container
 from vpipe.launch.slurm import SlurmJob, limit_warning, sweep
 
-AS_GIVEN = ("partition", "account", "qos", "gres", "cpus_per_task", "memory", "time", "requeue")
-"""Keys of launch.slurm that SLURM is told as they are."""
 Load = Callable[[str, Sequence[str], str | None], Loaded]
 """Reads a config with overrides and a schedule, and raises where it is wrong."""
 
@@ -42,11 +40,12 @@ def plan_job(
                 "the runs of one job array have equally many, so submit them one by one"
             )
     given = {name: value for name, value in options.items() if value is not None}
-    slurm = loaded.config.launch.slurm.model_dump() | given
     launch = loaded.config.launch
+    slurm = launch.slurm.model_dump() | given
     least_nodes, num_nodes = node_range(slurm["nodes"])
     tasks_per_node = _places(loaded.config, least_nodes, num_nodes, slurm["ntasks_per_node"])
-    container = Container.from_config(launch.container, gpus="gpu" in (slurm["gres"] or ""))
+    asked = {name: str(value) for name, value in (launch.slurm.options | given.get("options", {})).items()}
+    container = Container.from_config(launch.container, gpus="gpu" in asked.get("gres", ""))
     words = [word for override in overrides for word in ("--set", override)]
     job = SlurmJob(
         config=path,
@@ -58,7 +57,8 @@ def plan_job(
         run_directory=loaded.config.observe.directory,
         checkpoint_directory=loaded.config.checkpoint.directory,
         container=container,
-        **{name: slurm[name] for name in AS_GIVEN},
+        options=asked,
+        requeue=slurm["requeue"],
         interface=launch.interface,
         port=launch.master_port,
         points=points,

@@ -15,8 +15,8 @@ The job of an elastic run has a launcher of its own instead, on the first node, 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 
 from vpipe.errors import UserError
@@ -30,6 +30,11 @@ GRACE = 60
 USEFUL = 120
 """Seconds of training below which a time limit is hardly worth the start."""
 
+OWN = (
+    *("job-name", "nodes", "ntasks", "ntasks-per-node", "mincpus", "array", "output", "open-mode", "no-kill"),
+    *("requeue", "no-requeue", "signal"),
+)
+"""Options that the script says itself."""
 LIVES = 3
 """How often in a row a job may be queued again without having saved anything new."""
 
@@ -53,13 +58,8 @@ class SlurmJob:
     """Parent of the run directories, as the config has it."""
     checkpoint_directory: str | None = None
     container: Container = NONE
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    gres: str | None = None
-    cpus_per_task: int | None = None
-    memory: str | None = None
-    time: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    """More of sbatch's options, by its own names."""
     requeue: bool = True
     interface: str | None = None
     port: int = 0
@@ -81,11 +81,13 @@ class SlurmJob:
         valid.path(self.run_directory, "observe.directory")
         if self.checkpoint_directory is not None:
             valid.path(self.checkpoint_directory, "checkpoint.directory")
-        for name in ("name", "partition", "account", "qos", "gres", "memory", "interface"):
-            if getattr(self, name) is not None:
-                valid.option(getattr(self, name), f"--{name}")
-        if self.time is not None:
-            valid.duration(self.time, "launch.slurm.time")
+        for name, value in {"name": self.name, "interface": self.interface, **self.options}.items():
+            if value is None:
+                continue
+            where = f"launch.slurm.options.{valid.option(name, 'an option of SLURM')}"
+            (valid.duration if name == "time" else valid.option)(value, where)
+        if own := [name for name in OWN if name in self.options]:
+            raise UserError(f"launch.slurm.options has {own[0]}, which the job's script says itself; leave it out")
         if self.array is not None:
             valid.array(self.array, "--with array")
         for argument in (*self.arguments, *(word for point in self.points for word in point)):
@@ -127,14 +129,8 @@ def _options(job: SlurmJob) -> list[str]:
         "job-name": job.name,
         "nodes": f"{job.least_nodes}-{job.num_nodes}" if job.least_nodes else job.num_nodes,
         "ntasks-per-node": None if job.elastic else job.tasks_per_node,
-        "mincpus": job.tasks_per_node * (job.cpus_per_task or 1) if job.elastic else None,
-        "cpus-per-task": None if job.elastic else job.cpus_per_task,
-        "mem": job.memory,
-        "gres": job.gres,
-        "time": job.time,
-        "partition": job.partition,
-        "account": job.account,
-        "qos": job.qos,
+        "mincpus": job.tasks_per_node * int(job.options.get("cpus-per-task", 1)) if job.elastic else None,
+        **{name: value for name, value in job.options.items() if name != "cpus-per-task" or not job.elastic},
         "array": job.indices,
         "output": f"slurm-{log}.out",
         "open-mode": "append",
@@ -203,13 +199,14 @@ def _which_run(job: SlurmJob) -> list[str]:
 
 def limit_warning(job: SlurmJob) -> str | None:
     """A time limit that leaves next to nothing for training, in a sentence."""
-    if job.time is None or not job.requeue:
+    time = job.options.get("time")
+    if time is None or not job.requeue:
         return None
-    useful = seconds(job.time) - GRACE
+    useful = seconds(time) - GRACE
     if useful >= USEFUL:
         return None
     return (
-        f"the time {job.time} leaves {max(0, useful)} s before SLURM announces the end ({GRACE} s ahead), and starting "
+        f"the time {time} leaves {max(0, useful)} s before SLURM announces the end ({GRACE} s ahead), and starting "
         f"takes some of it: the job may be queued again without progress; give at least {GRACE + USEFUL} s"
     )
 
@@ -255,7 +252,7 @@ def _launch(job: SlurmJob) -> list[str]:
         command = shlex.join(inside)
     else:
         command = shlex.join(wrap(job.container, inside, _HERE, variables)).replace(_HERE, '"$PWD"')
-    cpus = f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else ""
+    cpus = f" --cpus-per-task={job.options['cpus-per-task']}" if "cpus-per-task" in job.options else ""
     srun = (
         f"srun --export=ALL --kill-on-bad-exit=1 --nodes={job.num_nodes} --ntasks={job.num_ranks} "
         f"--ntasks-per-node={job.tasks_per_node}{cpus} --distribution=block \\"
