@@ -22,6 +22,7 @@ import forked_python
 from vpipe.errors import UserError
 from vpipe.launch import local
 from vpipe.launch.output import Output, Sink
+from vpipe.launch.stopping import Grace
 from vpipe.rundir.journal import Ending
 
 ROOT = Path(__file__).parents[2]
@@ -373,7 +374,7 @@ def test_ranks_that_save_are_waited_for_beyond_the_grace(tmp_path: Path) -> None
         return 0.01 if len(asked) < 3 else 100.0
 
     found, said = {"PYTHONPATH": str(tmp_path)}, io.BytesIO()
-    grace = local.Grace(lambda: 0.01, more)
+    grace = Grace(lambda: 0.01, more)
     code = local.run("own:save_slowly", 1, preload=["json"], environment=found, stdout=Asks(), stderr=said, grace=grace)
     assert (code, len(asked)) == (75, 3), said.getvalue()
     assert said.getvalue().count(b"still saving, and are waited for") == 1

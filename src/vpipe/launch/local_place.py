@@ -25,7 +25,7 @@ from typing import Any
 
 from vpipe.launch import zygote_start
 from vpipe.launch.events import EventLoop, JsonLines, read_now
-from vpipe.launch.place import Leader
+from vpipe.launch.place import Leader, RankPlace
 from vpipe.launch.process import is_stopped, kill_group
 from vpipe.process import AS_MODULE
 
@@ -55,8 +55,9 @@ def make_shelves(count: int) -> list[list[int]]:
     return [[os.memfd_create("vpipe-copy") for _ in range(2)] for _ in range(count)]
 
 
-class LocalPlace:
-    """This machine. ``leads``: its processes are told things, and say things, one by one."""
+class LocalPlace(RankPlace):
+    """This machine. ``leads``: its processes are told things, and say things, one by one. ``outlives``: ``saver`` runs
+    where this process is killed, too."""
 
     def __init__(
         self,
@@ -67,12 +68,13 @@ class LocalPlace:
         leads: bool,
         shelves: Sequence[Sequence[int]] = (),
         saver: str = "",
+        outlives: bool = False,
         listeners: Sequence[socket.socket] = (),
         terminals: Sequence[bool] = (False, False),
     ) -> None:
         self._events, self._leader = events, leader
         self._environment = environment
-        self._leads, self._saver = leads, saver
+        self._leads, self._saver, self._outlives = leads, saver, outlives
         self._listeners, self._terminals = listeners, terminals
         self._shelves = shelves
         self._shared = [fd for pair in shelves for fd in pair]
@@ -86,7 +88,7 @@ class LocalPlace:
         self._said = JsonLines()
 
     def start(self, spec: dict[str, Any]) -> None:
-        self._spec = spec
+        self._spec = spec | {"rescue": self._saver if self._outlives else ""}
         begun = None if self._shared else zygote_start.take(self._environment)
         started = begun or zygote_start.spawn(self._environment, self._shared)
         self._zygote, self._control = started.process, started.control
@@ -97,7 +99,7 @@ class LocalPlace:
             listener.close()
         if self._shared:
             spec["environment"] |= {SHELVES: json.dumps(self._shelves)}
-        self._control.sendall(json.dumps(spec).encode() + b"\n")
+        self._control.sendall(json.dumps(self._spec).encode() + b"\n")
 
     # --- orders -------------------------------------------------------------------------------------------------------
 
@@ -229,20 +231,6 @@ class LocalPlace:
             if self._leads and silent > STOPPED_FOR and member.pid and is_stopped(member.pid):
                 member.seen = now
                 self._leader.stopped(slot, silent)
-
-    # --- what is simple on one machine --------------------------------------------------------------------------------
-
-    def seats(self, slots: Sequence[int]) -> dict[int, dict[str, Any]]:
-        return {}
-
-    def has_room(self, slot: int) -> bool:
-        return True
-
-    def is_clear(self, now: float) -> bool:
-        return True
-
-    def give_back(self, names: Sequence[str], least: int, by: int) -> str:
-        return "all ranks are on this machine"
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,9 @@ import os
 import secrets
 import select
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -27,15 +25,14 @@ from vpipe.launch.environment import carried, interface_variables
 from vpipe.launch.epochs import Elastic
 from vpipe.launch.events import EventLoop
 from vpipe.launch.host_link import HELLO_SECONDS, HostLink, connected
-from vpipe.launch.launcher import Launcher
+from vpipe.launch.launcher import Launcher, lead
 from vpipe.launch.node import LEASE
-from vpipe.launch.output import Output, Stream
+from vpipe.launch.output import Output
 from vpipe.launch.place import Connection, Leader
 from vpipe.launch.process import signal_name
 from vpipe.launch.ssh import SshLaunch
 from vpipe.launch.stopping import Grace
-from vpipe.launch.zygote_start import PRELOAD
-from vpipe.rundir.journal import Beat, Ending
+from vpipe.rundir.journal import Beat
 from vpipe.store import STORE
 
 MOST_READS = 1024
@@ -274,31 +271,16 @@ def run(
     target: Sequence[str] | str,
     num_ranks: int,
     *,
-    arguments: Mapping[str, Any] | None = None,
-    environment: Mapping[str, str] | None = None,
-    preload: Sequence[str] = PRELOAD,
-    log_dir: Path | None = None,
     grace: Grace | float | None = None,
-    concluded: Callable[[Ending], str] | None = None,
     elastic: Elastic | None = None,
-    stdout: Stream | None = None,
     connections: Callable[[], list[HostLink]] | None = None,
+    **options: Any,
 ) -> int:
-    """Run ``target`` on the machines of ``launch`` to the end of all ranks; the exit code. As ``local.run``.
-    ``connections``: how the machines are reached, instead of by ``launch.through``."""
-    most = elastic.most if elastic is not None else num_ranks
-    output = Output(stdout or sys.stdout.buffer, sys.stderr.buffer, most, log_dir, False)
-    try:
-        launcher = Launcher(num_ranks, output, grace or Grace(partial(Beat.patience, launch.run_directory)), elastic)
-        ways = connections or partial(connected, launch)
-        launcher.place = Machines(launch, launcher.events, launcher, elastic, ways)
-        spec: dict[str, Any] = {
-            "target": target,
-            "arguments": dict(arguments or {}),
-            "preload": list(preload),
-            "check": None,
-        }
-        spec["environment"] = dict(environment or {})
-        return launcher.run(spec, concluded)
-    finally:
-        output.close()
+    """``lead`` (which has the other ``options``) on the machines of ``launch``. ``connections``: how they are reached,
+    instead of by ``launch.through``."""
+
+    def there(launcher: Launcher, output: Output) -> Machines:
+        return Machines(launch, launcher.events, launcher, elastic, connections or partial(connected, launch))
+
+    patience = grace or Grace(partial(Beat.patience, launch.run_directory))
+    return lead(target, num_ranks, there, grace=patience, elastic=elastic, **options)

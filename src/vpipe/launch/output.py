@@ -79,15 +79,16 @@ def tagged(rank: int, text: bytes) -> bytes:
 class Output:
     """The merged output of a launch, and the log files of its ranks."""
 
-    def __init__(self, stdout: Stream, stderr: Stream, num_ranks: int, log_dir: Path | None, quiet: bool) -> None:
+    def __init__(self, stdout: Stream, stderr: Stream, num_ranks: int, log_dir: Path | str | None, quiet: bool) -> None:
         self._quiet = quiet
         self.sinks = (Sink(stdout, obeys(stdout)), Sink(stderr, obeys(stderr)))
         self._logs: list[BinaryIO] = []
         self._num_lost = 0
         """Bytes that the log files did not take."""
         if log_dir is not None:
-            log_dir.mkdir(parents=True, exist_ok=True)
-            self._logs = [(log_dir / f"rank{rank}.log").open("ab", buffering=0) for rank in range(num_ranks)]
+            folder = Path(log_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._logs = [(folder / f"rank{rank}.log").open("ab", buffering=0) for rank in range(num_ranks)]
 
     def feed(self, rank: int, number: int, data: bytes, shown: int | None = None) -> None:
         """Bytes that ``rank`` wrote to stream ``number``: 0 is its stdout, 1 its stderr. ``shown`` is the number that

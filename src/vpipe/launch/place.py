@@ -73,16 +73,20 @@ class RankPlace(Protocol):
 
     def seats(self, slots: Sequence[int]) -> dict[int, dict[str, Any]]:
         """What the order of each slot says of where the others are. ``slots`` are in the order of their ranks."""
+        return {}
 
     def has_room(self, slot: int) -> bool:
         """Whether a process may be started there."""
+        return True
 
     def is_clear(self, now: float) -> bool:
         """Whether processes that were lost surely write nothing any more."""
+        return True
 
     def give_back(self, names: Sequence[str], least: int, by: int) -> tuple[list[int], int] | str:
         """Leave these machines when their ranks have left: their slots and how many ranks the others have room for; or
         why that cannot be."""
+        return "all ranks are on this machine"
 
     def save(self) -> Sequence[Connection]:
         """End all ranks and make a checkpoint of the copies in memory: the processes that do so."""

@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 
 from vpipe.door import SECRET
 from vpipe.errors import UserError
+from vpipe.launch.events import JsonLines
 from vpipe.launch.process import MOST_DESCRIPTORS, kill_own_group
 from vpipe.launch.rank import DEPARTURE, become_rank
 from vpipe.process import die_with_parent
@@ -53,7 +54,7 @@ class Zygote:
         self._spec = spec
         self._listeners = listeners
         """Where the stores listen: ours, and on one machine torch's."""
-        self._unread = b""
+        self._orders = JsonLines()
         self._given: list[int] = []
         """Descriptors that came for ranks that are not forked yet."""
         self._ranks: dict[int, int] = {}
@@ -127,9 +128,8 @@ class Zygote:
                 data, given = self._receive()
                 if not data:
                     self._abandoned()
-                self._unread += data
                 self._given += given
-                rank = self._obey()
+                rank = self._obey(data)
                 if rank is not None:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -162,11 +162,9 @@ class Zygote:
             elif pid in self._ranks:
                 self.tell({"ended": self._ranks.pop(pid), "status": os.waitstatus_to_exitcode(status)})
 
-    def _obey(self) -> tuple[dict[str, Any], list[int]] | None:
+    def _obey(self, data: bytes) -> tuple[dict[str, Any], list[int]] | None:
         """Do what the launcher says; in the child that was forked for a rank: its order and descriptors."""
-        *lines, self._unread = self._unread.split(b"\n")
-        for line in lines:
-            order = json.loads(line)
+        for order in self._orders.feed(data):
             if "rescue" in order:
                 self._spec["rescue"] = order["rescue"]
             elif "fork" in order:
