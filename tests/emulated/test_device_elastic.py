@@ -28,7 +28,7 @@ from vpipe.rundir.roster import Roster
 from vpipe.runtime import device as devices
 from vpipe.runtime.ranks import device_groups
 from vpipe.runtime.ranks.failure import PeerLost
-from vpipe.train.sizes import refuse_sizes
+from vpipe.train.preflight import refuse
 
 JOB: dict[str, Any] = {
     "model": {
@@ -62,8 +62,8 @@ def test_each_rank_that_may_come_needs_a_device(wanted: str, emulated: Any) -> N
         emulated.visible(3),
         pytest.raises(UserError, match=r"2:4 allows 4 ranks.* has 3 of the device emu; lower MAX"),
     ):
-        refuse_sizes(config)
-    refuse_sizes(config)
+        refuse(config)
+    refuse(config)
 
 
 def test_what_is_read_after_the_communicators_were_ended_is_not_believed() -> None:

@@ -32,7 +32,8 @@ from vpipe.rundir.manifest import MANIFEST, checkpoints
 from vpipe.rundir.roster import Roster
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.ranks.control import Aborted, Control, EpochOrder
-from vpipe.train.sizes import placed, refuse_sizes, resized
+from vpipe.train.preflight import refuse
+from vpipe.train.sizes import placed, resized
 
 CONFIG: dict[str, Any] = {
     "model": {
@@ -264,7 +265,7 @@ def test_what_cannot_be_elastic_is_refused_in_a_sentence(changes: dict[str, Any]
     for section, inner in changes.items():
         values[section].update(inner)
     with pytest.raises(UserError, match=words):
-        refuse_sizes(values)
+        refuse(values)
 
 
 def test_a_refusal_has_exit_code_2(config: Path) -> None:

@@ -24,6 +24,7 @@ from vpipe.rundir.journal import (
     read_ending,
 )
 from vpipe.rundir.layout import STATE
+from vpipe.rundir.story import story
 
 
 def dead() -> Process:
@@ -43,7 +44,7 @@ def test_a_living_writer_is_a_running_run(tmp_path: Path) -> None:
     assert state.of(tmp_path).kind == "starting"
     Beat("a" * 12, "training", 7, 100).write(tmp_path)
     found = state.of(tmp_path)
-    assert (found.kind, found.ended, found.to_json()["iteration"]) == ("running", False, 7)
+    assert (found.kind, found.ended, story(tmp_path)["iteration"]) == ("running", False, 7)
 
 
 def test_a_run_whose_processes_are_gone_was_killed(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_an_ending_is_read_as_it_was_written(kind: EndingKind, tmp_path: Path) -
     found = state.of(tmp_path)
     assert found.ending == told
     assert found.kind == kind
-    assert found.to_json()["code"] == CODES[kind]
+    assert story(tmp_path)["code"] == CODES[kind]
 
 
 def test_the_ending_of_the_run_before_does_not_count(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from vpipe.data import dataset
 from vpipe.interfaces import DatasetInterface
 from vpipe.models.gpt import gpt
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
-from vpipe.train.preflight import check, problems
+from vpipe.train.preflight import check
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, "vocab_size": 32}
 HUGGING_FACE = {"name": "huggingface", "config": GPT2, "sequence_length": 8}
@@ -39,7 +39,7 @@ def told(config: dict[str, Any], **options: bool) -> list[str]:
         checked = PipelineConfig.from_dict(config)
     except ConfigError as error:
         return [str(problem) for problem in error.problems]
-    return [str(problem) for problem in problems(checked, **options)]
+    return [str(problem) for problem in check(checked, **options).problems]
 
 
 def small(changes: dict[str, Any]) -> dict[str, Any]:

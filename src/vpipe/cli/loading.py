@@ -56,7 +56,7 @@ def load_for_elsewhere(
 def _together(config: PipelineConfig) -> list[Problem]:
     from vpipe.train import preflight
 
-    return preflight.problems(config, here=False)
+    return preflight.check(config, here=False).problems
 
 
 def launched_as() -> int | None:
@@ -69,16 +69,12 @@ def launched_as() -> int | None:
 
 
 def check(config: PipelineConfig, parallel: bool = True) -> dict[str, Any]:
-    """What ``launch.local.run`` asks before any rank starts; ``parallel`` asks for the stages too."""
+    """What ``launch.local.run`` asks before any rank starts; ``parallel`` asks for the stages too, of an elastic run
+    for its fewest and its most."""
     return {
         "function": "vpipe.train.preflight:refuse",
         "arguments": {"config": config.to_dict(), "parallel": parallel},
     }
-
-
-def check_sizes(config: PipelineConfig) -> dict[str, Any]:
-    """The same for an elastic run, which must make sense with its fewest and its most ranks."""
-    return {"function": "vpipe.train.sizes:refuse_sizes", "arguments": {"config": config.to_dict()}}
 
 
 def refuse(config: PipelineConfig, parallel: bool = True, here: bool = True) -> Materials | None:

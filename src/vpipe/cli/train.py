@@ -284,7 +284,7 @@ def _start(
         environment=variables,
         threads=config.launch.threads,
         port=config.launch.master_port,
-        check=loading.check(config) if elastic is None else loading.check_sizes(config),
+        check=loading.check(config),
         **told,
     )
 

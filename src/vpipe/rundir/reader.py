@@ -192,20 +192,15 @@ class RunDirectory:
     def _object(self, name: str) -> dict[str, Any] | None:
         path = self.path / name
         text = _text(path)
-        if text is None:
-            return None
         try:
-            found = json.loads(text, parse_constant=_no_number)
-            if not isinstance(found, dict):
-                raise ValueError("it holds no object")
-        except (ValueError, RecursionError) as error:
-            self.note(f"{path} is broken or still being written: {error}")
+            return _parsed_object(path, text) if text is not None else None
+        except UserError as error:
+            self.note(str(error))
             return None
-        return found
 
     def _lines(self, path: Path, most_bytes: int = MAX_BYTES) -> Iterator[dict[str, Any]]:
         """The objects of a file of JSON lines; the unfinished last line of a running job is not yet one."""
-        text = (_tail(path, most_bytes) if most_bytes < MAX_BYTES else _text(path)) or ""
+        text = _tail(path, most_bytes)
         *whole, rest = text.split("\n")
         broken = 0
         for line in whole:
@@ -241,16 +236,22 @@ def open_run(path: str | Path) -> RunDirectory:
     if text is None:
         kind = NotStarted if begun(path) else UserError
         raise kind(f"{path} is not a run directory: it has no run.json; {_hint(path)}")
-    try:
-        found = json.loads(text)
-        if not isinstance(found, dict):
-            raise ValueError("it holds no object")
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{facts} is broken or still being written: {error}") from None
+    found = _parsed_object(facts, text)
     try:
         return RunDirectory(path, RunFacts.parse(found))
     except ValueError as error:
         raise UserError(f"{facts} is not what vpipe writes: {error}") from None
+
+
+def _parsed_object(path: Path, text: str) -> dict[str, Any]:
+    """The object in the text of a file; ``UserError`` where there is none."""
+    try:
+        found = json.loads(text, parse_constant=_no_number)
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is broken or still being written: {error}") from None
+    return found
 
 
 def _hint(path: Path) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vpipe.rundir.journal import SILENT_AFTER, Beat, Ending, EndingKind, read_ending
 
@@ -26,23 +25,6 @@ class State:
     @property
     def ended(self) -> bool:
         return self.ending is not None
-
-    def to_json(self) -> dict[str, Any]:
-        """For a page."""
-        beat, ending = self.beat, self.ending
-        return {
-            "kind": self.kind,
-            "sentence": self.sentence,
-            "ended": self.ended,
-            "code": ending.code if ending else None,
-            "rank": ending.rank if ending else None,
-            "details": ending.details if ending else "",
-            "saved": ending.saved if ending else beat.saved if beat else None,
-            "iteration": beat.iteration if beat else ending.iteration if ending else None,
-            "iterations": beat.iterations if beat else None,
-            "phase": beat.phase if beat else None,
-            "silence": round(beat.silence, 1) if beat and not ending else None,
-        }
 
 
 def of(directory: Path) -> State:

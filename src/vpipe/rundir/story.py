@@ -37,17 +37,30 @@ def begun(directory: Path) -> bool:
 def story(directory: Path) -> dict[str, Any]:
     """For the page: ``kind``, ``sentence``, first cause and log lines."""
     state = states.of(directory)
-    found = state.to_json()
-    if state.beat is None and state.ending is None:
+    beat, ending, kind, sentence, done = state.beat, state.ending, state.kind, state.sentence, state.ended
+    if beat is None and ending is None:
         done = (directory / layout.SUMMARY).is_file()
         sentence = "" if done else "it has no heartbeat: it is starting, or was written by an older vpipe"
-        found |= {"kind": "finished" if done else "unknown", "sentence": sentence, "ended": done}
-    found["bad"] = found["kind"] in BAD
-    found["details"] = _clean(str(found.get("details") or ""))[-6000:]
-    log = last_lines(directory, found["rank"]) if found["bad"] else []
-    found["log"] = log if "\n".join(log) not in found["details"] else []  # a rank that died of it said it, too
-    found["remedy"] = state.ending.remedy(directory) if state.ending else ""
-    return found
+        kind = "finished" if done else "unknown"
+    rank = ending.rank if ending else None
+    details = _clean(ending.details)[-6000:] if ending else ""
+    log = last_lines(directory, rank) if kind in BAD else []
+    return {
+        "kind": kind,
+        "sentence": sentence,
+        "ended": done,
+        "bad": kind in BAD,
+        "code": ending.code if ending else None,
+        "rank": rank,
+        "details": details,
+        "log": log if "\n".join(log) not in details else [],  # a rank that died of it said it, too
+        "remedy": ending.remedy(directory) if ending else "",
+        "saved": ending.saved if ending else beat.saved if beat else None,
+        "iteration": beat.iteration if beat else ending.iteration if ending else None,
+        "iterations": beat.iterations if beat else None,
+        "phase": beat.phase if beat else None,
+        "silence": round(beat.silence, 1) if beat and not ending else None,
+    }
 
 
 def last_lines(directory: Path, rank: int | None) -> list[str]:

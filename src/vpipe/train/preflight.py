@@ -32,6 +32,7 @@ from vpipe.runtime.flow import resolve
 from vpipe.runtime.updates.update import checked_scale
 from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Layout, Placement
+from vpipe.train import sizes
 from vpipe.train.cut import Cut, cut
 from vpipe.train.optimizers import loss_scale
 from vpipe.train.session import (
@@ -80,21 +81,21 @@ class Findings:
 
 
 def refuse(config: dict[str, Any], parallel: bool = True) -> None:
-    """Raise where the config cannot train, with every reason: asked by a process that ends with the answer."""
-    found = problems(PipelineConfig.from_dict(config), parallel=parallel, ends=True)
-    if found:
-        raise ConfigError(found)
-
-
-def problems(config: PipelineConfig, *, parallel: bool = True, here: bool = True, ends: bool = False) -> list[Problem]:
-    """Every reason why the config cannot train."""
-    return check(config, parallel=parallel, here=here, ends=ends).problems
+    """Raise where the config cannot train, or its fewest or most ranks could not: asked by a process that ends with the
+    answer."""
+    checked = PipelineConfig.from_dict(config)
+    elastic = parallel and checked.launch.elastic is not None
+    if elastic:
+        sizes.refuse_devices(checked)
+    for each in sizes.all_of(checked) if elastic else [checked]:
+        if found := check(each, parallel=parallel, ends=True).problems:
+            raise ConfigError(found)
 
 
 def check(config: PipelineConfig, *, parallel: bool = True, here: bool = True, ends: bool = False) -> Findings:
-    """The same, with what was gathered on the way. ``parallel`` asks for the stages too, ``here`` says that it would
-    run on this machine; elsewhere, files that are not here are not asked for. ``ends``: this process does nothing
-    else."""
+    """Every reason why the config cannot train, and what was gathered on the way. ``parallel`` asks for the stages too,
+    ``here`` says that it would run on this machine; elsewhere, files that are not here are not asked for. ``ends``:
+    this process does nothing else."""
     found = Findings()
     found.attempt(partial(load_plugins, config.plugins), "plugins")
     absent = set() if here else {key[0] for key, _ in missing_files(config)}

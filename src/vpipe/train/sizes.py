@@ -7,7 +7,6 @@ with the same bits. What a config says about single stages cannot be kept for an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
@@ -99,17 +98,7 @@ def placed(config: PipelineConfig, nodes: Sequence[str]) -> PipelineConfig:
     return PipelineConfig.from_dict(values)
 
 
-def refuse_sizes(config: dict[str, Any]) -> None:
-    """Before any rank starts: the run must be able to have its fewest and its most ranks, too."""
-    from vpipe.train import preflight  # torch, which a launcher need not load
-
-    checked = PipelineConfig.from_dict(config)
-    _refuse_devices(checked)
-    for size in all_of(checked):
-        preflight.refuse(size.to_dict())
-
-
-def _refuse_devices(config: PipelineConfig) -> None:
+def refuse_devices(config: PipelineConfig) -> None:
     """A process keeps its device, so there must be one for each rank of the most; ``launch.machines`` says which."""
     from vpipe.runtime.device import chosen, is_host, num_devices
 
