@@ -13,10 +13,8 @@ with whom.
 from __future__ import annotations
 
 import signal
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -24,16 +22,13 @@ from vpipe.errors import on_one_line, printable
 from vpipe.launch.epochs import MOST_IN_VAIN, MOST_LOSSES, REST, Crew, Elastic, Member
 from vpipe.launch.events import EventLoop
 from vpipe.launch.first_cause import IN_ORDER, Report, Verdict
-from vpipe.launch.output import Output, Stream
+from vpipe.launch.output import Output
 from vpipe.launch.place import RankPlace
 from vpipe.launch.process import signal_name
 from vpipe.launch.stopping import Grace, Stopping
-from vpipe.launch.zygote_start import PRELOAD
 from vpipe.rundir.journal import Ending, EndingKind
 from vpipe.rundir.roster import Roster, take_wanted
 
-STOP_GRACE = 10.0
-"""Seconds from the first Ctrl-C to the end of patience."""
 FAILURE_GRACE = 3.0
 """Seconds that the other ranks get after one has failed."""
 CAUSE_PATIENCE = 5.0
@@ -45,50 +40,6 @@ LEAVES_WITHIN = 10.0
 for a connection that nobody will make) is well and never answers; a new process takes its place and its copies."""
 RESCUE_WITHIN = 60.0
 """Seconds for writing what the copies of a broken run hold."""
-
-
-def lead(
-    target: Sequence[str] | str,
-    num_ranks: int,
-    place_of: Callable[[Launcher, Output], RankPlace],
-    *,
-    arguments: Mapping[str, Any] | None = None,
-    environment: Mapping[str, str] | None = None,
-    preload: Sequence[str] = PRELOAD,
-    log_dir: Path | str | None = None,
-    quiet: bool = False,
-    grace: Grace | float = STOP_GRACE,
-    stdout: Stream | None = None,
-    stderr: Stream | None = None,
-    concluded: Callable[[Ending], str] | None = None,
-    check: Mapping[str, Any] | None = None,
-    elastic: Elastic | None = None,
-) -> int:
-    """Run ``target`` as ranks 0..num_ranks-1 at a place and wait for all of them; the exit code.
-
-    ``target`` is an argv list (``["script.py", "--steps", "10"]`` or ``["-m", "package.module"]``) or a function
-    ``"package.module:function"``, called with ``arguments`` (anything JSON can hold) in every rank; if it returns an
-    int, that is the rank's exit code. ``preload`` names the modules that are imported once, before the ranks are
-    forked. ``quiet`` shows failures only; the log files have everything. ``grace`` are the seconds from a request to
-    stop to the end of patience. ``concluded`` is told an ending that the ranks could not tell themselves, and returns
-    what else to say. ``check`` is asked before any rank starts: ``{"function": "package.module:function", "arguments":
-    {...}}``, which raises a ``UserError`` against the run. ``elastic``: ranks may be lost and replaced.
-    """
-    most = elastic.most if elastic is not None else num_ranks
-    output = Output(stdout or sys.stdout.buffer, stderr or sys.stderr.buffer, most, log_dir, quiet)
-    try:
-        launcher = Launcher(num_ranks, output, grace, elastic)
-        launcher.place = place_of(launcher, output)
-        spec = {
-            "target": target,
-            "arguments": dict(arguments or {}),
-            "preload": list(preload),
-            "check": dict(check) if check else None,
-            "environment": dict(environment or {}),
-        }
-        return launcher.run(spec, concluded)
-    finally:
-        output.close()
 
 
 class Launcher:

@@ -15,7 +15,8 @@ from typing import Any
 from vpipe.door import SECRET
 from vpipe.errors import UserError
 from vpipe.launch.epochs import Elastic
-from vpipe.launch.launcher import Launcher, lead
+from vpipe.launch.launcher import Launcher
+from vpipe.launch.lead import lead
 from vpipe.launch.local_place import LocalPlace, make_shelves
 from vpipe.launch.output import Output
 from vpipe.launch.process import allow_files

@@ -25,7 +25,8 @@ from vpipe.launch.environment import carried, interface_variables
 from vpipe.launch.epochs import Elastic
 from vpipe.launch.events import EventLoop
 from vpipe.launch.host_link import HELLO_SECONDS, HostLink, connected
-from vpipe.launch.launcher import Launcher, lead
+from vpipe.launch.launcher import Launcher
+from vpipe.launch.lead import lead
 from vpipe.launch.node import LEASE
 from vpipe.launch.output import Output
 from vpipe.launch.place import Connection, Leader
