@@ -19,6 +19,7 @@ import forked_python
 from vpipe.errors import UserError
 from vpipe.launch.engines import asked_for
 from vpipe.launch.ray_cluster import RayJob, run
+from vpipe.launch.ssh import SshLaunch
 
 CONFIG = """
 model: {name: gpt, hidden_size: 16, num_layers: 2, num_heads: 2, sequence_length: 8}
@@ -40,7 +41,7 @@ def test_options_of_slurm_are_refused() -> None:
 def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
     """Ray tried for 206 s."""
     with pytest.raises(UserError, match=r"there is no Ray cluster at 127\.0\.0\.1:9"):
-        run(RayJob(("x",), 1, ".", "python", address="127.0.0.1:9"), print)
+        run(RayJob(("x",), 1, SshLaunch((), ".", Path()), address="127.0.0.1:9"), print)
 
 
 @pytest.fixture(scope="module")

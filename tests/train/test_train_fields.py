@@ -37,11 +37,11 @@ from vpipe.launch.slurm import script
 from vpipe.launch.stopping import Grace
 from vpipe.observe import dashboard
 from vpipe.rundir import claim
+from vpipe.rundir.changes import EFFECTS, effect_of
 from vpipe.runtime import assembly
 from vpipe.runtime.transport.inprocess import InProcessTransport
 from vpipe.train import session, worker
 from vpipe.train.checkpoints import layer_file
-from vpipe.train.checkpoints.changes import EFFECTS, effect_of
 from vpipe.train.feed import Feed
 
 

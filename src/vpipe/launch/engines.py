@@ -12,6 +12,7 @@ from vpipe.errors import UserError, nearest
 from vpipe.launch import kubernetes, ray_cluster
 from vpipe.launch.container import PYTHON
 from vpipe.launch.job import Load
+from vpipe.launch.ssh import SshLaunch
 from vpipe.process import AS_MODULE
 
 Show = Callable[[str], None]
@@ -119,14 +120,19 @@ def _to_ray(
     job = ray_cluster.RayJob(
         command=(AS_MODULE, "vpipe", "train", str(Path(path).resolve()), *words, *chosen),
         num_ranks=config.num_ranks,
-        directory=str(Path.cwd()),
-        python=python,
+        launch=SshLaunch(
+            (),
+            str(Path.cwd()),
+            Path.cwd(),
+            python,
+            interface=config.launch.interface,
+            threads=config.launch.threads,
+            through="ray",
+        ),
         address=given.get("address", "auto"),
         cpus_per_task=given.get("cpus_per_task", 1),
         gpus_per_task=given.get("gpus_per_task", 0),
         spread=bool(given.get("spread")),
-        interface=config.launch.interface,
-        threads=config.launch.threads,
         grace=config.launch.grace,
     )
     if config.launch.container.kind != "none":
@@ -135,6 +141,6 @@ def _to_ray(
         )
     if dry_run:
         show(f"{job.num_ranks} actors with {job.cpus_per_task} CPUs and {job.gpus_per_task} GPUs each run")
-        show(" ".join((job.python, *job.command)))
+        show(" ".join((python, *job.command)))
         return 0
     return ray_cluster.run(job, show)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import IO, Any
 
 from vpipe.errors import UserError
@@ -46,16 +45,14 @@ class RayJob:
     command: tuple[str, ...]
     """What each rank runs: words after the Python program."""
     num_ranks: int
-    directory: str
-    python: str
+    launch: SshLaunch
+    """How a node is started in an actor."""
     address: str = "auto"
     """Of the cluster; ``auto`` takes the one that this machine belongs to."""
     cpus_per_task: int = 1
     gpus_per_task: int = 0
     spread: bool = False
     """Whether ranks go to as many machines as there are, instead of as few."""
-    interface: str | None = None
-    threads: int = 0
     grace: float | None = None
 
 
@@ -152,11 +149,9 @@ def run(job: RayJob, show: Show) -> int:
     places = None
     try:
         places = _places(ray, job, show)
-        where = (job.directory, Path(job.directory), job.python)
-        launch = SshLaunch((), *where, interface=job.interface, threads=job.threads, through="ray")
         ways = partial(_connections, ray, job, places)
         grace = None if job.grace is None else Grace(lambda: job.grace or 0.0)
-        return run_on(launch, job.command, job.num_ranks, grace=grace, connections=ways)
+        return run_on(job.launch, job.command, job.num_ranks, grace=grace, connections=ways)
     finally:
         if places is not None:
             ray.util.remove_placement_group(places)  # with it end the actors that are left
@@ -202,7 +197,7 @@ def _connections(ray: Any, job: RayJob, places: Any) -> list[HostLink]:
         for rank in range(job.num_ranks)
     ]
     hosts = ray.get([seat.address.remote() for seat in seats])
-    problems = ray.get([seat.start.remote(job.python, job.directory) for seat in seats])
+    problems = ray.get([seat.start.remote(job.launch.python, job.launch.directory) for seat in seats])
     for host, problem in zip(hosts, problems, strict=True):
         if problem:
             raise UserError(f"a rank cannot be started on {host}: {problem}; see --with python=…")

@@ -26,7 +26,7 @@ from typing import Any
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
 from vpipe.process import Process
-from vpipe.rundir import lineage, manifest, writing
+from vpipe.rundir import changes, lineage, manifest, writing
 from vpipe.rundir.journal import SILENT_AFTER, Beat
 from vpipe.rundir.layout import CHECKPOINTS, CONFIG, LATEST, LOCK, METRICS, OF_A_RUN, PLAN, RUN, STATE
 
@@ -105,17 +105,6 @@ def take(
     return Claim(path.resolve(), run, lock)
 
 
-MAY_CHANGE = {
-    "model": {"compile"},
-    "dataset": {"num_workers"},
-    "training": {
-        *("epochs", "max_iterations", "profile_iteration", "exit_after_profile"),
-        *("evaluation_interval", "evaluation_batches"),
-    },
-}
-"""What may be another in the latest run of a config; of the other sections, which say where and how it runs, all."""
-
-
 def to_resume(config: PipelineConfig, output_dir: Path | None, resume: str) -> tuple[Path | None, str]:
     """What ``--resume`` goes on from, and what is to be said of it. ``latest`` is the run of ``output_dir``; where
     there is none, the newest of this config among those of ``checkpoint.directory``, or of ``observe.directory`` for a
@@ -134,7 +123,7 @@ def to_resume(config: PipelineConfig, output_dir: Path | None, resume: str) -> t
     other = ""
     for place in [Path(kept)] if kept else _runs(Path(runs)):
         there = _config_of(place)
-        change = _change(there, config.to_dict()) if there is not None else ""
+        change = changes.another(there, config.to_dict()) if there is not None else ""
         if there is not None and not change:
             return place.resolve(), f"{place} is the latest run of this config"
         other = other or (change and f"{place} is of another config: {change}")
@@ -174,17 +163,6 @@ def _runs(parent: Path) -> list[Path]:
 
     found = (path for path in parent.glob("*") if path.is_dir() and not path.is_symlink())
     return sorted(found, key=age, reverse=True)
-
-
-def _change(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """The first value that makes it another run, in words; empty where it is the same."""
-    for section, free in MAY_CHANGE.items():
-        before = there.get(section)
-        for key, new in here[section].items():
-            old = before.get(key) if isinstance(before, dict) else None
-            if old != new and key not in free and not (key == "vocab_size" and -1 in (old, new)):
-                return f"{section}.{key} is {old} there and {new} here"
-    return ""
 
 
 def _fresh(parent: Path, mode: int) -> Path:

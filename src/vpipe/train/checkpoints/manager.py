@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vpipe.data.facts import differences, tokenizer_text
 from vpipe.errors import UserError
-from vpipe.rundir import lineage, manifest
+from vpipe.rundir import changes, lineage, manifest
 from vpipe.rundir.claim import Lock, command
 from vpipe.rundir.facts import RunFacts
 from vpipe.rundir.journal import ENDING, Beat
@@ -23,7 +23,6 @@ from vpipe.rundir.reader import RunDirectory
 from vpipe.runtime.buffers import generators_of
 from vpipe.runtime.moves import layer_state
 from vpipe.runtime.updates.update import LossScale
-from vpipe.train.checkpoints import changes
 from vpipe.train.checkpoints.checkpoint import Checkpoint
 from vpipe.train.checkpoints.writer import CheckpointPlace, Layers, Save, Saver
 from vpipe.train.feed import TrainingProgress

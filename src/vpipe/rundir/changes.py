@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from vpipe.config.problems import short
 from vpipe.errors import UserError
-from vpipe.schedule import catalog
 
 NOTHING = ""
 """The same weights to the bit, or nothing that training knows of."""
@@ -18,9 +17,12 @@ BATCHES = "an update has other examples; the data go on at the same one"
 UPDATES = "updates are made in another way from here on"
 WHEN = "weights are updated at other moments, where the schedule is asynchronous"
 SUMS = "sums are made in another order"
+COMPILER = "the compiler rounds differently"
+OF_A_RUN = ("model.", "dataset.", "training.")
+"""The sections that say what is trained."""
 
 EFFECTS: dict[str, str] = {
-    "model.compile": "the compiler rounds differently",
+    "model.compile": COMPILER,
     "model.directory": NOTHING,
     "dataset.batch_size": BATCHES,
     "dataset.max_tokens": BATCHES,
@@ -67,23 +69,34 @@ def effect_of(key: str) -> str:
 
 def told(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What differs and does something, key by key with both values; empty where nothing does."""
-    idle = {WHEN} if _synchronous(before) and _synchronous(now) else set()
+    idle = {NOTHING} | ({WHEN} if _synchronous(before) and _synchronous(now) else set())
     idle |= {LENGTH} if _is_level(before) and _is_level(now) else set()
     found: dict[str, list[str]] = {}
-    for section, values in now.items():
-        old = before.get(section)
-        for name, value in values.items() if isinstance(values, dict) else ():
-            if not isinstance(old, dict) or name not in old or old[name] == value or _asked(name, old[name], value):
-                continue
-            effect = effect_of(f"{section}.{name}")
-            if effect and effect not in idle:
-                found.setdefault(effect, []).append(f"{section}.{name} {short(old[name])} → {short(value)}")
+    for key, old, new in _differing(before, now):
+        if (effect := effect_of(key)) not in idle:
+            found.setdefault(effect, []).append(f"{key} {short(old)} → {short(new)}")
     return "; ".join(f"{', '.join(changes)}: {effect}" for effect, changes in found.items())
 
 
-def _asked(name: str, old: Any, new: Any) -> bool:
-    """Whether one of them asks the data set, which the other has done."""
-    return name == "vocab_size" and -1 in (old, new)
+def another(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first value that makes it another run and not a later part of the same one; empty where there is none. Where
+    and how it runs, which the other sections say, may differ."""
+    same = (NOTHING, LENGTH, WHEN, COMPILER)
+    for key, old, new in _differing(before, now):
+        if key.startswith(OF_A_RUN) and (key == "model.directory" or effect_of(key) not in same):
+            return f"{key} is {old} there and {new} here"
+    return ""
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, old value, new value), where the other config has the key, too."""
+    for section, values in now.items():
+        known = before.get(section)
+        if isinstance(known, dict) and isinstance(values, dict):
+            for name in (name for name in values if name in known):
+                old, new = known[name], values[name]
+                if old != new and not (name == "vocab_size" and -1 in (old, new)):  # one of them asks the data set
+                    yield f"{section}.{name}", old, new
 
 
 def _is_level(config: Mapping[str, Any]) -> bool:
@@ -93,6 +106,8 @@ def _is_level(config: Mapping[str, Any]) -> bool:
 
 
 def _synchronous(config: Mapping[str, Any]) -> bool:
+    from vpipe.schedule import catalog  # all schedules, where a run goes on from another
+
     try:
         return not catalog.get(config["parallel"]["scheduler"]).asynchronous
     except (KeyError, TypeError, UserError):
