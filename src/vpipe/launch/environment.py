@@ -149,23 +149,19 @@ def from_mpi(environ: Mapping[str, str]) -> dict[str, str] | None:
         return None
     local_rank, local_size = local_rank or rank, local_size or size
     several = int(local_size or "1") < int(size)
+    if several and not environ.get("MASTER_ADDR"):
+        raise UserError(
+            f"mpirun has started {size} ranks ({form[1]}), {local_size} of them on this machine, and does not say "
+            "where rank 0 runs; give its address: mpirun -x MASTER_ADDR=node1 … (MPICH: -genv MASTER_ADDR node1)"
+        )
     return {
         "RANK": rank or "0",
         "WORLD_SIZE": size,
         "LOCAL_RANK": local_rank or "0",
         "LOCAL_WORLD_SIZE": local_size or "1",
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or _mpi_address(several, form[1], size, local_size or "1"),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or "127.0.0.1",
         "MASTER_PORT": environ.get("MASTER_PORT") or str(_mpi_port(environ, several)),
     }
-
-
-def _mpi_address(several: bool, name: str, size: str, local_size: str) -> str:
-    if several:
-        raise UserError(
-            f"mpirun has started {size} ranks ({name}), {local_size} of them on this machine, and does not say where "
-            "rank 0 runs; give its address: mpirun -x MASTER_ADDR=node1 … (MPICH: -genv MASTER_ADDR node1)"
-        )
-    return "127.0.0.1"
 
 
 def _mpi_port(environ: Mapping[str, str], several: bool) -> int:

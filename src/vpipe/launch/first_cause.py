@@ -116,8 +116,12 @@ class Verdict:
 
     def _seen_as(self, rank: int, *kinds: str) -> bool:
         """Whether another rank has found this one so."""
+        return any(cause.get("kind") in kinds for cause in self._causes_of(rank))
+
+    def _causes_of(self, rank: int) -> list[dict[str, Any]]:
+        """What the other ranks say that has become of this one."""
         causes = [report.cause for report in self.reports.values() if report.cause]
-        return any(cause.get("rank") == rank and cause.get("kind") in kinds for cause in causes)
+        return [cause for cause in causes if cause.get("rank") == rank]
 
     def lines(self) -> Iterator[str]:
         """The first cause with its traceback, then a line for each of the others."""
@@ -136,19 +140,16 @@ class Verdict:
         yield from self._others(first)
 
     def _why(self, rank: int) -> str:
-        for report in self.reports.values():
-            if report.cause and report.cause.get("rank") == rank and report.cause.get("kind") == "silent":
-                return str(report.cause["sentence"])
+        for cause in self._causes_of(rank):
+            if cause.get("kind") == "silent":
+                return str(cause["sentence"])
         if rank in self.reports:
             return self.reports[rank].sentence
         if rank in self._lost:
             return f"rank {rank} {self._lost[rank]}"
         status = self.statuses.get(rank)
         if status is None or status == 0 or rank in self._ours:
-            named = (
-                report.cause for report in self.reports.values() if report.cause and report.cause.get("rank") == rank
-            )
-            return next((str(cause["sentence"]) for cause in named), "it ended before the others")
+            return next((str(cause["sentence"]) for cause in self._causes_of(rank)), "it ended before the others")
         if status < 0:
             memory = "; the system kills processes so when memory runs out" if status == -signal.SIGKILL else ""
             return f"it was killed by {signal_name(-status)}{memory}"

@@ -71,27 +71,11 @@ def name_of(text: str) -> str:
 
 def manifest(asked: KubernetesJob) -> str:
     """The documents: the config, and the set of jobs."""
-    documents = [_config_map(asked), _secret(asked), _job_set(asked)]
-    return yaml.safe_dump_all(documents, sort_keys=False, width=120)
-
-
-def _config_map(asked: KubernetesJob) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": asked.name},
-        "data": {"config.yaml": asked.config},
-    }
-
-
-def _secret(asked: KubernetesJob) -> dict[str, Any]:
-    """By which the pods know each other. A Secret of the user's, ``vpipe-tokens``, may hold HF_TOKEN."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": asked.name},
-        "stringData": {SECRET: secrets.token_hex(32)},
-    }
+    own = {"apiVersion": "v1", "metadata": {"name": asked.name}}
+    config = own | {"kind": "ConfigMap", "data": {"config.yaml": asked.config}}
+    # By this the pods know each other. A Secret of the user's, ``vpipe-tokens``, may hold HF_TOKEN.
+    secret = own | {"kind": "Secret", "stringData": {SECRET: secrets.token_hex(32)}}
+    return yaml.safe_dump_all([config, secret, _job_set(asked)], sort_keys=False, width=120)
 
 
 def _job_set(asked: KubernetesJob) -> dict[str, Any]:

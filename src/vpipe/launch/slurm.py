@@ -118,7 +118,9 @@ def sweep(axes: Sequence[str]) -> tuple[Point, ...]:
 
 def script(job: SlurmJob) -> str:
     """The job script."""
-    return "\n".join(["#!/bin/bash", *_options(job), "", *_body(job), ""])
+    meeting = [] if job.elastic else [*_address(job), *_variables(job), ""]
+    lines = [*_options(job), "", *meeting, *_which_run(job), *_resume(job), "", *_launch(job)]
+    return "\n".join(["#!/bin/bash", *lines, ""])
 
 
 def _options(job: SlurmJob) -> list[str]:
@@ -135,26 +137,10 @@ def _options(job: SlurmJob) -> list[str]:
         "output": f"slurm-{log}.out",
         "open-mode": "append",
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in wanted.items() if value is not None]
-    lines += ["#SBATCH --no-kill"] if job.elastic else []
-    return (
-        [*lines, "#SBATCH --requeue", f"#SBATCH --signal=B:USR1@{GRACE}"]
-        if job.requeue
-        else [
-            *lines,
-            "#SBATCH --no-requeue",
-        ]
-    )
-
-
-def _body(job: SlurmJob) -> list[str]:
-    return [
-        *([] if job.elastic else [*_address(job), *_variables(job), ""]),
-        *_which_run(job),
-        *_resume(job),
-        "",
-        *_launch(job),
-    ]
+    said = [f"{name}={value}" for name, value in wanted.items() if value is not None]
+    said += ["no-kill"] if job.elastic else []
+    said += ["requeue", f"signal=B:USR1@{GRACE}"] if job.requeue else ["no-requeue"]
+    return [f"#SBATCH --{option}" for option in said]
 
 
 def _address(job: SlurmJob) -> list[str]:
@@ -223,13 +209,8 @@ def seconds(time: str) -> int:
     return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)
 
 
-def _checkpoints(job: SlurmJob) -> str:
-    """Where the script looks for checkpoints."""
-    return '"$run"/checkpoints' if job.checkpoint_directory is None else shlex.quote(job.checkpoint_directory)
-
-
 def _resume(job: SlurmJob) -> list[str]:
-    where = _checkpoints(job)
+    where = '"$run"/checkpoints' if job.checkpoint_directory is None else shlex.quote(job.checkpoint_directory)
     return [
         f"saved() {{ compgen -G {where}/'iteration-*' | sort -V | tail -n 1; }}",
         "before=$(saved)",

@@ -32,26 +32,10 @@ from vpipe.runtime.ranks import membership
 from vpipe.runtime.ranks.control import EpochOrder
 from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.runtime.transport.wire import Envelope
-from vpipe.store import STORE
 from vpipe.train.copies import Copier, Copy, CopyShelf
 
 _CHANNEL = 1022
 """Of no stage, and not that of moving layers."""
-
-
-def variables(order: EpochOrder) -> dict[str, str]:
-    """What torch and ``membership`` read of an order for several machines: the ranks meet where the first one is."""
-    facts = order.facts or {}
-    if "meet" not in facts:
-        return {}
-    host, port = facts["meet"]
-    return {
-        "MASTER_ADDR": str(host),
-        STORE: f"{host}:{port}",
-        "LOCAL_RANK": str(facts["local_rank"]),
-        "LOCAL_WORLD_SIZE": str(facts["local_size"]),
-        "GROUP_RANK": str(facts["group_rank"]),
-    }
 
 
 @dataclass(frozen=True)

@@ -63,14 +63,10 @@ def by_work(work: Sequence[float], num_shards: int, num_stages: int) -> list[int
 
 def _registered_cut(config: PipelineConfig, num_stages: int) -> list[int] | None:
     """What ``get_stage_partition`` of a registered model says, where its author wrote one."""
-    if not MODEL_REGISTRY.is_own(config.model.name):
-        return None
-    found = MODEL_REGISTRY.get(config.model.name)
-    if not (isinstance(found, type) and issubclass(found, ModelInterface)):
-        return None
-    if found.get_stage_partition is ModelInterface.get_stage_partition:
-        return None
-    return stage_sizes(found(config.model), num_stages)
+    found: Any = MODEL_REGISTRY.get(config.model.name) if MODEL_REGISTRY.is_own(config.model.name) else None
+    own = isinstance(found, type) and issubclass(found, ModelInterface)
+    says = own and found.get_stage_partition is not ModelInterface.get_stage_partition
+    return stage_sizes(found(config.model), num_stages) if says else None
 
 
 def _planned(config: PipelineConfig, path: Path, num_layers: int) -> Cut:

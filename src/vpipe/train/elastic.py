@@ -40,6 +40,7 @@ from vpipe.runtime.ranks import device_groups, membership
 from vpipe.runtime.ranks.control import Aborted, Control, EpochOrder
 from vpipe.runtime.ranks.device_groups import NO_WATCHDOG, DeviceLost
 from vpipe.runtime.ranks.failure import PeerLost
+from vpipe.store import STORE
 from vpipe.train import copies_elsewhere
 from vpipe.train.copies import SHELVES, Copier, CopyShelf, Fingerprints, Layers, Part, TensorKey
 from vpipe.train.copies_elsewhere import Abroad, Generation
@@ -132,8 +133,7 @@ class Rank:
         took = Marks(order)
         if membership.current() is not None:  # it had finished, and another one had not
             self._part()
-        own = copies_elsewhere.variables(order) | self._device_variables(order)
-        os.environ.update(NO_WATCHDOG | _environment(order) | own)
+        os.environ.update(NO_WATCHDOG | _environment(order) | self._device_variables(order))
         with self._control.sockets.noting():
             assembly.join(self._config.parallel.timeout)
             took.mark("met")
@@ -225,8 +225,14 @@ class Rank:
             part = Part(order.epoch, writers.index(order.rank), len(writers), tuple(pipeline.partition))
             shelf, standing = self._shelves[self._control.slot], kept.standing(trainer.progress)
             with self._control.undisturbed():
-                finish = self._begun(shelf, standing, part, kept.layers(), frozen)
-                self._copier.begin(partial(_finish, finish, shelf, self._abroad))
+                finish, abroad = self._begun(shelf, standing, part, kept.layers(), frozen), self._abroad
+
+                def whole() -> None:
+                    finish()
+                    if abroad is not None:
+                        abroad.send(shelf)
+
+                self._copier.begin(whole)
         if took.ends():
             trainer.log.recovered(took.iteration, order.num_ranks, order.facts or {}, took.seconds)
         if trainer.iteration > took.iteration + 1:  # of the step before, all ranks have a whole copy: it is not lost
@@ -246,13 +252,6 @@ class Rank:
             shelf.write(standing, part, copied, frozen)
 
         return written
-
-
-def _finish(finish: Callable[[], object], shelf: CopyShelf, abroad: Abroad | None) -> None:
-    """The part of a copy that is made beside training; when it is whole, another machine may have it."""
-    finish()
-    if abroad is not None:
-        abroad.send(shelf)
 
 
 class Marks:
@@ -284,11 +283,14 @@ class Marks:
 
 
 def _environment(order: EpochOrder) -> dict[str, str]:
-    """What torch and ``membership`` read. The count of restarts names the keys of this epoch in the store."""
+    """What torch and ``membership`` read. The count of restarts names the keys of this epoch in the store. Ranks on
+    several machines meet where the first one is."""
+    facts = order.facts or {}
+    host, port = facts.get("meet", ("", 0))
     return {
         "RANK": str(order.rank),
-        "LOCAL_RANK": str(order.rank),
+        "LOCAL_RANK": str(facts.get("local_rank", order.rank)),
         "WORLD_SIZE": str(order.num_ranks),
-        "LOCAL_WORLD_SIZE": str(order.num_ranks),
+        "LOCAL_WORLD_SIZE": str(facts.get("local_size", order.num_ranks)),
         "TORCHELASTIC_RESTART_COUNT": str(order.epoch),
-    }
+    } | ({"MASTER_ADDR": host, STORE: f"{host}:{port}", "GROUP_RANK": str(facts["group_rank"])} if host else {})

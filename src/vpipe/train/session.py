@@ -224,8 +224,11 @@ def refuse(config: PipelineConfig) -> None:
     entry = schedule_of(config).entry
     if not OPTIMIZER_REGISTRY.is_own(config.training.optimizer):
         optimizer(config.training)([nn.Parameter(torch.zeros(1))])
-    if parallel.backend == "nccl":
-        _need_accelerator(parallel.device)
+    if parallel.backend == "nccl" and is_host(chosen_devices(parallel.device, 1, 0)[0]):
+        raise UserError(
+            f"parallel.backend is nccl, but parallel.device {parallel.device} means the CPU here; run where torch "
+            "finds an accelerator, or set parallel.backend: auto (--set parallel.backend=auto)"
+        )
     if entry.asynchronous and config.training.gradient_accumulation != 1:
         units = entry.chains is Chain.UNITS
         why = "counts units" if units else "updates with every batch, by the weights of the one before"
@@ -239,14 +242,6 @@ def refuse(config: PipelineConfig) -> None:
         raise UserError(
             f"parallel.priority {parallel.priority} orders work that shares a device, but here every rank is a process "
             "of its own; set parallel.transport: inprocess, or parallel.priority: none"
-        )
-
-
-def _need_accelerator(device: str) -> None:
-    if is_host(chosen_devices(device, 1, 0)[0]):
-        raise UserError(
-            f"parallel.backend is nccl, but parallel.device {device} means the CPU here; run where torch finds an "
-            "accelerator, or set parallel.backend: auto (--set parallel.backend=auto)"
         )
 
 

@@ -152,16 +152,14 @@ class Trainer:
                         break
             unsaved = self.checkpoints.end()
             summary = self._summary()
-            ending = Ending.diverged(self._fault, self.iteration) if self._fault else self._ending(unsaved)
+            asked, iteration = self._asked, self.iteration
+            ending = Ending.finished(iteration) if asked is None else Ending.asked(asked, iteration)
+            ending = ending.unsaved(unsaved) if unsaved else ending
+            ending = Ending.diverged(self._fault, iteration) if self._fault else ending
             self.ended = self.log.finish(summary, ending)
             return summary
         finally:
             self.close()
-
-    def _ending(self, unsaved: str) -> Ending:
-        asked, iteration = self._asked, self.iteration
-        ending = Ending.finished(iteration) if asked is None else Ending.asked(asked, iteration)
-        return ending.unsaved(unsaved) if unsaved else ending
 
     def _goes_back(self) -> bool:
         """Go back to the latest checkpoint with a lower rate, where the config says so and it may help; otherwise the
@@ -221,15 +219,8 @@ class Trainer:
         asked = f"asked for {told['partition']} on ranks {told['ranks']}"
         self._adapted(Decision(tuple(told["partition"]), True, asked), moved)
 
-    def _adapt(self, seconds: float) -> None:
-        """Between two updates, with no checkpoint under way."""
-        if self.adapter is not None and self._ends_update(self.iteration):
-            self.checkpoints.settle()
-            self.adapter.after_step(seconds, self.num_iterations - self.iteration)
-
     def _adapted(self, decision: Decision, moved: Moved | None) -> None:
-        facts = self._facts() if moved is not None else None
-        self.log.adapted(self.iteration, decision, moved, facts)
+        self.log.adapted(self.iteration, decision, moved, self._facts() if moved is not None else None)
 
     def _facts(self) -> RunFacts:
         num_microbatches = self.session.prepare(len(self.plan.chain(self.iteration, self.position)))
@@ -275,7 +266,9 @@ class Trainer:
         if said := self.soundness.see(lines, positions):
             self.log.say(said)
         self.checkpoints.poll()
-        self._adapt(seconds / count)
+        if self.adapter is not None and self._ends_update(self.iteration):  # with no checkpoint under way
+            self.checkpoints.settle()
+            self.adapter.after_step(seconds / count, self.num_iterations - self.iteration)
 
     def _read(self, positions: list[Position]) -> Units | None:
         """The units of these iterations. Where gradients are accumulated, all iterations of the update are read first:

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -123,20 +123,20 @@ def run(
         rank, member = dist.get_rank(), membership.current()
         if member is not None and not config.launch.threads and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(member.num_own_cores)
-    taken = Claim(Path(directory), run) if directory and run else None
-    with _concluding(taken, rank, member) as conclusion:
+    claims = [Claim(Path(directory), run)] if directory and run else []
+    with _concluding(claims, rank, member):
         session = open_session(config, materials)
         session.pipeline.num_checks = int(check)
-        if taken is None:
+        if not claims:
             resume = session.pipeline.gather_first(resume or "") or None  # rank 0 knows what the latest is
             chosen, source = Path(output_dir) if output_dir else None, Path(resume) if resume else None
             take = partial(
                 claim.take, config, config.to_yaml(), chosen, resume=continues, source=source, overwrite=overwrite
             )
-            taken = _take(session.pipeline, rank, take)
-            conclusion.claim = taken
+            claims.append(_take(session.pipeline, rank, take))
             if told is not None:
-                told(taken)
+                told(claims[0])
+        (taken,) = claims
         refuse_unseen(session.pipeline, taken)
         console = make_console(config, quiet) if rank == 0 else None
         stops = StopRequests(session.pipeline)
@@ -157,32 +157,26 @@ def make_console(config: PipelineConfig, quiet: bool) -> Console:
     return kind(line_format=config.observe.line_format, log_interval=config.observe.log_interval)
 
 
-class _Conclusion:
-    """What is written of a run that does not come to its own end."""
-
-    def __init__(self, taken: Claim | None) -> None:
-        self.claim = taken
-
-    def write(self, how: Ending) -> None:
-        if self.claim is not None:
-            conclude_from_outside(self.claim.directory, self.claim.run, how)
-
-
 @contextmanager
-def _concluding(taken: Claim | None, rank: int, member: Membership | None) -> Iterator[_Conclusion]:
-    """Around a run: on rank 0 whatever ends it is written down, also where a watchdog ends the process."""
-    conclusion = _Conclusion(taken)
+def _concluding(claims: Sequence[Claim], rank: int, member: Membership | None) -> Iterator[None]:
+    """Around a run: on rank 0 whatever ends it is written down in the directory that it has claimed, also where a
+    watchdog ends the process."""
+
+    def write(how: Ending) -> None:
+        for claim in claims:
+            conclude_from_outside(claim.directory, claim.run, how)
+
     if member is not None and rank == 0:
-        member.watchdog.leaving = lambda cause: conclusion.write(of_cause(cause))
+        member.watchdog.leaving = lambda cause: write(of_cause(cause))
     try:
-        yield conclusion
+        yield
     except BaseException as error:
         if rank == 0:
-            conclusion.write(of_error(error))
+            write(of_error(error))
         raise
     finally:
-        if conclusion.claim is not None:
-            conclusion.claim.release()
+        for claim in claims:
+            claim.release()
 
 
 def of_error(error: BaseException) -> Ending:

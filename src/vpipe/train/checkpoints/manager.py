@@ -124,9 +124,16 @@ class CheckpointManager:
         """Note that the save on its way is whole."""
         save = self._saver.save if self._pending and self._saver is not None else None
         if save is not None and save.path is not None and save.standing.iteration != self._noted:
-            iteration, path, seconds = save.standing.iteration, save.path, save.seconds
-            self._noted = iteration
-            self._beat(lambda beat: _note(beat, iteration, path, seconds))
+            self._noted = save.standing.iteration
+            self._note(self._noted, save.path, save.seconds)
+
+    def _note(self, iteration: int, path: Path, seconds: float = 0.0) -> None:
+        """Let the heartbeat tell of the newest checkpoint."""
+
+        def change(beat: Beat) -> None:
+            beat.saved, beat.checkpoint, beat.save_seconds = iteration, str(path), max(beat.save_seconds, seconds)
+
+        self._beat(change)
 
     def settle(self, *, called_off: bool = False) -> None:
         """End the save that is on its way: wait for it, or call it off where some rank failed to do its part
@@ -287,7 +294,7 @@ class CheckpointManager:
                 if found.manifest.line.run == self.line.run:
                     whole[found.manifest.standing.iteration] = path
         if whole:
-            self._beat(lambda beat: _note(beat, max(whole), whole[max(whole)], 0.0))
+            self._note(max(whole), whole[max(whole)])
         seen = self._session.pipeline.gather_first(json.dumps(sorted(whole)) if self._is_leader else "")
         self._whole = frozenset(json.loads(seen))
         begun = self.line.ancestors[-1].until if self.line.ancestors else 0
@@ -321,7 +328,7 @@ class CheckpointManager:
         self.line = found.manifest.line.child(self.line.run, iteration)
         self._parent = path
         self._kept = iteration if path.parent == self.directory else None
-        self._beat(lambda beat: _note(beat, iteration, path, 0.0))
+        self._note(iteration, path)
         left = [each.name for each in manifest.checkpoints(path.parent) if _later(each, found)]
         if left:
             self._say(f"later checkpoints stay where they are and are not of this run: {', '.join(left)}")
@@ -369,10 +376,6 @@ class CheckpointManager:
 def _saving(beat: Beat) -> None:
     if beat.phase != ENDING:
         beat.phase = "saving"
-
-
-def _note(beat: Beat, iteration: int, path: Path, seconds: float) -> None:
-    beat.saved, beat.checkpoint, beat.save_seconds = iteration, str(path), max(beat.save_seconds, seconds)
 
 
 def _later(path: Path, than: Checkpoint) -> bool:

@@ -161,7 +161,9 @@ class Saver:
                     raise UserError(f"{key.partition('/')[2]} of layer {layer} is not finite")
             files[name] = asdict(layer_file.write(partial / name, tensors))
         if save.tokenizer and self._place.process == 0:
-            files[TOKENIZER] = asdict(_write_text(partial / TOKENIZER, save.tokenizer))
+            data = save.tokenizer.encode()
+            writing.write(partial / TOKENIZER, data, durable=True)
+            files[TOKENIZER] = asdict(FileFacts(len(data), hashlib.sha256(data).hexdigest()))
         writing.replace(partial / _receipt(self._place.process), {"files": files})
 
     def _partial(self, save: Save) -> Path:
@@ -238,12 +240,6 @@ class _CalledOff(Exception):
 def _go_on(save: Save) -> None:
     if save.called_off.is_set():
         raise _CalledOff
-
-
-def _write_text(path: Path, text: str) -> FileFacts:
-    data = text.encode()
-    writing.write(path, data, durable=True)
-    return FileFacts(len(data), hashlib.sha256(data).hexdigest())
 
 
 def _receipt(process: int) -> str:

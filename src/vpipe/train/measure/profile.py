@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from vpipe.config import PipelineConfig
 from vpipe.errors import UserError
@@ -128,10 +128,11 @@ def identity_of(config: PipelineConfig) -> str:
 
 def _device(num_ranks: int, transport: object, device: torch.device) -> dict[str, str | float]:
     memory = own_memory(device)
-    own = {"device": device_name(torch.device(device))} if memory is not None else {}
+    own: dict[str, str | float] = {}
+    if memory is not None:
+        own = {"device": device_name(device), "memory_bytes": memory}
     return {
         **own,
-        **({"memory_bytes": memory} if memory is not None else {}),
         "machine": platform.machine(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -143,7 +144,7 @@ def _device(num_ranks: int, transport: object, device: torch.device) -> dict[str
 def footprint(model: Model, skeleton: Skeleton, inputs: Any) -> Profile | None:
     """The bytes of all layers for a unit of these inputs, without times; ``None`` where shapes do not tell."""
     flow = resolve(model.layers, Layout.chain([1] * len(model.layers)))
-    values: dict[Value, Any] = flow.bound(tree_map(_on_meta, inputs))
+    values: dict[Value, Any] = flow.bound(tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs))
     input_bytes = sum(map(num_bytes, values.values()))
     costs = []
     for index, (layer, module) in enumerate(zip(model.layers, skeleton.modules, strict=True)):
@@ -167,10 +168,6 @@ def footprint(model: Model, skeleton: Skeleton, inputs: Any) -> Profile | None:
             )
         )
     return Profile(tuple(costs), input_bytes=input_bytes)
-
-
-def _on_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def memory_cap(session: Session) -> Cap | None:
