@@ -101,11 +101,11 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
     ],
     "updates/update": [
         ("multiply(gradients, beside(factor, gradients[0]))", "pass"),
-        ("divide([p.grad for p in stage.weights.parameters.values() if p.grad is not None], self.loss_scale)", "pass"),
+        ("divide(gradients_of(stage), self.loss_scale)", "pass"),
         ("total = total + other", "total = other + other"),
         ("elif bool(finite):\n            update()", "else:\n            update()"),
-        ("forget_casts()\n\n    def _step_if", "pass\n\n    def _step_if"),
-        ("if not self.options.synchronous:\n                total.div_(len(ranks))", "total.div_(len(ranks))"),
+        ("forget_casts()\n\n    def _judged", "pass\n\n    def _judged"),
+        ("if not self._synchronous:\n                total.div_(len(ranks))", "total.div_(len(ranks))"),
     ],
     "updates/weights": [
         ("parameter.data = parameter.data.clone()", "pass"),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vpipe import Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.memory import swap
-from vpipe.runtime.memory.swap_store import Extents, FileStore
+from vpipe.runtime.memory.swap_store import FileStore
 from vpipe.runtime.options import recomputed_and_swapped
 from vpipe.schedule.action import Kind
 from vpipe.schedule.simulate import simulate
@@ -238,31 +238,19 @@ def test_nothing_is_left_after_a_step_and_after_close() -> None:
     assert not any("swap" in thread.name for thread in threading.enumerate())
     for engine in pipe.engines:
         assert isinstance(engine._swapper._store, FileStore)
-        assert engine._swapper._store.extents.end == 0
+        assert engine._swapper._store.end == 0
     open_files = len(os.listdir("/proc/self/fd"))
     pipe.close()
     assert len(os.listdir("/proc/self/fd")) == open_files - 2
 
 
-def test_gaps_of_the_file_are_used_again() -> None:
-    """A thousand random takes and returns never overlap, and all gaps become one."""
-    generator = torch.Generator().manual_seed(0)
-    extents = Extents()
-    held: dict[int, int] = {}
-    for _ in range(1000):
-        if held and torch.rand((), generator=generator) < 0.5:
-            offset = list(held)[int(torch.randint(len(held), (), generator=generator))]
-            extents.give_back(offset, held.pop(offset))
-        else:
-            length = int(torch.randint(1, 9, (), generator=generator))
-            offset = extents.take(length)
-            assert all(offset + length <= other or offset >= other + size for other, size in held.items())
-            held[offset] = length
-            assert offset + length <= extents.end
-    for offset, length in held.items():
-        extents.give_back(offset, length)
-    assert extents.end == 0
-    assert not extents._gaps
+def test_a_place_of_the_file_is_used_again() -> None:
+    store, storage = FileStore(), torch.arange(10_000).untyped_storage()
+    first, second = store.put(storage), store.put(storage)
+    store.get(first, storage)
+    assert store.put(storage) == first != second
+    assert store.end == first[1] + second[1]
+    store.close()
 
 
 def test_which_layers_are_swapped() -> None:

@@ -58,7 +58,7 @@ def test_a_deadlock_through_meetings_names_the_rows() -> None:
     found = reasons(ring)
     assert len(found) == 3
     assert found[0] == (
-        "rank 0, action 4 (0REDUCE): deadlock under rendezvous: waits for ever for rank 1, which stands at 1REDUCE "
+        "rank 0, action 4 (0REDUCE): deadlock: waits for ever for rank 1, which stands at 1REDUCE "
         "(action 4) to come to REDUCE 0 of stage 0"
     )
     turned = ring.with_rows(

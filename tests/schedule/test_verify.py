@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from itertools import product
-
 import pytest
 
 from vpipe.schedule.action import parse
@@ -13,7 +10,6 @@ from vpipe.schedule.grid import around
 from vpipe.schedule.lower import lower
 from vpipe.schedule.placement import two_ways
 from vpipe.schedule.program import Program, Versions, cells, from_csv, to_csv
-from vpipe.schedule.timeline import LinkModel, never_waits, run, usual
 from vpipe.schedule.verify import verify
 
 
@@ -61,15 +57,13 @@ def test_all_violations_not_the_first() -> None:
     assert found == sorted(found)
 
 
-def test_deadlock_depends_on_the_transport() -> None:
-    """Both ranks send before they post: gloo hangs, a buffered transport does not."""
+def test_two_ranks_that_send_before_they_post_deadlock() -> None:
     crossed = from_csv(
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
     )
-    assert verify(crossed, transport=LinkModel.BUFFERED) == []
     found = verify(crossed)
     assert [each.action for each in found] == ["0SEND_F1", "1SEND_B0"]
-    assert found[0].reason == "deadlock under rendezvous: waits for ever for 1RECV_F1 to be posted"
+    assert found[0].reason == "deadlock: waits for ever for 1RECV_F1 to be posted"
 
 
 def test_memory_bound() -> None:
@@ -108,30 +102,8 @@ def test_the_grid_marks_the_culprit() -> None:
     assert len(picture.splitlines()) == 4
 
 
-def test_the_quick_proof_never_calls_a_hanging_program_safe() -> None:
-    """``never_waits`` spares the run with blocking sends: whatever it says, the run says too."""
-    rng = random.Random(0)
-    said = {True: 0, False: 0}
-    for name, p, m in product(
-        ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "pipedream", "chimera"), (2, 4), (4, 8)
-    ):
-        given = lower(build(name, p, m))
-        for changes in range(12):
-            rows = [list(row) for row in given.rows]
-            for _ in range(changes):
-                row = rng.choice(rows)
-                here = rng.randrange(len(row) - 1)
-                row[here], row[here + 1] = row[here + 1], row[here]
-            program = given.with_rows(rows)
-            safe = not run(program, blocking_sends=True).stuck
-            quick = never_waits(usual(program))
-            assert safe or not quick, (name, p, m, str(program))
-            said[quick] += 1
-    assert min(said.values()) > 30, said
-
-
 def test_two_ranks_that_send_at_the_same_moment_and_post_afterwards_hang() -> None:
-    """The tie on which the quick proof must not rely: both sends block, and neither receive is posted."""
+    """Both sends block, and neither receive is posted."""
     rows = (
         "0F0 0SEND_F0 1RECV_F1 1F1 1B1 1SEND_B1 0RECV_B0 0B0",
         "0F1 0SEND_F1 1RECV_F0 1F0 1B0 1SEND_B0 0RECV_B1 0B1",

@@ -39,7 +39,7 @@ from vpipe.runtime.ranks.crowding import CrowdedCores
 from vpipe.runtime.ranks.meeting import COME_WITHIN, LaunchedRank
 from vpipe.runtime.surroundings import use_generator_of
 from vpipe.runtime.transport import ondevice
-from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.transport.base import Transport, gather_text
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.inprocess import Hub
 from vpipe.runtime.transport.link import Link
@@ -153,7 +153,7 @@ def between_processes(
     door = Neighbours(wanted)
     try:
         door.open(plain.num_ranks)
-        cards = door.exchange(plain)
+        cards = [Card(*json.loads(text)) for text in gather_text(plain, json.dumps(door.card))]
         shares = _shares(cards)
         if blocking or threads:
             return plain
@@ -186,13 +186,6 @@ def _shares(cards: list[Card]) -> bool:
             raise UserError("transport='shm' needs Linux; give transport='auto'")
         return True
     return cards[0].wanted == "auto" and len(machines) == 1 and machines != {""}
-
-
-def gather_text(transport: Transport, text: str) -> list[str]:
-    """Every rank's text. All ranks call this at the same place."""
-    mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-    blocks = transport.all_gather(mine, range(transport.num_ranks))
-    return [bytes(block.tolist()).decode().strip() for block in blocks]
 
 
 def told_by_leader(transport: Transport | None, value: Any) -> Any:

@@ -39,7 +39,7 @@ from vpipe.runtime.transport.routes import routes
 from vpipe.runtime.updates.attempts import AgreeingAfterwards
 from vpipe.runtime.updates.optimizing import with_rate_parts
 from vpipe.runtime.updates.ties import check_owners, tie_layers
-from vpipe.runtime.updates.update import LossScale, UpdateOptions, Updater, checked_scale
+from vpipe.runtime.updates.update import LossScale, Updater, checked_scale
 from vpipe.runtime.updates.weights import refuse_sharing
 from vpipe.schedule import catalog
 from vpipe.schedule.catalog import Entry, ScheduleSpec
@@ -208,11 +208,10 @@ class Builder:
             check_owners(built, parts.tied)
         refuse_sharing(built)
         optimizers = {i: self._optimizer(stage) for i, stage in stages.items()} if told.optimizer else {}
-        options = UpdateOptions(programs.synchronous, told.clip_norm, told.skip_nonfinite, told.exact_reduction)
         alone = self._lock is None and transport.num_ranks == 1
         scale = parts.loss_scale if alone else copy.copy(parts.loss_scale)
         kind = AgreeingAfterwards if programs.agrees_after else Updater
-        updater = kind(transport, stages, optimizers, parts.tied, options, scale, device)
+        updater = kind(transport, stages, optimizers, parts.tied, told, programs.synchronous, scale, device)
         make = parts.workers or Engine
         engine = make(stages, flow, transport, updater, told.seed, told.autocast, self._lock, device)
         for change in self._finishing:

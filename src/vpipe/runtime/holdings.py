@@ -114,10 +114,6 @@ class Holdings:
     def _updates_made(self) -> dict[int, int]:
         return {stage: number for engine in self.engines for stage, number in engine.updater.num_updates.items()}
 
-    def _everything(self) -> list[nn.Module]:
-        """All modules of this process, those of replicas too."""
-        return [m for engine in self.engines for stage in engine.stages.values() for m in stage.owned.values()]
-
     def state_dict(self) -> dict[str, Tensor]:
         """``"<layer>.<name>"`` → parameter or buffer, of the layers that this process holds."""
         return {

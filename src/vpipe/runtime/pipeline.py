@@ -41,6 +41,7 @@ from vpipe.runtime.proof.check import Checkable, stepped
 from vpipe.runtime.surroundings import Modes, OneThread, evaluating
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.inprocess import PeerFailed
+from vpipe.runtime.updates.agreement import LossKey
 from vpipe.runtime.updates.update import LossScale
 from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Layout, Placement
@@ -211,11 +212,11 @@ class Pipeline(Holdings, Checkable):
         try:
             with self._thread.undisturbed(self.devices):
                 results = self._run(program, job)
-                losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
+                losses = self._gather_losses()
                 if self.engines[0].updater.must_repeat:
                     self._on_all(lambda engine: engine.updater.take_back())
                     results = self._run(program, job)
-                    losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
+                    losses = self._gather_losses()
         except BaseException:
             self._torn = torn(self.step, before, self._updates_made())
             raise
@@ -230,25 +231,29 @@ class Pipeline(Holdings, Checkable):
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The mean loss of a batch, without training, on every rank."""
-        program = self.programs.forward(self.programs.num_units)
-        job = self._job(inputs, targets, program, training=False)
-        self._require_whole()
-        with self._thread.undisturbed(self.devices), torch.no_grad(), evaluating(self._everything()):
-            self._run(program, job)
-        losses = self._on_all(lambda engine: engine.updater.gather_losses())[0]
+        self._forwards(inputs, targets, wants_loss=True)
+        losses = self._gather_losses()
         self.step += 1
         return mean_loss(unit_losses(losses, self.layout.num_layers).values())
 
     def forward(self, inputs: Any = None) -> Any:
         """The model's output for a batch, on the process that holds the last stage; elsewhere ``None``."""
-        program = self.programs.forward(self.programs.num_units)
-        job = self._job(inputs, None, program, training=False, wants_loss=False)
-        self._require_whole()
-        with self._thread.undisturbed(self.devices), torch.no_grad(), evaluating(self._everything()):
-            results = self._run(program, job)
+        results = self._forwards(inputs, None, wants_loss=False)
         self.step += 1
         outputs = {microbatch: output for result in results for microbatch, output in result.outputs.items()}
         return assembly.joined([outputs[microbatch] for microbatch in sorted(outputs)]) if outputs else None
+
+    def _forwards(self, inputs: Any, targets: Any, wants_loss: bool) -> list[Result]:
+        """Run the units of a batch without training."""
+        program = self.programs.forward(self.programs.num_units)
+        job = self._job(inputs, targets, program, training=False, wants_loss=wants_loss)
+        self._require_whole()
+        modules = [held.module for held in self.held_layers()]
+        with self._thread.undisturbed(self.devices), torch.no_grad(), evaluating(modules):
+            return self._run(program, job)
+
+    def _gather_losses(self) -> dict[LossKey, float]:
+        return self._on_all(lambda engine: engine.updater.gather_losses())[0]  # type: ignore[no-any-return]
 
     def _job(
         self,

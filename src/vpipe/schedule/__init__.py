@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vpipe.schedule.placement import Placement
     from vpipe.schedule.program import Program, Versions, from_csv, read_csv, to_csv
     from vpipe.schedule.simulate import Simulation
-    from vpipe.schedule.timeline import Costs, LinkModel, StageCosts, uniform
+    from vpipe.schedule.timeline import Costs, StageCosts, uniform
     from vpipe.schedule.violation import Violation
 
 _HOMES = {
@@ -35,19 +35,16 @@ _HOMES = {
     "placement": ("Placement",),
     "program": ("Program", "Versions", "from_csv", "read_csv", "to_csv"),
     "simulate": ("Simulation",),
-    "timeline": ("Costs", "LinkModel", "StageCosts", "uniform"),
+    "timeline": ("Costs", "StageCosts", "uniform"),
     "violation": ("Violation",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_OLDER = {"Transport": "LinkModel"}
-"""Names that had two meanings → what they are called now."""
 
 __all__ = [
     "Action",
     "Costs",
     "Entry",
     "Kind",
-    "LinkModel",
     "Placement",
     "Program",
     "Simulation",
@@ -69,7 +66,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    name = _OLDER.get(name, name)
     if name in _HOME_OF:
         return getattr(import_module(f"vpipe.schedule.{_HOME_OF[name]}"), name)
     raise AttributeError(f"module 'vpipe.schedule' has no attribute {name!r}")

@@ -10,7 +10,7 @@ out once, level by level; then any number of costs pass through it together, one
 Nodes are the actions that occupy a lane, the messages, and the meetings:
 
     an action    waits for the one before it on its lane, and for the messages, swaps and meetings that it needs
-    a message    waits for its SEND, under rendezvous for its RECV, and for the message before it on its link;
+    a message    waits for its SEND, for its RECV, and for the message before it on its link;
                  it arrives a latency after it has left the link
     a meeting    waits for what its members do before it
 
@@ -74,9 +74,7 @@ class ProgramGraph:
     """
 
     @collector_paused()
-    def __init__(
-        self, program: Program, *, rendezvous: bool = True, blocking: bool = False, blocking_receives: bool = False
-    ) -> None:
+    def __init__(self, program: Program, *, blocking: bool = False, blocking_receives: bool = False) -> None:
         self.flat: Flat = program.flat
         self.transfers: Transfers = find_transfers(self.flat)
         self.num_stages = program.num_stages
@@ -91,7 +89,7 @@ class ProgramGraph:
         """What each node waits for: nodes, or arrivals of messages, which are numbered behind all nodes."""
         self._further: list[tuple[Ints, Ints]] = []
         """What beside that, of the nodes that wait for more."""
-        self._work(rendezvous, blocking_receives)
+        self._work(blocking_receives)
         if self._on_swap.any():
             self._swaps()
         self._meet([*meetings.values()])
@@ -116,7 +114,7 @@ class ProgramGraph:
         if lost.any():
             self._further.append((nodes[lost], needs[lost]))
 
-    def _work(self, rendezvous: bool, blocking_receives: bool) -> None:
+    def _work(self, blocking_receives: bool) -> None:
         """What the compute lanes and the links wait for."""
         flat, transfers, before = self.flat, self.transfers, self._previous
         events = np.flatnonzero(self._on_compute)
@@ -130,9 +128,8 @@ class ProgramGraph:
         self._need(1, users[used], self._num_nodes + used)
         self._need(0, messages, sent)
         self._need(1, messages[same_link + 1], messages[same_link])
-        if rendezvous:
-            self._need(2, messages, posted)
-        if rendezvous and self.blocking:
+        self._need(2, messages, posted)
+        if self.blocking:
             apart = np.abs(flat.stage[transfers.send] - flat.stage[transfers.receive])
             awaited = (apart == 1) | (not blocking_receives)  # what skips is sent long before it is received
             self._need(1, sent[awaited], posted[awaited])

@@ -321,12 +321,12 @@ def updates_once(program: Program) -> bool:
     return True
 
 
-def staleness(program: Program, table: VersionTable | None = None) -> list[int]:
+def staleness(program: Program) -> list[int]:
     """Per stage, the most updates between the weights that a unit read and those its gradient is applied to."""
     worst = [0] * program.num_stages
-    if table is None and updates_once(program):
+    if updates_once(program):
         return worst
-    table = version_table(program) if table is None else table
+    table = version_table(program)
     for stage, groups in enumerate(update_groups(program)):
         for update, units in enumerate(groups):
             for microbatch in units:
@@ -334,12 +334,12 @@ def staleness(program: Program, table: VersionTable | None = None) -> list[int]:
     return worst
 
 
-def live_versions(program: Program, table: VersionTable | None = None) -> list[int]:
+def live_versions(program: Program) -> list[int]:
     """Per stage, the most weight versions that one of its ranks holds at once: W_s + 1 for PipeDream, never more."""
     worst = [1] * program.num_stages
-    if table is None and updates_once(program):
+    if updates_once(program):
         return worst
-    table = version_table(program) if table is None else table
+    table = version_table(program)
     for row in program.rows:
         for _, stage, held in held_versions(row, table):
             worst[stage] = max(worst[stage], held)

@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from vpipe.errors import UserError
 from vpipe.schedule.action import Action, Kind
-from vpipe.schedule.flat import CODE, NONE, Bools, EventNumber, collector_paused
+from vpipe.schedule.flat import CODE, NONE, Bools, collector_paused
 from vpipe.schedule.lower import is_lowered, lower
 from vpipe.schedule.program import Program, Versions
 from vpipe.schedule.semantics import Lane, held_versions, live_versions, staleness, updates_once, version_table
-from vpipe.schedule.timeline import Costs, LinkModel, Timeline, run, uniform, usual
+from vpipe.schedule.timeline import Costs, Timeline, run, uniform
 
 Array = npt.NDArray[np.float64]
 
@@ -50,12 +50,9 @@ class Simulation:
         line = self.timeline
         action = line.flat.action
         return [
-            [Span(action(e), line.begin[e], line.end[e]) for e in self._lane(rank) if self._computes[e]]
-            for rank in range(self.program.num_ranks)
+            [Span(action(e), line.begin[e], line.end[e]) for e in lane if self._computes[e]]
+            for lane in line.lanes[: self.program.num_ranks]
         ]
-
-    def _lane(self, rank: int) -> list[EventNumber]:
-        return self.timeline.lanes[rank]
 
     @cached_property
     def _computes(self) -> Bools:
@@ -66,7 +63,7 @@ class Simulation:
     def _ends(self) -> list[tuple[float, float]]:
         """Per rank that does anything, its first start and its last end."""
         line = self.timeline
-        lanes = [self._lane(rank) for rank in range(self.program.num_ranks)]
+        lanes = line.lanes[: self.program.num_ranks]
         return [(float(line.begins[lane[0]]), float(line.ends[lane[-1]])) for lane in lanes if lane]
 
     @cached_property
@@ -80,7 +77,7 @@ class Simulation:
     @cached_property
     def busy(self) -> list[float]:
         """Per rank, the time its compute lane works; the runtime's overhead is no work."""
-        took = np.where(self._computes, self._end - self._begin - self.costs.overhead, 0.0)
+        took = np.where(self._computes, self.timeline.ends[:-1] - self.timeline.begins[:-1] - self.costs.overhead, 0.0)
         busy: list[float] = np.bincount(self.timeline.flat.rank, took, self.program.num_ranks).tolist()
         return busy
 
@@ -115,9 +112,9 @@ class Simulation:
         flat = self.timeline.flat
         mine = slice(int(flat.row_start[rank]), int(flat.row_start[rank + 1]))
         kind, stage, microbatch = flat.kind[mine], flat.stage[mine], flat.microbatch[mine]
-        begin, end = self._begin[mine], self._end[mine]
-        whole = self._activations[stage]
-        part = whole - self._kept[stage]
+        begin, end = self.timeline.begins[mine], self.timeline.ends[mine]
+        whole, kept = np.array([(cost.activations, cost.kept) for cost in self.costs.stages]).T[:, stage]
+        part = whole - kept
         forward = kind == CODE[Kind.F]
         freed = (kind == CODE[Kind.B]) | (kind == CODE[Kind.W])
         changes = [(begin, whole, forward), (end, -whole, freed)]
@@ -148,22 +145,6 @@ class Simulation:
         return np.array(at), np.array(amounts)
 
     @cached_property
-    def _activations(self) -> Array:
-        return np.array([cost.activations for cost in self.costs.stages])
-
-    @cached_property
-    def _kept(self) -> Array:
-        return np.array([cost.kept for cost in self.costs.stages])
-
-    @cached_property
-    def _begin(self) -> Array:
-        return self.timeline.begins[:-1]
-
-    @cached_property
-    def _end(self) -> Array:
-        return self.timeline.ends[:-1]
-
-    @cached_property
     def peak_activations(self) -> list[float]:
         held = (self.memory(rank)[1] for rank in range(self.program.num_ranks))
         return [round(float(amounts.max()), 9) if amounts.size else 0.0 for amounts in held]
@@ -189,24 +170,17 @@ def bubble(work: float, num_ranks: int, time: float) -> float:
 
 
 @collector_paused()
-def simulate(
-    program: Program,
-    costs: Costs | None = None,
-    *,
-    transport: LinkModel = LinkModel.RENDEZVOUS,
-    blocking: bool = False,
-) -> Simulation:
+def simulate(program: Program, costs: Costs | None = None, *, blocking: bool = False) -> Simulation:
     """Time a program; a program that says nothing of communication is lowered first. Where updates take time, ranks
     of a synchronous one agree before the first of them, as they do when they run it.
 
     ``blocking`` is the transport of ``naive``: a rank goes on only when its message has arrived.
     """
-    plain = costs is None and transport is LinkModel.RENDEZVOUS and not blocking
     costs = costs or uniform(program.placement)
     if len(costs.stages) != program.num_stages:
         raise UserError(f"costs are given for {len(costs.stages)} stages, but the program has {program.num_stages}")
     executable = program if is_lowered(program) else lower(program, agrees=_agrees(program, costs))
-    timeline = usual(executable) if plain else run(executable, costs, transport=transport, blocking_sends=blocking)
+    timeline = run(executable, costs, blocking_sends=blocking)
     if stuck := timeline.stuck:
         heads = ", ".join(str(timeline.flat.action(event)) for event in stuck[:4])
         raise UserError(f"the program deadlocks at {heads}; 'vpipe verify' says why")

@@ -9,13 +9,9 @@ message with its gradient, a swap for the action it stands behind. A link carrie
 the order of their receives. ``graph`` has when all that happens; what never does is a deadlock, and the first such
 actions of the lanes say why.
 
-Two models of a link:
-
-    rendezvous   a transfer starts when its send and its receive are both posted (gloo at any size, NCCL)
-    buffered     a transfer starts when its send is posted
-
-``blocking_sends`` makes a rank wait at each SEND until its message has arrived, as a plain blocking ``send`` does. A
-program that passes this under rendezvous hangs on no transport. With ``blocking_receives`` it also waits at each RECV
+A transfer starts when its send and its receive are both posted (gloo at any size, NCCL). ``blocking_sends`` makes a
+rank wait at each SEND until its message has arrived, as a plain blocking ``send`` does. A program that passes this
+hangs on no transport. With ``blocking_receives`` it also waits at each RECV
 until its messages have come, and at a SEND for the neighbouring stage alone: a program that passes this runs on devices
 that wait for their transfers.
 
@@ -26,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from itertools import chain
 from math import isfinite
@@ -34,12 +29,11 @@ from math import isfinite
 import numpy as np
 
 from vpipe.errors import UserError
-from vpipe.schedule.action import Kind
-from vpipe.schedule.flat import KINDS, EventNumber, Flat, Transfers, previous
+from vpipe.schedule.flat import KINDS, EventNumber, Flat
 from vpipe.schedule.graph import Array, ProgramGraph
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import LANE, MEETINGS, PRICE, SEND_OF, Lane
+from vpipe.schedule.semantics import LANE, PRICE, Lane
 
 
 @dataclass(frozen=True)
@@ -120,19 +114,11 @@ def uniform(
     return Costs(tuple(stages), latency, overhead)
 
 
-class LinkModel(StrEnum):
-    """How a link behaves."""
-
-    RENDEZVOUS = "rendezvous"
-    BUFFERED = "buffered"
-
-
 @dataclass(frozen=True)
 class Timeline:
     """When every action began and ended; -1 is never."""
 
     flat: Flat
-    transfers: Transfers
     lanes: list[list[EventNumber]]
     """The ranks' compute lanes first, then their swap lanes."""
     begins: Array
@@ -141,7 +127,7 @@ class Timeline:
 
     @cached_property
     def begin(self) -> list[float]:
-        """``begins`` for who asks for one after the other."""
+        """``begins`` as a list, from which single times are read fastest."""
         listed: list[float] = self.begins.tolist()
         return listed
 
@@ -161,44 +147,13 @@ def run(
     program: Program,
     costs: Costs | None = None,
     *,
-    transport: LinkModel = LinkModel.RENDEZVOUS,
     blocking_sends: bool = False,
     blocking_receives: bool = False,
 ) -> Timeline:
     """The timeline of a lowered program. Without costs every compute action takes one unit of time."""
-    rendezvous = transport is LinkModel.RENDEZVOUS
-    graph = ProgramGraph(program, rendezvous=rendezvous, blocking=blocking_sends, blocking_receives=blocking_receives)
+    graph = ProgramGraph(program, blocking=blocking_sends, blocking_receives=blocking_receives)
     price, hop, lag = price_tables(costs or Costs((_UNIT,) * program.num_stages))
-    return Timeline(graph.flat, graph.transfers, graph.lanes, *graph.times(graph.table(price, hop, lag), lag))
-
-
-def usual(program: Program) -> Timeline:
-    """The timeline of a lowered program at ``uniform`` costs: ``verify`` and ``simulate`` both ask for it, so it is
-    kept with the program."""
-    known: Timeline | None = program.__dict__.get("usual")
-    if known is None:
-        known = program.__dict__["usual"] = run(program, uniform(program.placement))
-    return known
-
-
-def never_waits(timeline: Timeline) -> bool:
-    """Whether the timeline proves that no blocking send hangs: each was posted for strictly before it is made.
-
-    Give every action its time here, a SEND that of the end of the work before it. Along a row times do not fall; from a
-    SEND to the action that takes its message neither, and that action takes time. If a SEND is also strictly later than
-    what stands before its RECV, a cycle of waits would have to come back to an earlier time: there is none. Swaps and
-    meetings wait for more: of them this says nothing. (``timeline`` is ``usual``: whatever takes a message takes time.)
-    """
-    flat, transfers = timeline.flat, timeline.transfers
-    if flat.kinds & (MEETINGS | {Kind.OUT, Kind.IN}) or timeline.stuck:
-        return False
-    at = timeline.begins.copy()
-    compute = flat.on(Lane.COMPUTE)
-    sends = flat.of(SEND_OF.values())
-    at[:-1][sends] = timeline.ends[previous(flat, compute)[sends]]
-    before = previous(flat, compute | sends)[transfers.receive]
-    asked = before != len(flat)
-    return bool((at[before[asked]] < at[transfers.send[asked]]).all())
+    return Timeline(graph.flat, graph.lanes, *graph.times(graph.table(price, hop, lag), lag))
 
 
 def price_tables(costs: Costs) -> tuple[Array, Array, Array]:

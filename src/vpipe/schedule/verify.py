@@ -1,7 +1,7 @@
 """Whether a program is right, before anything runs.
 
 ``verify`` returns every violation, not the first: what is missing, what comes twice, what stands on the wrong rank or
-in the wrong order, sends and receives that do not match, a deadlock under the chosen transport, memory beyond a bound,
+in the wrong order, sends and receives that do not match, a deadlock, memory beyond a bound,
 and updates that lose or mix gradients. What hangs, ``timeline`` tells; what becomes of weights,
 ``updates``. ``executable`` gives the runtime what it runs: no program gets there unverified.
 
@@ -32,19 +32,13 @@ from vpipe.schedule.lower import agree, communicate, is_lowered, lower, reduce
 from vpipe.schedule.program import Program
 from vpipe.schedule.semantics import COMMUNICATION, MEETINGS, NEEDS, SEND_OF, Need, Round, Where, members, peers, rounds
 from vpipe.schedule.simulate import simulate
-from vpipe.schedule.timeline import LinkModel, Timeline, never_waits, run, usual
+from vpipe.schedule.timeline import Timeline, run
 from vpipe.schedule.violation import Violation, folded
 
 RECEIVE_OF = {send: receive for receive, send in SEND_OF.items()}
 
 
-def verify(
-    program: Program,
-    *,
-    transport: LinkModel = LinkModel.RENDEZVOUS,
-    max_activations: float | None = None,
-    receives_block: bool = False,
-) -> list[Violation]:
+def verify(program: Program, *, max_activations: float | None = None, receives_block: bool = False) -> list[Violation]:
     """Every violation, in the order of ranks and actions; none: the program runs and computes the right thing.
 
     A program that says nothing of communication is completed by lowering first. The index of a violation counts the
@@ -52,7 +46,7 @@ def verify(
     is asked whether the program runs where a receive that is posted may block its rank.
     """
     with collector_paused():
-        return _verify(program, transport, max_activations, receives_block)
+        return _verify(program, max_activations, receives_block)
 
 
 def executable(
@@ -104,9 +98,7 @@ def _check_lowered(program: Program, wanted: Mapping[Kind, Collection[int]]) -> 
                 )
 
 
-def _verify(
-    program: Program, transport: LinkModel, max_activations: float | None, receives_block: bool
-) -> list[Violation]:
+def _verify(program: Program, max_activations: float | None, receives_block: bool) -> list[Violation]:
     flat, places = program.flat, Places(program)
     foreign = [*strangers(flat)]
     twice = [*duplicates(flat)]
@@ -125,23 +117,19 @@ def _verify(
     found += missed_meetings(whole, program)
     found += lost_swaps(flat)
     if not found:
-        found += _deadlock(whole, program, transport, places, receives_block)
+        found += _deadlock(whole, program, places, receives_block)
     if not found and max_activations is not None:
         found += _too_much(whole, max_activations)
     return sorted(set(found))
 
 
-def _deadlock(
-    program: Program, given: Program, transport: LinkModel, places: Places, receives_block: bool
-) -> Iterator[Violation]:
+def _deadlock(program: Program, given: Program, places: Places, receives_block: bool) -> Iterator[Violation]:
     """What every rank waits for when none can go on. Sends block, as the strictest transport's do."""
-    if not receives_block and never_waits(usual(program)):
-        return
-    timeline = run(program, transport=transport, blocking_sends=True, blocking_receives=receives_block)
+    timeline = run(program, blocking_sends=True, blocking_receives=receives_block)
     for event in timeline.stuck:
         action, rank = timeline.flat.action(event), int(timeline.flat.rank[event])
         if action.kind in MEETINGS:
-            yield deadlock_at_meeting(timeline, given, event, f"deadlock under {transport}")
+            yield deadlock_at_meeting(timeline, given, event)
             continue
         if action.kind in COMMUNICATION:
             partner, done = (
@@ -150,7 +138,7 @@ def _deadlock(
             waits = f"{Action(peers(program, action)[0], partner, action.microbatch)} to be {done}"
         else:
             waits = f"what {_waits_for(action)} to arrive"
-        yield places.at(action, rank, f"deadlock under {transport}: waits for ever for {waits}")
+        yield places.at(action, rank, f"deadlock: waits for ever for {waits}")
 
 
 def _waits_for(action: Action) -> str:
@@ -374,7 +362,7 @@ def _at_meeting(given: Program, rank: int, action: Action, number: int, reason: 
     return Violation(rank, places[number] if number < len(places) else -1, str(action), reason)
 
 
-def deadlock_at_meeting(timeline: Timeline, given: Program, event: int, found: str) -> Violation:
+def deadlock_at_meeting(timeline: Timeline, given: Program, event: int) -> Violation:
     """A member waits at a meeting for ever: whom it waits for, and where those stand."""
     flat = timeline.flat
     rank = int(flat.rank[event])
@@ -391,5 +379,5 @@ def deadlock_at_meeting(timeline: Timeline, given: Program, event: int, found: s
             words.append(f"rank {other}, which stands at {action}{at}")
     who = " and ".join(words) or "the other members"
     return _at_meeting(
-        given, rank, flat.action(event), meeting.number, f"{found}: waits for ever for {who} to come to {meeting}"
+        given, rank, flat.action(event), meeting.number, f"deadlock: waits for ever for {who} to come to {meeting}"
     )

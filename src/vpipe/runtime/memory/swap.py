@@ -174,6 +174,7 @@ class Swapper:
         last, self._last_out = self._last_out, None
         if last is not None:
             last.done.result()
+        self._store.clear()
 
     def abandon(self) -> None:
         """The step has failed: forget what is out."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
-from bisect import bisect_left
+from collections import defaultdict
 from typing import IO
 
 from torch import UntypedStorage
@@ -20,53 +20,29 @@ from vpipe.errors import UserError
 PAGE = 4096
 
 
-class Extents:
-    """Which parts of a file are free: the first gap that is large enough is taken, neighbouring gaps become one."""
-
-    def __init__(self) -> None:
-        self.end = 0
-        self._gaps: list[tuple[int, int]] = []
-        """(offset, length), by offset; the last one never touches ``end``."""
-
-    def take(self, length: int) -> int:
-        """The offset of ``length`` bytes that nobody has."""
-        for index, (offset, room) in enumerate(self._gaps):
-            if room >= length:
-                self._gaps[index : index + 1] = [(offset + length, room - length)] if room > length else []
-                return offset
-        offset, self.end = self.end, self.end + length
-        return offset
-
-    def give_back(self, offset: int, length: int) -> None:
-        index = bisect_left(self._gaps, (offset, length))
-        if index < len(self._gaps) and self._gaps[index][0] == offset + length:
-            length += self._gaps.pop(index)[1]
-        if index and sum(self._gaps[index - 1]) == offset:
-            index -= 1
-            offset, more = self._gaps.pop(index)
-            length += more
-        if offset + length == self.end:
-            self.end = offset
-        else:
-            self._gaps.insert(index, (offset, length))
-
-
 class FileStore:
-    """Bytes of CPU storages in a file without a name; ``TMPDIR`` says on which disk."""
+    """Bytes of CPU storages in a file without a name; ``TMPDIR`` says on which disk. Units of a step have storages of
+    the same sizes, so a place that is free again is given to the next of its size."""
 
     def __init__(self) -> None:
         self.directory = tempfile.gettempdir()
-        self.extents = Extents()
+        self.end = 0
+        """How long the file is, as far as it is in use."""
+        self._free: dict[int, list[int]] = defaultdict(list)
+        """Length → where so many bytes are free."""
         self._file: IO[bytes] | None = None
 
     def put(self, storage: UntypedStorage) -> tuple[int, int]:
         """Write the bytes; where they are."""
         length = -(-storage.nbytes() // PAGE) * PAGE
-        offset = self.extents.take(length)
+        if not self._free[length]:
+            self._free[length].append(self.end)
+            self.end += length
+        offset = self._free[length].pop()
         try:
             self._write(_bytes(storage), offset)
         except OSError as error:
-            self.extents.give_back(offset, length)
+            self._free[length].append(offset)
             raise UserError(
                 f"the swap file in {self.directory} cannot be written at byte {offset} for {storage.nbytes()} more "
                 f"({error.strerror}); set TMPDIR to a directory on a larger disk, or swap fewer layers"
@@ -80,7 +56,7 @@ class FileStore:
     def get(self, place: tuple[int, int], storage: UntypedStorage) -> None:
         """Read the bytes back into ``storage``; their place is free again."""
         self.look(place, storage)
-        self.extents.give_back(*place)
+        self._free[place[1]].append(place[0])
 
     def _write(self, view: memoryview, offset: int) -> None:
         if self._file is None:
@@ -98,8 +74,9 @@ class FileStore:
             view, offset = view[done:], offset + done
 
     def clear(self) -> None:
-        """Forget everything that is out: the step has failed."""
-        self.extents = Extents()
+        """A step has ended, or failed: nothing that is out is wanted back."""
+        self.end = 0
+        self._free.clear()
 
     def close(self) -> None:
         if self._file is not None:

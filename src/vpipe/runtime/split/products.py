@@ -24,9 +24,10 @@ A ``torch.autograd.Function`` takes part by naming the tensor arguments whose gr
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,24 +47,27 @@ class NodeTensors(NamedTuple):
     rest: Any
 
 
-class ProductKind(Protocol):
+class ProductKind(ABC):
     """One kind of node. A *slot* is the position of an input among the node's inputs."""
 
     slots: Slots
     """The inputs whose gradient can wait."""
-    together: bool
+    together = False
     """Whether the gradients of all weights come from one call, so that either all or none of them wait."""
-    factors: Slots
+    factors: Slots = ()
     """The inputs that are saved for one another's gradients."""
 
+    @abstractmethod
     def save(self, node: Any, slots: Slots) -> NodeTensors | None:
         """What the products of ``slots`` need of the node, or None where that cannot be had. Called before I."""
 
+    @abstractmethod
     def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> SlotGradients:
         """The gradients of ``slots``, as the node itself would yield them."""
 
     def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
         """The gradient of slot 0 as I computes it without those that wait, where that is another call of a kernel."""
+        return None
 
 
 def held(node: Any, name: str) -> Tensor | None:
@@ -100,14 +104,12 @@ def _conjugate(tensor: Tensor) -> Tensor:
     return tensor.conj() if tensor.is_complex() else tensor
 
 
-class MatrixProduct:
+class MatrixProduct(ProductKind):
     """``left @ right``, and ``addmm``, which has a summand in front of them.
 
     A weight that is stored by columns gets its gradient by columns, as autograd does it: ``weight.t()`` of a Linear is
     one, so its gradient is ``dy.t() @ x``.
     """
-
-    together = False
 
     def __init__(self, left: str, right: str, has_summand: bool) -> None:
         self._first = int(has_summand)
@@ -163,16 +165,12 @@ class MatrixProduct:
             product = dy.t().mm(factor).t() if by_columns else factor.t().mm(dy)
         return _times(product, scale)
 
-    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
-        return None
 
-
-class BatchedProduct:
+class BatchedProduct(ProductKind):
     """``bmm``: weights of several experts in one tensor, for example."""
 
     slots: Slots = (0, 1)
     factors: Slots = (0, 1)
-    together = False
 
     def save(self, node: Any, slots: Slots) -> NodeTensors | None:
         tensors = [held(node, "self" if slot else "mat2") for slot in slots]
@@ -183,15 +181,26 @@ class BatchedProduct:
         others = [_conjugate(tensor.transpose(1, 2)) for tensor in saved.tensors]
         return [other.bmm(dy) if slot else dy.bmm(other) for slot, other in zip(slots, others, strict=True)]
 
-    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
-        return None
 
+class OneCall(ProductKind):
+    """A node whose gradients come from one function of torch, which is told by a mask which of them to compute."""
 
-class LayerNorm:
     slots: Slots = (1, 2)
-    factors: Slots = ()
     together = True
 
+    @abstractmethod
+    def _call(self, saved: NodeTensors, dy: Tensor, mask: list[bool]) -> Any:
+        """The gradients of input, weight and bias that are asked for."""
+
+    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> SlotGradients:
+        found = self._call(saved, dy, [False, 1 in slots, 2 in slots])
+        return [found[slot] for slot in slots]
+
+    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
+        return self._call(saved, dy, [True, False, False])[0]  # type: ignore[no-any-return]
+
+
+class LayerNorm(OneCall):
     def save(self, node: Any, slots: Slots) -> NodeTensors | None:
         x, mean, rstd = (held(node, name) for name in ("input", "result1", "result2"))
         if x is None or mean is None or rstd is None:
@@ -203,18 +212,8 @@ class LayerNorm:
         (x, mean, rstd), (shape, weights) = saved
         return torch.ops.aten.native_layer_norm_backward(dy, x, shape, mean, rstd, *weights, mask)
 
-    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> SlotGradients:
-        found = self._call(saved, dy, [False, 1 in slots, 2 in slots])
-        return [found[slot] for slot in slots]
 
-    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
-        return self._call(saved, dy, [True, False, False])[0]  # type: ignore[no-any-return]
-
-
-class Convolution:
-    slots: Slots = (1, 2)
-    factors: Slots = ()
-    together = True
+class Convolution(OneCall):
     _form = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
     def save(self, node: Any, slots: Slots) -> NodeTensors | None:
@@ -228,18 +227,9 @@ class Convolution:
         (x,), (weight, bias_sizes, form) = saved
         return torch.ops.aten.convolution_backward(dy, x, weight, bias_sizes, *form, mask)
 
-    def gradients(self, saved: NodeTensors, dy: Tensor, slots: Slots) -> SlotGradients:
-        found = self._call(saved, dy, [False, 1 in slots, 2 in slots])
-        return [found[slot] for slot in slots]
 
-    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
-        return self._call(saved, dy, [True, False, False])[0]  # type: ignore[no-any-return]
-
-
-class EmbeddingProduct:
+class EmbeddingProduct(ProductKind):
     slots: Slots = (0,)
-    factors: Slots = ()
-    together = False
 
     def save(self, node: Any, slots: Slots) -> NodeTensors | None:
         index = held(node, "indices")
@@ -253,14 +243,10 @@ class EmbeddingProduct:
         (index,), form = saved
         return [torch.ops.aten.embedding_dense_backward(dy, index, *form)]
 
-    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
-        return None
 
-
-class OwnFunction:
+class OwnFunction(ProductKind):
     """A ``Function`` with ``deferrable``."""
 
-    factors: Slots = ()
     together = True
 
     def __init__(self, slots: Slots) -> None:
@@ -281,9 +267,6 @@ class OwnFunction:
             )
         found = saved.rest[0]()
         return [found[slot] for slot in slots]
-
-    def input_gradient(self, saved: NodeTensors, dy: Tensor) -> Tensor | None:
-        return None
 
 
 _KINDS: dict[str, ProductKind] = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from vpipe.runtime.transport.wire import Envelope
@@ -55,3 +56,10 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release what the transport holds."""
+
+
+def gather_text(transport: Transport, text: str) -> list[str]:
+    """Every rank's text. All ranks call this at the same place."""
+    mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+    blocks = transport.all_gather(mine, range(transport.num_ranks))
+    return [bytes(block.tolist()).decode().strip() for block in blocks]

@@ -125,8 +125,8 @@ class DeviceTransport:
         numbers = None
         if self._learns:
             self.host.post(envelope, source_rank)
-            structure, facts, there, *told = self.host.take(envelope)
-            self._known[_place(envelope)], numbers = Form.understood(structure, facts, there), tuple(told)
+            text, there, *values = self.host.take(envelope)
+            self._known[_place(envelope)], numbers = Form.understood(text, there), tuple(values)
         form = self._known[_place(envelope)]
         if form.brings_numbers and numbers is None:
             self.host.post(envelope, source_rank)

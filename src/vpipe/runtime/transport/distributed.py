@@ -38,6 +38,9 @@ class Channel(NamedTuple):
     backward: int
     peer: int
 
+    def __str__(self) -> str:
+        return f"{'gradients' if self.backward else 'activations'} of stage {self.source} to stage {self.target}"
+
     @property
     def tag(self) -> int:
         """Equal at both ends; different for the channels between two ranks."""
@@ -60,7 +63,8 @@ class DistributedTransport:
         self._wanted: dict[Channel, int] = {}
         self._posted: dict[Envelope, tuple[Channel, Tensor, Any]] = {}
         self._sent: dict[Channel, deque[tuple[Any, Tensor]]] = defaultdict(deque)
-        self._tails: list[tuple[Channel, Any, Tensor]] = []
+        """What is under way of a channel: a transfer and its memory."""
+        self._tails: dict[Channel, list[tuple[Any, Tensor]]] = defaultdict(list)
         self._groups: dict[tuple[int, ...], Any] = {}
         self._latest: Any = None
         """The latest collective operation since a step ended. gloo's thread lets go of what is done a little later, and
@@ -123,25 +127,19 @@ class DistributedTransport:
             packed.write_tensors(tail.data_ptr() - layout.offsets[0])
             # The peer asks for the tensors when it needs them, not when the program posts: waiting here could deadlock.
             work = self._begin("send", tail, channel, channel.tail_tag(packed.envelope.microbatch))
-            self._tails.append((channel, work, tail))
+            self._tails[channel].append((work, tail))
 
     def _start(self, channel: Channel, block: Tensor) -> None:
         under_way = self._sent[channel]
         under_way.append((self._begin("send", block, channel, channel.tag), block))
         while len(under_way) > self._sends_under_way:
-            self._finish_oldest(channel)
-
-    def _finish_oldest(self, channel: Channel) -> None:
-        work, _ = self._sent[channel].popleft()
-        self._wait(work, _sending(channel), channel.peer)
+            self._wait(under_way.popleft()[0], f"sends {channel}", channel.peer)
 
     def end_step(self) -> None:
-        for channel in self._sent:
-            while self._sent[channel]:
-                self._finish_oldest(channel)
-        for channel, work, _ in self._tails:
-            self._wait(work, _sending(channel), channel.peer)
-        self._tails.clear()
+        for channel, under_way in (*self._sent.items(), *self._tails.items()):
+            for work, _ in under_way:
+                self._wait(work, f"sends {channel}", channel.peer)
+            under_way.clear()
         self._latest = None
 
     def _begin(self, way: Literal["send", "recv"], block: Tensor, channel: Channel, tag: int) -> Any:
@@ -150,8 +148,8 @@ class DistributedTransport:
         try:
             return getattr(self._gloo, way)([block], channel.peer, tag)
         except RuntimeError as error:
-            doing = _sending(channel) if way == "send" else f"expects {_flow(channel)}"
-            raise self._lost(doing, channel.peer, error) from None
+            doing = "sends" if way == "send" else "expects"
+            raise self._lost(f"{doing} {channel}", channel.peer, error) from None
 
     def _wait(self, work: Any, doing: str, peer: int) -> None:
         try:
@@ -208,11 +206,3 @@ class DistributedTransport:
 
     def close(self) -> None:
         pass
-
-
-def _sending(channel: Channel) -> str:
-    return f"sends {_flow(channel)}"
-
-
-def _flow(channel: Channel) -> str:
-    return f"{'gradients' if channel.backward else 'activations'} of stage {channel.source} to stage {channel.target}"

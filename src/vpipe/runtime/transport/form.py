@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vpipe.runtime.crossing import ValueForm, check_tensor, fill, flatten, kept_strides, shift
+from vpipe.runtime.crossing import ValueForm, check_tensor, fill, flatten
 from vpipe.runtime.device import is_host
-from vpipe.runtime.transport.wire import TensorFacts
+from vpipe.runtime.transport.wire import TensorFacts, layout_of, parsed
 
 
 class Form(NamedTuple):
@@ -39,14 +39,14 @@ class Form(NamedTuple):
         """Whether a part of the message is on the host, so that the host's transport carries it every time."""
         return not all(self.there)
 
-    def described(self) -> tuple[Any, ...]:
+    def described(self) -> tuple[str, tuple[bool, ...]]:
         """Itself as a value that the host's transport carries."""
-        facts = tuple((str(fact.dtype).removeprefix("torch."), *fact[1:]) for fact in self.facts)
-        return (self.structure, facts, self.there)
+        return layout_of(self.structure, self.facts).text.decode(), self.there
 
     @classmethod
-    def understood(cls, structure: ValueForm, facts: Any, there: tuple[bool, ...]) -> Form:
-        return cls(structure, tuple(TensorFacts(getattr(torch, name), *more) for name, *more in facts), there)
+    def understood(cls, text: str, there: tuple[bool, ...]) -> Form:
+        layout = parsed(text.encode())
+        return cls(layout.structure, layout.facts, there)
 
 
 def form_of(value: Any) -> tuple[Form, list[Tensor]]:
@@ -55,8 +55,7 @@ def form_of(value: Any) -> tuple[Form, list[Tensor]]:
     structure = flatten(value, tensors)
     for tensor in tensors:
         check_tensor(tensor)
-    facts = tuple(TensorFacts(t.dtype, tuple(t.shape), t.requires_grad, kept_strides(t), shift(t)) for t in tensors)
-    return Form(structure, facts, tuple(not is_host(t.device) for t in tensors)), tensors
+    return Form(structure, tuple(map(TensorFacts.of, tensors)), tuple(not is_host(t.device) for t in tensors)), tensors
 
 
 def room(facts: TensorFacts, device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ import struct
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -44,9 +44,6 @@ UNDER_WAY = 128
 START_BYTES = 128 * 1024
 WINDOW = 16
 """For how many of the largest message there is room."""
-
-Deliver = Callable[[int, Envelope, Any], None]
-"""(peer, envelope, value)."""
 
 
 class Link(ABC):
@@ -186,10 +183,10 @@ class Link(ABC):
             self._said_away = True
             self._reply(AWAY)
 
-    def clear(self, deliver: Deliver) -> None:
+    def clear(self, mail: dict[tuple[int, Envelope], Any]) -> None:
         """This rank is about to sleep: a peer that waits for room gets all there is."""
         while self._asked and (message := self.read()) is not None:
-            deliver(self.peer, *message)
+            mail[self.peer, message[0]] = message[1]
         self.pay()
 
     def pay(self) -> None:

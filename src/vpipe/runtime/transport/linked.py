@@ -193,7 +193,7 @@ class LinkedTransport(DistributedTransport):
             raise self._gone(link, f"{doing} {envelope}", None)
         for other in self.links.values():
             if other.owes:
-                other.clear(self._deliver)
+                other.clear(self._mail)
         events = self._look(until - monotonic())
         if not events:
             raise self._silent(link, f"{doing} {envelope}")
@@ -206,7 +206,7 @@ class LinkedTransport(DistributedTransport):
             ready = self._link_of[descriptor]
             num_held = sum(peer == ready.peer for peer, _ in self._mail) if ready.eager else 0
             while ready is not link and num_held < ready.eager and (message := ready.read()) is not None:
-                self._deliver(ready.peer, *message)
+                self._mail[ready.peer, message[0]] = message[1]
                 num_held += 1
 
     def _look(self, patience: float) -> list[tuple[int, int]]:
@@ -216,9 +216,6 @@ class LinkedTransport(DistributedTransport):
                 if events := self._events.poll(0):
                     return events
         return self._events.poll(max(0.0, patience), self._most_events)
-
-    def _deliver(self, peer: int, envelope: Envelope, value: Any) -> None:
-        self._mail[peer, envelope] = value
 
     def _gone(self, link: Link, doing: str, error: OSError | None) -> PeerLost:
         if isinstance(error, TimeoutError):

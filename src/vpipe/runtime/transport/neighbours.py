@@ -8,7 +8,6 @@ machines is shut (a firewall that knows ports), all ranks hear of it, and messag
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -77,12 +76,6 @@ class Neighbours:
         room = streamable(listener.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF))
         self.card = self.card._replace(address=address, port=listener.getsockname()[1], streamed=room)
         self._far = Door(listener, self.card.word, _PURPOSE)
-
-    def exchange(self, transport: Transport) -> list[Card]:
-        """Everybody's cards, by rank."""
-        mine = torch.frombuffer(bytearray(json.dumps(self.card).encode()), dtype=torch.uint8)
-        texts = transport.all_gather(mine, range(transport.num_ranks))
-        return [Card(*json.loads(bytes(text.tolist()))) for text in texts]
 
     def of_this_machine(self, rank: int, cards: Sequence[Card], patience: float) -> dict[int, socket.socket]:
         """Rank → socket. Each of them calls this too."""

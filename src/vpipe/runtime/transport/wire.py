@@ -78,6 +78,11 @@ class TensorFacts(NamedTuple):
     shift: int
     """After how many elements of a line of memory it begins."""
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorFacts:
+        needs_grad, strides = tensor.requires_grad, kept_strides(tensor)
+        return cls(tensor.dtype, tuple(tensor.shape), needs_grad, strides, shift(tensor))
+
     @property
     def span(self) -> int:
         """Elements of memory from the beginning of its line to its end."""
@@ -113,7 +118,8 @@ def assembled(layout: MessageLayout, tensors: list[Tensor]) -> Any:
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
-def _layout(structure: ValueForm, facts: tuple[TensorFacts, ...]) -> MessageLayout:
+def layout_of(structure: ValueForm, facts: tuple[TensorFacts, ...]) -> MessageLayout:
+    """The form of messages of this structure."""
     tensors = [[name_of(fact.dtype), *fact[1:]] for fact in facts]
     text = json.dumps([structure, tensors], separators=(",", ":")).encode()
     offset = _aligned(_PREFIX.size + len(text))
@@ -138,7 +144,7 @@ def parsed(text: bytes) -> MessageLayout:
         TensorFacts(NAMED[name], tuple(shape), bool(needs_grad), tuple(strides), shift)
         for name, shape, needs_grad, strides, shift in tensors
     )
-    return _layout(_hashable(structure), facts)
+    return layout_of(_hashable(structure), facts)
 
 
 def _hashable(structure: Any) -> Any:
@@ -199,10 +205,10 @@ def pack(envelope: Envelope, value: Any) -> Packed:
     structure = flatten(value, tensors)
     layout = _latest.get(structure)
     if layout is None or not all(map(_fits, layout.facts, tensors)):
-        facts = tuple(TensorFacts(t.dtype, tuple(t.shape), t.requires_grad, kept_strides(t), shift(t)) for t in tensors)
+        facts = tuple(map(TensorFacts.of, tensors))
         if len(_latest) >= MOST_LAYOUTS:
             _latest.clear()
-        layout = _latest[structure] = _layout(structure, facts)
+        layout = _latest[structure] = layout_of(structure, facts)
     return Packed(envelope, layout, tensors)
 
 

@@ -17,7 +17,7 @@ there; hosts know how many those are, and tell each other each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from itertools import chain
 from math import isfinite, isinf
@@ -152,19 +152,14 @@ def judge_here(parameters: Sequence[Tensor]) -> tuple[bool | Tensor, Tensor]:
     device = parameters[0].device if parameters else HOST
     if is_host(device):
         return judge(told_apart(norms(parameters), parameters), [p.dtype for p in parameters])
-    held = [values_of(p.grad) for p in parameters if p.grad is not None]
-    if not held:
-        return True, torch.zeros((), dtype=promoted([p.dtype for p in parameters]), device=device)
-    largest = torch.stack(torch._foreach_norm(held, torch.inf))
-    sizes = torch.stack([norm.double() for norm in torch._foreach_norm(held)])
-    return torch.isfinite(largest).all(), _total(sizes, [each.dtype for each in held])
+    return judge_there(norms_there(parameters, device), [p.dtype for p in parameters if p.grad is not None])
 
 
 def _total(found: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
     """The norm of these norms; torch adds those of one dtype after the other, in an order of its own."""
     dtype = promoted(dtypes)
     if not len(found):
-        return torch.zeros((), dtype=dtype)
+        return torch.zeros((), dtype=dtype, device=found.device)
     if len(set(dtypes)) > 1:
         found = found[_order_of(tuple(dtypes))]
     total: Tensor = torch.linalg.vector_norm(torch.where(found == OVERFLOWED, torch.inf, found).to(dtype))
@@ -177,24 +172,22 @@ def _order_of(dtypes: tuple[torch.dtype, ...]) -> list[int]:
     return [place for _, places in alike.values() for place in places]
 
 
-def multiply(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
+def multiply(gradients: Sequence[Tensor], factor: Tensor | float) -> None:
     """In place, sparse gradients too."""
-    held = list(gradients)
-    if dense := [gradient for gradient in held if not gradient.is_sparse]:
-        torch._foreach_mul_(dense, factor)
-    for gradient in held:
-        if gradient.is_sparse:
-            gradient.mul_(factor)
+    _change(gradients, torch._foreach_mul_, Tensor.mul_, factor)
 
 
-def divide(gradients: Iterable[Tensor], divisor: float) -> None:
+def divide(gradients: Sequence[Tensor], divisor: float) -> None:
     """In place, sparse gradients too."""
-    held = list(gradients)
-    if dense := [gradient for gradient in held if not gradient.is_sparse]:
-        torch._foreach_div_(dense, divisor)
-    for gradient in held:
+    _change(gradients, torch._foreach_div_, Tensor.div_, divisor)
+
+
+def _change(gradients: Sequence[Tensor], change_all: Any, change: Any, number: Tensor | float) -> None:
+    if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
+        change_all(dense, number)
+    for gradient in gradients:
         if gradient.is_sparse:
-            gradient.div_(divisor)
+            change(gradient, number)
 
 
 ParameterDtypes = list[list[tuple[int, list[torch.dtype]]]]

@@ -66,27 +66,22 @@ class AgreeingAfterwards(Updater):
         super().begin(losses, num_units, updates)
         self._attempts.clear()
 
-    def step(self, stage: Stage) -> None:
-        """The update as it is right if no rank objects. A gradient that is not finite is an objection of one's own."""
-        self.before_update()
-        optimizer, update = self.optimizers[stage.index], self.num_updates[stage.index]
-        gradients = [p.grad for p in stage.weights.parameters.values() if p.grad is not None]
+    def _judged(self, stage: Stage, gradients: Sequence[Tensor]) -> tuple[bool, None]:
+        """Update as it is right if no rank objects. A gradient that is not finite is an objection of one's own."""
         if self.loss_scale != 1.0:
             divide(gradients, self.loss_scale)
-        hopeless = False
-        if self._judges:
-            sizes = self._norms(counted(stage, self._tied))
-            versions = [gradient._version for gradient in gradients]
-            undo = Rollback([optimizer], [stage], gradients=False)
-            self._attempts[stage.index] = Attempt(optimizer, gradients, versions, sizes, undo)
-            hopeless = self._skips and is_host(self._device) and not bool(torch.isfinite(sizes).all())
-        if not hopeless:
-            self._set_learning_rate(stage.index)
-            optimizing.step(optimizer)
         if not self._judges:
-            optimizing.clear(optimizer)
-        self.num_updates[stage.index] = update + 1
-        forget_casts()
+            return True, None
+        optimizer = self.optimizers[stage.index]
+        sizes = self._norms(counted(stage, self._tied))
+        versions = [gradient._version for gradient in gradients]
+        undo = Rollback([optimizer], [stage], gradients=False)
+        self._attempts[stage.index] = Attempt(optimizer, gradients, versions, sizes, undo)
+        return not (self._skips and is_host(self._device) and not bool(torch.isfinite(sizes).all())), None
+
+    def _clear(self, optimizer: Optimizer) -> None:
+        if not self._judges:
+            super()._clear(optimizer)
 
     def agree_on(self, calls: Sequence[Call], watch: Callable[[Action], None], waited: Waited) -> None:
         """Agree on the updates that are made; if they were wrong, run the forwards since then once more, as if they had

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from vpipe.errors import UserError
 from vpipe.layer import TiedWeight
-from vpipe.runtime.device import HOST, Number, beside, floats, is_host, number, read
+from vpipe.runtime.device import Number, beside, floats, is_host, number, read
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.surroundings import forget_casts
 from vpipe.runtime.transport.base import Transport
@@ -41,6 +42,9 @@ from vpipe.runtime.updates.agreement import (
 from vpipe.runtime.updates.replicas import AMONG_REPLICAS, exchanges, trained
 from vpipe.runtime.updates.rollback import Rollback, can_be_restored, can_be_told, step_told
 from vpipe.runtime.updates.tied_gradients import TiedGradients, dense
+
+if TYPE_CHECKING:
+    from vpipe.runtime.options import PipelineOptions
 
 
 @dataclass
@@ -79,17 +83,6 @@ def checked_scale(scale: LossScale | None, synchronous: bool) -> LossScale:
     return scale or LossScale()
 
 
-@dataclass(frozen=True)
-class UpdateOptions:
-    """How gradients become updates."""
-
-    synchronous: bool = True
-    clip_norm: float | None = None
-    skip_nonfinite: bool = True
-    exact_reduction: bool = True
-    """Add replicas' gradients in their order; otherwise in whatever order is fast."""
-
-
 class Updater:
     """One rank's updates."""
 
@@ -98,22 +91,21 @@ class Updater:
         transport: Transport,
         stages: Mapping[int, Stage],
         optimizers: Mapping[int, Optimizer],
-        tied: Sequence[TiedWeight] = (),
-        options: UpdateOptions | None = None,
-        loss_scale: LossScale | None = None,
-        device: torch.device = HOST,
+        tied: Sequence[TiedWeight],
+        options: PipelineOptions,
+        synchronous: bool,
+        loss_scale: LossScale,
+        device: torch.device,
     ) -> None:
-        self._device = device
-        self.options = options or UpdateOptions()
+        self._device, self._options, self._synchronous = device, options, synchronous
         self.optimizers = dict(optimizers)
-        self.scaler = loss_scale or LossScale()
+        self.scaler = loss_scale
         self._skipped: dict[int, Number] = {0: 0.0}
         self._all_skipped: int | None = None
         """Of all ranks, where each decides by itself."""
         self._norm: dict[int, Number] = {}
         self._transport = transport
-        self._stages = dict(stages)
-        self._tied = tuple(tied)
+        self._stages, self._tied = dict(stages), tuple(tied)
         flow = next(iter(stages.values())).flow
         self._layout, self._everyone = flow.layout, range(transport.num_ranks)
         self._ties = TiedGradients(transport, flow.layout, self._tied) if self._tied else None
@@ -181,7 +173,7 @@ class Updater:
     def _may_repeat(self) -> bool:
         """Whether the ranks of an asynchronous schedule take a step back that has made an update too many: where some
         optimizer cannot be told, and all can be restored."""
-        if self.options.synchronous or not self._skips or is_host(self._device):
+        if self._synchronous or not self._skips or is_host(self._device):
             return False
         if self._repeats is None:
             everyone, optimizers = self._everyone, self.optimizers.values()
@@ -211,7 +203,7 @@ class Updater:
             parts = [dense(p, AMONG_REPLICAS).flatten() for p in together]
             total = torch.cat(parts)
             self._sum(total, ranks)
-            if not self.options.synchronous:
+            if not self._synchronous:
                 total.div_(len(ranks))
             begin = 0
             for parameter in together:
@@ -219,7 +211,7 @@ class Updater:
                 begin += parameter.numel()
 
     def _sum(self, gradient: Tensor, ranks: Sequence[int]) -> None:
-        if not self.options.exact_reduction:
+        if not self._options.exact_reduction:
             self._transport.all_reduce(gradient, ranks)
             return
         first, *rest = self._transport.all_gather(gradient, ranks, [gradient.numel()] * len(ranks))
@@ -230,18 +222,9 @@ class Updater:
 
     def step(self, stage: Stage) -> None:
         """The stage's next weight version."""
-        assert self._verdict is not None or not self.options.synchronous, "a synchronous program has an AGREE"
         self.before_update()
-        gradients = [p.grad for p in stage.weights.parameters.values() if p.grad is not None]
-        finite: bool | Tensor
-        if self._verdict is not None:
-            finite, factor = self._verdict
-        else:
-            if self.loss_scale != 1.0:
-                divide(gradients, self.loss_scale)
-            parameters = list(stage.weights.parameters.values())
-            finite, factor = self._verdict_of(*judge_here(parameters)) if self._judges else (True, None)
-            self._skipped[0] = self._skipped[0] + (1.0 - finite if isinstance(finite, bool) else 1.0 - finite.double())
+        gradients = gradients_of(stage)
+        finite, factor = self._verdict or self._judged(stage, gradients)
         optimizer = self.optimizers[stage.index]
         stage.weights.before_update()
 
@@ -252,10 +235,25 @@ class Updater:
             optimizing.step(optimizer)
 
         self._step_if(finite, optimizer, update)
-        optimizing.clear(optimizer)
+        self._clear(optimizer)
         self.num_updates[stage.index] += 1
         stage.weights.after_update()
         forget_casts()
+
+    def _judged(self, stage: Stage, gradients: Sequence[Tensor]) -> tuple[bool | Tensor, Tensor | None]:
+        """Whether a stage updates that asks no other, and by what factor it clips."""
+        assert not self._synchronous, "a synchronous program has an AGREE"
+        if self.loss_scale != 1.0:
+            divide(gradients, self.loss_scale)
+        if not self._judges:
+            return True, None
+        finite, factor = self._verdict_of(*judge_here(list(stage.weights.parameters.values())))
+        self._skipped[0] = self._skipped[0] + (1.0 - finite if isinstance(finite, bool) else 1.0 - finite.double())
+        return finite, factor
+
+    def _clear(self, optimizer: Optimizer) -> None:
+        """Drop the gradients of an update that is made, or left out."""
+        optimizing.clear(optimizer)
 
     def _step_if(self, finite: bool | Tensor, optimizer: Optimizer, update: Callable[[], None]) -> None:
         """``update`` if the gradients are finite; see ``rollback`` for what a device is asked."""
@@ -263,7 +261,7 @@ class Updater:
             step_told(finite, optimizer, update)
         elif isinstance(finite, Tensor) and self._start is not None:
             update()
-        elif isinstance(finite, Tensor) and self.options.synchronous and can_be_restored(optimizer):
+        elif isinstance(finite, Tensor) and self._synchronous and can_be_restored(optimizer):
             self._undo.append(Rollback([optimizer], (), gradients=False))
             update()
         elif bool(finite):
@@ -277,12 +275,12 @@ class Updater:
 
     @property
     def _judges(self) -> bool:
-        return self._skips or self.options.clip_norm is not None
+        return self._skips or self._options.clip_norm is not None
 
     @property
     def _skips(self) -> bool:
         """Whether a gradient that is not finite skips the update."""
-        return self.options.skip_nonfinite or self.scaler.dynamic
+        return self._options.skip_nonfinite or self.scaler.dynamic
 
     def agree(self, waited: Waited) -> None:
         """One exchange between all ranks: whether to update, and by what factor to clip."""
@@ -294,7 +292,7 @@ class Updater:
             self._ties.add_up(self._stages, waited)
         if self.loss_scale != 1.0:
             for stage in self._stages.values():
-                divide([p.grad for p in stage.weights.parameters.values() if p.grad is not None], self.loss_scale)
+                divide(gradients_of(stage), self.loss_scale)
         if not self._judges:
             return True, None
         trained = [counted(self._stages[stage], self._tied) for stage in sorted(self._stages)]
@@ -328,9 +326,9 @@ class Updater:
         """Whether to update, and the factor of ``torch.nn.utils.clip_grad_norm_``; on a device they stay there."""
         self._norm[0] = number(total)
         finite = finite if self._skips else True
-        if self.options.clip_norm is None:
+        if self._options.clip_norm is None:
             return finite, None
-        return finite, torch.clamp(self.options.clip_norm / (total + 1e-6), max=1.0)
+        return finite, torch.clamp(self._options.clip_norm / (total + 1e-6), max=1.0)
 
     def local_losses(self) -> Tensor:
         """What this rank's layers contribute to each unit's loss, where it computes."""
@@ -372,7 +370,12 @@ class Updater:
         blocks = self._transport.all_gather(block, self._everyone, sizes)
         self.must_repeat = any(bool(block[-2]) for block in blocks)
         self._start = self._start if self.must_repeat else None
-        if not self.options.synchronous:
+        if not self._synchronous:
             leaders = {*map(self._layout.leader, range(self._layout.num_stages))}  # replicas leave out the same ones
             self._all_skipped = int(sum(blocks[rank][-1].item() for rank in leaders))
         return [block[:-2] for block in blocks]
+
+
+def gradients_of(stage: Stage) -> list[Tensor]:
+    """Those that are there."""
+    return [p.grad for p in stage.weights.parameters.values() if p.grad is not None]
