@@ -25,8 +25,7 @@ from vpipe.observe.measured import Measured
 from vpipe.observe.payload import recorded
 from vpipe.rundir.reader import open_run
 from vpipe.runtime import job
-from vpipe.runtime.assembly import gather_text
-from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.transport.base import Transport, gather_text
 from vpipe.runtime.transport.inprocess import Hub
 from vpipe.schedule.action import Action, Kind
 from vpipe.train.reporting import clocks

@@ -256,7 +256,7 @@ def _saved_by(edges: Iterable[GradientEdge], storages: Collection[int]) -> Itera
 
 
 def _saved_tensors(node: Any) -> Iterator[tuple[Tensor, Any]]:
-    """(tensor, its handle) of all that a node has saved and that nobody has changed since, as far as versions tell."""
+    """(tensor, its handle) of all that a node has saved and that has not changed since, as far as versions tell."""
     for name in _handles(node.__class__):
         try:
             raw = getattr(node, name)

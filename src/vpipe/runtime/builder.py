@@ -185,7 +185,7 @@ class Builder:
         return self._transport
 
     def _engine(self, programs: Programs, transport: Transport, device: torch.device, modules: Modules) -> Engine:
-        """The engine of one rank, with the layers of its stages and nobody else's."""
+        """The engine of one rank, with the layers of its stages alone."""
         parts, told, flow = self.parts, self.options, programs.flow
         layout, rank = flow.layout, transport.rank
         recomputed, swapped = recomputed_and_swapped(told.recompute, told.swap, flow.bounds)

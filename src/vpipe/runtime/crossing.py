@@ -11,7 +11,7 @@ the next must lie in memory as the original does, or cutting a model would chang
 
     x[:, 3:]     where the first number and each row lie within a line of 64 bytes: matrix products ask for that
 
-Gaps shrink to less than a line, because beyond that nobody asks: the last position of a long sequence does not bring
+Gaps shrink to less than a line, because no kernel asks beyond that: the last position of a long sequence does not bring
 the room of the whole sequence with it.
 
 Each side of a boundary has a graph of autograd's own. A tensor enters one as a leaf (``entrance``) and leaves it by an

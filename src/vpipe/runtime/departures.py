@@ -2,7 +2,7 @@
 
     compute   last kernel ─┐                                     ┌─ next kernel
     lane                   └─ wait ─ copy ─ copy ─ … ─ arrived ──┘
-    host      goes on at once; whoever needs the bytes waits for "arrived"
+    host      goes on at once; a reader of the bytes waits for "arrived"
 
 The next kernels of the compute stream wait until the copies are made, since they may change what is copied, or get its
 memory.

@@ -1,7 +1,7 @@
 """When a device did what: events on its streams, read after the step and put on the host's clock.
 
 The host only enqueues, so its own times say when work was handed over. Each action leaves three events on the compute
-stream: where it begins, where it has what it needs, where it ends. Nobody waits for them: the step's one read comes
+stream: where it begins, where it has what it needs, where it ends. No host waits for them: the step's one read comes
 after all of them, and then they are asked. When a step begins the device is idle (the step before has been read), so
 its first event stands where the host's clock stands at that moment: that ties the two clocks together anew each step.
 

@@ -172,7 +172,7 @@ class Engine:
         return self._result
 
     def _execute(self, calls: Sequence[Call], result: Result) -> None:
-        """The row. What it writes down takes its form when somebody asks for it."""
+        """Run the row; records are built when they are read."""
         queued = core_wait()
         result.calls, result.times = calls, self._timed(calls)
         took = sum(end - begin for begin, _, end, *_ in result.times)

@@ -103,7 +103,7 @@ class Result:
 
     @cached_property
     def records(self) -> list[Record]:
-        """What happened when; most steps nobody asks, so that it takes its form when somebody does."""
+        """What happened when; built when it is asked for, as after few steps."""
         return recorded(self.calls, self.times)
 
 

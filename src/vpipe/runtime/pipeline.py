@@ -39,7 +39,7 @@ from vpipe.runtime.options import Memory, PipelineOptions, PlainKeywords
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.proof.check import Checkable, stepped
 from vpipe.runtime.surroundings import Modes, OneThread, evaluating
-from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.transport.base import Transport, gather_text
 from vpipe.runtime.transport.inprocess import PeerFailed
 from vpipe.runtime.updates.agreement import LossKey
 from vpipe.runtime.updates.update import LossScale
@@ -166,7 +166,7 @@ class Pipeline(Holdings, Checkable):
 
     def gather(self, text: str) -> list[str]:
         """Every process's text, by rank; the ranks of one process share one. All ranks call this at the same place."""
-        return [text] if self.in_process else assembly.gather_text(self.transport, text)
+        return [text] if self.in_process else gather_text(self.transport, text)
 
     def gather_first(self, text: str) -> str:
         """The first text that is not empty, the same on every rank."""

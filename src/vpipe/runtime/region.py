@@ -82,7 +82,7 @@ class RegionGraph:
 
     def part(self) -> None:
         """Let go of what the region gave: from now on it is known by its edges. A neighbour waits for the data, and
-        nobody for this, so it comes after the send."""
+        no rank for this, so it comes after the send."""
         for value, tensors in self.given:
             self.roots.append((value, [*map(edge_of, tensors)]))
         self.given.clear()

@@ -249,7 +249,7 @@ class Stage:
         return SavedTensors([*own, *(t for t in given if not t.requires_grad)], self.changing.note)
 
     def leave(self, microbatch: int) -> list[Swappable]:
-        """What a unit's swapped regions saved, to be carried out, and old weights that nobody else needs now."""
+        """What a unit's swapped regions saved, to be carried out, and old weights that no other unit needs now."""
         unit = self.units[microbatch]
         if unit.saved is None:
             return []

@@ -6,11 +6,11 @@
     build("my.csv", 4, 8)                    a program of the user's own
 
 The table itself is ``catalog_entries.py``. Options of a schedule are the keyword-only parameters of its function, so
-that an option which nobody reads cannot exist. A schedule of another package is entered in
+that an unread option cannot exist. A schedule of another package is entered in
 ``vpipe.registry.SCHEDULE_REGISTRY`` (or offered by an entry point of the group ``vpipe.schedules``), as an ``Entry`` or
 as a plain function ``(num_ranks, num_microbatches, …) -> Program``, and is then built by the same call.
 
-A program of the user's own, a ``Program`` or a CSV file with one, is an entry too: whoever asks a schedule for its
+A program of the user's own, a ``Program`` or a CSV file with one, is an entry too: what asks a schedule for its
 traits, or builds it, asks an ``Entry``. It has its numbers of ranks and of microbatches in itself, so its entry builds
 for these and refuses others in words. One that says nothing of updates (torch's dumps do not) updates every stage once
 at its end.
@@ -133,7 +133,7 @@ def from_file(path: str) -> Entry:
 
 @lru_cache(maxsize=16)
 def _read(path: str, changed: int, size: int) -> Entry:
-    """Once for each content: everybody who asks for a trait asks by the name."""
+    """Read a file once for each content: traits are asked for by its name."""
     del changed, size
     return entry_of(read_csv(path), path)
 
@@ -192,7 +192,7 @@ class ScheduleSpec:
     replicas: int | Sequence[int] = 1
     options: Mapping[str, Any] | None = None
     entry: Entry = field(init=False, compare=False, repr=False)
-    """The catalogue's entry, or that of the user's own program: whoever asks for a trait asks it."""
+    """The catalogue's entry, or that of the user's own program: it has the traits."""
     synchronous: bool = field(init=False, compare=False, repr=False)
     """Whether every unit of a step reads the same weights and each stage updates once at the end."""
     chains: Chain = field(init=False, compare=False, repr=False)

@@ -185,7 +185,7 @@ def _met(flat: Flat, results: _Results, messages: _Messages, lowered: Program) -
     A run of the program says where: by their ends, all actions of all ranks stand in one order, which keeps that of the
     rows and that of needs. A receive is posted between what its rank does before the message is sent, in this order,
     and what it does after that. So ranks that did one action after the other, in this order, would run the program with
-    each message sent and received at once: no cycle of waits is there, whoever waits for whom. (Of a receive from
+    each message sent and received at once: no cycle of waits is there, whichever rank waits. (Of a receive from
     several stages the last message counts. The sends of skips therefore do not wait.)
     """
     timeline = run(lowered, uniform(lowered.placement, latency=LAG))

@@ -48,7 +48,7 @@ def lower(
     agrees: bool = False,
     receives_block: bool = False,
 ) -> Program:
-    """The executable program; where ``agrees``, that of a synchronous one: whoever predicts a step asks for what ranks
+    """The executable program; where ``agrees``, that of a synchronous one: a prediction of a step times what ranks
     run, agreement and all."""
     program = recompute(program, recompute_stages)
     program = swap(program, swap_stages)

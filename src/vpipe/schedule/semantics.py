@@ -189,7 +189,7 @@ MEETINGS = frozenset(kind for kind, needs in NEEDS.items() if any(need.where is 
 
 
 def members(program: Program, action: Action) -> tuple[int, ...]:
-    """The ranks that meet at an action: a stage's replicas at REDUCE, everybody at AGREE."""
+    """The ranks that meet at an action: a stage's replicas at REDUCE, all at AGREE."""
     everyone = tuple(range(program.num_ranks))
     return everyone if action.kind is Kind.AGREE else program.placement.ranks_of[action.stage]
 

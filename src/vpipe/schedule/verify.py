@@ -110,7 +110,7 @@ def _verify(program: Program, max_activations: float | None, receives_block: boo
     whole = program if lowered else communicate(reduce(program), receives_block=receives_block)
     alone = [*unmatched(whole.flat, places)]
     unmet = [*unmet_needs(whole.flat, places)]
-    if twice and not lowered:  # between which of the two a message is added is nobody's fault
+    if twice and not lowered:  # between which of the two a message is added, lowering decides
         unmet = [each for each in unmet if each.index >= 0]
     found += [*unmet, *alone]
     found += [] if alone else crossed(whole.flat, places)

@@ -1,7 +1,7 @@
 """How many bytes of tensors are alive at once: counted operation by operation, so the figure is exact and repeatable.
 
 Resident memory says what a process holds, with everything that an allocator keeps back. What a schedule promises is
-about tensors: activations, gradients, versions. On a CPU nobody counts these, so this does, for one step at a time.
+about tensors: activations, gradients, versions. No allocator of a CPU counts these; this does, for one step at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations of this thread make while it is open.
 
-    What an operation reads and nobody has made here existed before, and does not count: weights, the batch.
+    What an operation reads and none has made here existed before, and does not count: weights, the batch.
     """
 
     @classmethod

@@ -27,7 +27,7 @@ from vpipe.runtime.memory.swap import Swappable, worth_moving
 class SavedTensor:
     """One tensor that a backward needs: whole, or as a place in a swappable.
 
-    Autograd checks the versions of the tensors that it holds itself; of these nobody else does.
+    Autograd checks the versions of the tensors that it holds itself, and not of these.
     """
 
     __slots__ = ("__weakref__", "_dtype", "_place", "_swappable", "_tensor", "_version")

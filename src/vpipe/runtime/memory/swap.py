@@ -51,7 +51,7 @@ class Swappable:
     """
 
     watch: ClassVar[Watch | None] = None
-    """Who counts the bytes of this process, if anybody does."""
+    """What counts the bytes of this process, if anything does."""
 
     def __init__(self, storage: UntypedStorage, *, same_object: bool = False) -> None:
         self._storage: UntypedStorage | None = storage

@@ -106,7 +106,7 @@ class Move:
 
     def prepare(self, engine: Engine) -> str:
         """One rank's part of all transfers; what went wrong, or nothing. A rank that fails goes on with empty hands, so
-        that nobody waits for it."""
+        that no other rank waits for it."""
         problems: list[str] = []
         mine = {drop.layer for drop in self.difference.drops if engine.rank in drop.ranks}
         for number, transfer in enumerate(self.difference.transfers):

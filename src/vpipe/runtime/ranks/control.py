@@ -10,7 +10,7 @@ groups can never both go on. One socket a rank, which only its own process inher
                       {"beat": n}                         it lives; from a thread, four times a second
     launcher → rank   {"epoch": e, "rank": r, "num_ranks": n, …}    train so
                       {"abort": e}                                  leave epoch e, whatever you are doing
-                      {"wish": text}                                somebody asks this run for something
+                      {"wish": text}                                a user asks this run for something
                       {"leave": true}                               all have finished
 
 An abort reaches the main thread through its sockets (``sockets``), and through a signal where it computes or waits for

@@ -1,11 +1,11 @@
-"""More ranks on a machine than it has cores: whoever has been woken waits for its turn.
+"""More ranks on a machine than it has cores: a rank that is woken waits for its turn.
 
-A message wakes its receiver. By default the kernel then takes the core from whoever runs there, which is often the
+A message wakes its receiver. By default the kernel then takes the core from the rank that runs there, often the
 sender, in the middle of its next action; both go on with the other's data in the caches, and the core changes hands
 twice for one message. Where ranks share cores, a step therefore asks for ``SCHED_BATCH``: a rank that is woken gets the
 core when the one that runs there waits for something itself. That is soon, because ranks wait for each other.
 
-With a core for every rank nothing is asked for, because nobody would gain. The user's own policy stays: what is not the
+With a core for every rank nothing is asked for: no rank would gain. The user's own policy stays: what is not the
 kernel's default is left alone, and outside of a step the default is back.
 """
 
@@ -21,7 +21,7 @@ class CrowdedCores:
     def __init__(self, num_ranks: int) -> None:
         self.is_crowded = num_ranks > len(os.sched_getaffinity(0))
         self.has_room = num_ranks < len(os.sched_getaffinity(0))
-        """Whether a rank that looks again and again takes its core from nobody."""
+        """Whether a rank that looks again and again takes no other's core."""
         self._changed = False
 
     def begin(self) -> None:

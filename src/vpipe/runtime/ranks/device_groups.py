@@ -1,9 +1,9 @@
-"""Ending the communicators between devices from outside, so that nobody waits for a rank that is gone.
+"""Ending the communicators between devices from outside, so that no rank waits for one that is gone.
 
 A device's backend (NCCL) runs transfers on streams. One whose other end is gone never ends, the streams behind it wait,
-and whoever reads a number of the device waits with them: no socket can be shut and no signal comes through. So the
+and a host that reads a number of the device waits with them: no socket can be shut and no signal comes through. So the
 groups of devices are remembered here, and ``abort`` ends their communicators. What was behind them then runs to its
-end, on numbers that mean nothing: whoever reads one is told so (``check``), and all of it is thrown away with the step.
+end, on numbers that mean nothing: a reader of one is told so (``check``), and all of it is thrown away with the step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DeviceLost(Exception):
 
 
 class DeviceGroups:
-    """The groups of one meeting of the ranks; the next meeting has its own, which nobody ends by mistake."""
+    """The groups of one meeting of the ranks; the next meeting has its own, which is not ended by mistake."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class DeviceGroups:
     def abort(self) -> None:
         """End all of them. Any thread may call this, and more than once."""
         with self._lock:
-            self.ended = True  # before anybody can read what follows
+            self.ended = True  # before any thread can read what follows
             groups = [group for group, _ in self._made]
             backend: Any = groups[0]._get_backend(self._made[0][1]) if groups else None
         together = hasattr(backend, "_group_start")  # NCCL's communicators, ended one by one, may wait for each other

@@ -113,7 +113,7 @@ class Board:
         return [rank for rank in range(num_ranks) if not self._store.check([f"{key}/{rank}"])]
 
     def gathered(self, key: str, num_ranks: int) -> list[dict[str, Any]]:
-        """Everybody's facts; call when nobody is missing."""
+        """All ranks' facts; call when none is missing."""
         return [json.loads(found) for found in self._store.multi_get([f"{key}/{rank}" for rank in range(num_ranks)])]
 
 

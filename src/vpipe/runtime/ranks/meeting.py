@@ -32,7 +32,7 @@ _stores: Any = dist
 """torch's type stubs leave its stores out."""
 
 STORE_WITHIN = 30.0
-"""Seconds within which the store of an elastic run must answer: whoever has it may be lost at any time."""
+"""Seconds within which the store of an elastic run must answer: the rank that has it may be lost at any time."""
 COME_WITHIN = 300.0
 """Seconds within which all ranks must have come; less if the timeout is less."""
 
@@ -91,7 +91,7 @@ class Meeting:
     @classmethod
     def at(cls, place: LaunchedRank, patience: float) -> Meeting:
         """Connect to the store. It is the launcher's; else rank 0 opens it, where all know it to be, or says where in
-        a store of torch's that is there already, which anybody can read and stop: its value is sealed."""
+        a store of torch's that is there already, which any process can read and stop: its value is sealed."""
         address, kept, torchs = place.store or (place.host, place.port), None, None
         keeps = place.rank == 0 and place.store is None
         with ExitStack() as failing:

@@ -66,8 +66,8 @@ class Membership:
     def agree(self, facts: Mapping[str, str]) -> None:
         """All ranks must say the same about the program that they are going to run."""
         self._agreements += 1
-        everybody = self.exchange(f"agree/{self._agreements}", facts)
-        self._compare(everybody, facts, "has {key} {value}", "every rank must build the same pipeline")
+        everyone = self.exchange(f"agree/{self._agreements}", facts)
+        self._compare(everyone, facts, "has {key} {value}", "every rank must build the same pipeline")
 
     def exchange(self, key: str, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What every rank says under a key, by rank; each key is used once."""
@@ -96,12 +96,12 @@ class Membership:
         return self._board.gathered(key, num_ranks)
 
     @staticmethod
-    def _compare(everybody: list[dict[str, Any]], keys: Mapping[str, Any], form: str, remedy: str) -> None:
-        for rank, facts in enumerate(everybody):
+    def _compare(everyone: list[dict[str, Any]], keys: Mapping[str, Any], form: str, remedy: str) -> None:
+        for rank, facts in enumerate(everyone):
             for key in keys:
-                if facts.get(key) != everybody[0].get(key):
+                if facts.get(key) != everyone[0].get(key):
                     here = form.format(key=key, value=printable(str(facts.get(key))))
-                    there = form.format(key=key, value=printable(str(everybody[0].get(key))))
+                    there = form.format(key=key, value=printable(str(everyone[0].get(key))))
                     raise UserError(f"rank {rank} {here}, but rank 0 {there}; {remedy}")
 
     def watch(self, engine: Any) -> None:

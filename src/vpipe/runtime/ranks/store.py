@@ -21,7 +21,7 @@ _SLACK = 30.0
 
 class StoreClient(_stores.Store):  # type: ignore[misc]
     """A connection to the store; all names begin with ``prefix``. Threads take turns, so that one of them that waits
-    keeps the others waiting. torch's groups keep no reference to a store in Python: somebody else must."""
+    keeps the others waiting. torch's groups keep no reference to a store in Python: its maker must."""
 
     def __init__(self, address: tuple[str, int], secret: str, patience: float, prefix: str) -> None:
         super().__init__()

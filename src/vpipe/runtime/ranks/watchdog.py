@@ -29,7 +29,7 @@ OWN_GRACE = 5.0
 FOLLOWER_GRACE = 2.0
 """The same for a rank that ends because another one has failed."""
 FAREWELL = 10.0
-"""Seconds that whoever keeps the store waits for the others when all went well, and a rank for its own threads: on a
+"""Seconds that the keeper of the store waits for the others when all went well, and a rank for its own threads: on a
 busy machine they come late."""
 NAP = 5.0
 """A gap in our own time from which we conclude that it was this process that was stopped."""
@@ -84,7 +84,7 @@ class Watchdog:
         return self._cause
 
     def _find(self, error: PeerLost) -> Cause:
-        """Wait for the real cause; if none comes, whoever does not beat any more is it."""
+        """Wait for the real cause; if none comes, a rank that does not beat any more is it."""
         if error.cause is not None:
             return Cause(**error.cause)
         before = {rank: self._board.beat_of(rank) for rank in range(self._num_ranks) if rank != self._rank}
@@ -115,7 +115,7 @@ class Watchdog:
             with suppress(RuntimeError):  # the store has gone before us
                 self._say_done()
         # A thread that comes back from the store while the interpreter ends is unwound through C++: the process aborts.
-        # On a busy machine it may come back late: whoever keeps the store is ending too, and answers no more.
+        # On a busy machine it may come back late: the keeper of the store is ending too, and answers no more.
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(FAREWELL)
@@ -128,7 +128,7 @@ class Watchdog:
         self._part()
 
     def _part(self) -> None:
-        """Say that this rank needs the store no more; whoever keeps it waits until all others have said so."""
+        """Say that this rank needs the store no more; its keeper waits until all others have said so."""
         if self._keeper != self._rank:
             if not self._parted:
                 self._parted = True
@@ -172,7 +172,7 @@ class Watchdog:
             with suppress(RuntimeError):
                 self._part()
         if cause.kind == DONE:
-            self._stopped.set()  # the keeper of the store ended well: from now on nobody watches
+            self._stopped.set()  # the keeper of the store ended well: from now on no rank watches
         elif cause.by != self._rank or cause.kind not in ("error", "user", "interrupt"):
             self._cause = self._cause or cause
             if not self._stopped.wait(MOMENT):

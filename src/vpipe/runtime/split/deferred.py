@@ -218,12 +218,12 @@ class WeightQueue:
 
 
 def _is_hooked(weight: Tensor) -> bool:
-    """Whether somebody wants to see the gradient when autograd has it."""
+    """Whether a hook is to see the gradient when autograd has it."""
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def _watched(reading: Reading, analysis: Analysis, numbers: dict[int, int]) -> set[int]:
-    """The weights on whose accumulators somebody has put a hook, which only a further hook can see."""
+    """The weights whose accumulators have a hook, which only a further hook can see."""
     found = set()
     for place in analysis.accumulators:
         node = reading.nodes[place]

@@ -43,7 +43,7 @@ class NodeTensors(NamedTuple):
     """What the products of a node need of it."""
 
     tensors: tuple[Tensor, ...]
-    """Nobody may change them before W."""
+    """They must not change before W."""
     rest: Any
 
 
@@ -71,9 +71,9 @@ class ProductKind(ABC):
 
 
 def held(node: Any, name: str) -> Tensor | None:
-    """A tensor that the node has saved, or None if it is of an unknown sort or somebody unpacks it.
+    """A tensor that the node has saved, or None if it is of an unknown sort or a hook unpacks it.
 
-    A hook of somebody else (``torch.utils.checkpoint``) may allow one look only, which is the node's own.
+    A foreign hook (``torch.utils.checkpoint``) may allow one look only, which is the node's own.
     """
     if not _KNOWS_HOOKS:
         return None

@@ -57,7 +57,7 @@ class Promise:
             handle = node.register_hook(self._rehearsing(index, node) if rehearsal else self._taking(index))
             self._handles.append(handle)
             found = Linear.of(product, node, self._weights) or General.of(product, node, self._weights, rehearsal)
-            is_watched = len(handle.hooks_dict_ref()) > 1  # somebody else wants to see all gradients of the node
+            is_watched = len(handle.hooks_dict_ref()) > 1  # a foreign hook wants to see all gradients of the node
             if found is None or is_watched:
                 self.withdraw()
                 return product.weights

@@ -5,7 +5,7 @@ know how to compute later, or from nodes that pass on nothing else:
 
     x ── AddmmBackward0 ─┬─ AccumulateGrad (bias)                    may wait: one edge, from a known product
                          └─ TBackward0 ── AccumulateGrad (weight)    may wait: what T passes on is a known product alone
-         MulBackward0 ───── AccumulateGrad (scale)                   I: nobody else knows how
+         MulBackward0 ───── AccumulateGrad (scale)                   I: no product is known
 
 ``I`` then runs for all accumulators but the waiting ones, so autograd itself leaves out exactly what ``W`` will add.
 A graph is read anew for every unit, since a layer may do what it likes; equal graphs are analysed once.
@@ -57,7 +57,7 @@ class Analysis:
     accumulators: tuple[int, ...]
     """The nodes that add to these weights."""
     own_code: bool
-    """Whether there are nodes of somebody's own, which may add to weights without a word."""
+    """Whether there are nodes in Python, which may add to weights unseen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ So of a message whose form has come before, the tensors travel alone: nothing is
 **Why the socket is never full**: at most ``UNDER_WAY`` messages are without credit, and the other records are few.
 About 270 records fit into a socket, so ``send`` does not block, except towards a rank that is away and has more unread.
 
-**Why nobody waits for ever**: a message stays where it is until it is taken, so that a neighbour that runs ahead fills
+**Why no rank waits for ever**: a message stays where it is until it is taken, so that a neighbour that runs ahead fills
 the ring, or the network's buffers, and not this rank's memory. But a rank that waits here and is asked reads
 everything, so there is room again. A rank that goes to wait elsewhere (a collective operation, a message over gloo)
 while messages for it are expected says AWAY first.

@@ -8,9 +8,9 @@ tells all. Large collective operations, and messages that are too large for a st
 
 Messages of all channels between two ranks come in the order in which they were sent; a rank that waits for one of them
 puts the others into a mailbox. Of one channel they are sent in the order of the posted receives. So a rank that is
-about to sleep and finds there, of the channel it waits for, what nobody has posted, knows that the ranks disagree.
+about to sleep and finds there, of the channel it waits for, what it has not posted, knows that the ranks disagree.
 
-One thread at a time uses a transport. A killed peer closes its sockets, so whoever waits for it knows at once.
+One thread at a time uses a transport. A killed peer closes its sockets, so a rank that waits for it knows at once.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class LinkedTransport(DistributedTransport):
         for rank in others:  # one after the other: they share an envelope
             self.post(given, rank)
             found.append(self.take(given))
-        # One tensor is described, written and read sooner than one a rank, by everybody, while all others wait.
+        # One tensor is described, written and read sooner than one a rank, by all ranks, while all others wait.
         everything = (torch.cat(found),) if len({block.dtype for block in found}) == 1 else tuple(found)
         for rank in others:
             self.send(told, rank, everything)
@@ -183,7 +183,7 @@ class LinkedTransport(DistributedTransport):
         for peer, found in self._mail:
             same = peer == link.peer and (found.source, found.target, found.backward) == (source, target, backward)
             if same and found not in self._expected:
-                del self._mail[peer, found]  # told of once: whoever goes on is not told of it again
+                del self._mail[peer, found]  # told of once
                 raise mismatch(envelope, found)
 
     def _read(self, link: Link, doing: str, envelope: Envelope, until: float) -> None:

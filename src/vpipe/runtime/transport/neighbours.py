@@ -143,7 +143,7 @@ def _meet(
     patience: float = _COME_WITHIN,
 ) -> None:
     """Connect to the wanted (peer, lane)s: knock at lower ranks, then let higher ones in. Rank 0 only lets in, so that
-    nobody waits in a circle."""
+    no ranks wait in a circle."""
     until = monotonic() + patience
     for peer, lane in wanted:
         if peer < rank:

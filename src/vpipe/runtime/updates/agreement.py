@@ -2,16 +2,16 @@
 
 *Losses.* A rank's block has a row for each of its layers and a column for each unit of the step; the rank of the last
 stage adds a row for the loss itself and one for the units' shares of the batch. On a device the block is put together
-there, so that nobody waits for the numbers before the step is over.
+there, so that no host waits for the numbers before the step is over.
 
 *Norms* say how much to clip, and whether an update may be made. A gradient may be finite and its norm not (the square
 of 1e20 is no float32). Such an update is made, as torch makes it; only a gradient that is itself not finite skips one.
 Sparse gradients count by the values that they hold.
 
 *Order.* Norms are put together in the order of layers, whatever the partition. A rank sends one number for each of its
-parameters, stage by stage, and whoever reads them must know which is which. So ranks tell each other once how many
+parameters, stage by stage, and their reader must know which is which. So ranks tell each other once how many
 parameters their layers have. A parameter without a gradient must not count at all, as in one process: the host sends a
-number that says so, and takes it out of what it has read. A device sends only what there is, because nobody reads
+number that says so, and takes it out of what it has read. A device sends only what there is, because no host reads
 there; hosts know how many those are, and tell each other each time.
 """
 
@@ -109,8 +109,8 @@ def norms(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def norms_there(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The norms of those gradients that are there, on a device, told apart where the norm alone is infinite; nobody
-    waits."""
+    """The norms of those gradients that are there, on a device, told apart where the norm alone is infinite; the host
+    does not wait."""
     held = [values_of(p.grad) for p in parameters if p.grad is not None]
     if not held:
         return torch.empty(0, dtype=torch.float64, device=device)

@@ -7,7 +7,7 @@ is not loaded traces nothing. So for the length of one call a stand-in answers t
     torch._dynamo.graph_break()    does nothing outside a trace: it does nothing
     torch._dynamo.disable(f)       is f outside a trace: it is f, and torch forgets it when the call is over
 
-Whoever asks the stand-in for another name gets the real module, loaded then and there. Outside of such a call torch is
+A request for another name loads the real module, loaded then and there. Outside of such a call torch is
 as it was, and where the real module is loaded already nothing happens at all.
 
 The learning rate is a pure function of progress, said in updates of a run that makes ``total``: all stages must use the

@@ -1,7 +1,7 @@
 """What the replicas of a stage tell each other: how they start, and their buffers.
 
 Each replica sees its own units, so running statistics (BatchNorm) would drift apart, and an evaluation would depend on
-who makes it. The rule is that of torch's ``DistributedDataParallel``: those of replica 0 are everybody's. Here they go
+who makes it. The rule is that of torch's ``DistributedDataParallel``: all take those of replica 0. Here they go
 around at the end of every training step.
 """
 

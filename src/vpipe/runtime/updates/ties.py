@@ -2,7 +2,7 @@
 
 Each layer keeps a parameter of its own, because its stage may live on another rank; ``update`` sums their gradients, so
 they stay equal. Layers that hold the very same parameter, or that are one module at two places, are tied without a
-word; only what factories build must be declared, because nobody sees all of it.
+word; only what factories build must be declared, because no rank sees all of it.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Updater:
         """The learning rate of update n, the same on all stages; the optimizers' own if not given."""
         self.num_updates = dict.fromkeys(stages, 0)
         self.before_update: Callable[[], None] = lambda: None
-        """Called before this rank agrees on an update, or makes one: whoever reads weights beside training ends."""
+        """Called before this rank agrees on an update, or makes one: readers of weights beside training end."""
 
     def go_on_from(self, before: Updater, num_updates: Mapping[int, int]) -> None:
         """Count on where the updater of another layout has stopped; ``num_updates`` are those of all stages."""

@@ -73,7 +73,7 @@ class VersionedWeights(Weights):
         super().__init__(modules)
         self._swapped = [name for name in self.parameters if int(name.split(".", 1)[0]) in swapped]
         self._own: set[int] = set()
-        """Versions in memory that was taken in this program: that of the first may belong to somebody's state dict."""
+        """Versions in memory that was taken in this program: that of the first may belong to a user's state dict."""
         self._out: Counter[int] = Counter()
         """Version → how many of its units are out."""
         self._away: dict[int, list[Swappable]] = {}
@@ -153,7 +153,7 @@ class VersionedWeights(Weights):
         self._gathered.clear()
         leaves = self._leaves[last]
         if self._uses[last] == 0 and all(leaves[n].data_ptr() == p.data_ptr() for n, p in self.parameters.items()):
-            self._leaves[self._newest] = self._leaves.pop(last)  # nobody reads the old version, and this is the new one
+            self._leaves[self._newest] = self._leaves.pop(last)  # no unit reads the old one
             self._installed = self._newest if self._installed == last else self._installed
         else:
             self._leaves[self._newest] = self._fresh()

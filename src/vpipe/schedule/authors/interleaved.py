@@ -26,7 +26,7 @@ from vpipe.schedule.program import Program
 
 def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Program:
     """1F1B over groups of p microbatches, or a few more where p does not divide m, or of all m where m < p."""
-    # With one stage per rank there is nobody to wait for on the way round, and this is plain 1F1B.
+    # With one stage per rank there is no rank to wait for on the way round, and this is plain 1F1B.
     per_rank_behind = 2 if stages_per_rank > 1 else 1
     placement = loop(num_ranks, stages_per_rank)
     return batch(placement, num_microbatches, _interleave(placement, num_microbatches, B, per_rank_behind))

@@ -1,4 +1,4 @@
-"""Schedules on a V: the loss is computed where the input enters, so that rank 0 waits for nobody at the turn.
+"""Schedules on a V: the loss is computed where the input enters, so that rank 0 waits for no other at the turn.
 
 p ranks, m microbatches, 2p stages: rank r holds stage r (on the way down, upper case) and 2p-1-r (on the way up, lower
 case). A stage is half of a rank's share.

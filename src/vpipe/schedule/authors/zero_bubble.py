@@ -1,7 +1,7 @@
 """Zero bubble: the weight gradients wait, and fill the holes that 1F1B leaves at its end.
 
 p ranks, m microbatches; rank r holds stage r. The backward is split: ``I`` (input gradient) is what the rank before
-waits for, ``W`` (weight gradient) nobody waits for.
+waits for, for ``W`` (weight gradient) no rank waits.
 
     zb-h1, p = 3, m = 4: rank r runs ahead by p-1-r forwards, and its W lag r behind its I
 
