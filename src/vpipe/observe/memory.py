@@ -11,42 +11,21 @@ the interpreter and torch as well; that is a figure of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.observe.measured import Measured
+from vpipe.plan.machine import Machine
+from vpipe.plan.memory import StageFacts
+from vpipe.plan.pipe import stage_facts
 from vpipe.rundir.reader import RunDirectory
 from vpipe.schedule import catalog
-from vpipe.schedule.action import Kind
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import live_versions, most_open, units_in_flight
 
 
-class Counts(NamedTuple):
-    """What an order of actions says of a stage."""
-
-    versions: int
-    units: int
-    """Units in flight at the peak."""
-    waiting: int
-    """Units between the start of their backward and the end of their weight gradient, at the peak."""
-
-    def scale(self, term: str) -> int:
-        """How often the bytes of one unit, or of one version, are there at once (the table of ``plan.memory``)."""
-        return {
-            "weights": self.versions,
-            "kept": self.units,
-            "segment_inputs": self.units,
-            "recomputed": min(self.units, self.waiting),
-            "swapped": min(self.units, self.waiting + 1),
-            "deferred": self.waiting,
-        }.get(term, 1)
-
-
-def counts(program: Program) -> list[Counts]:
-    """Per stage of a program."""
-    waiting = [max(1, most) for most in most_open(program, (Kind.I,), (Kind.W,))]
-    return [Counts(*each) for each in zip(live_versions(program), units_in_flight(program), waiting, strict=True)]
+def counts(program: Program) -> list[StageFacts]:
+    """Per stage, what the order of a program says of it."""
+    return stage_facts(program, Machine.of(program.num_ranks, None))
 
 
 def memory_table(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any]:
@@ -92,7 +71,7 @@ def _most(rows: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return found
 
 
-def _planned(run: RunDirectory, executed: Sequence[Counts]) -> list[dict[str, int]]:
+def _planned(run: RunDirectory, executed: Sequence[StageFacts]) -> list[dict[str, int]]:
     """Per stage, the plan's bytes by what they are for, counted again for what was executed."""
     plan = run.plan() or {}
     rows = plan.get("stage_memory")
@@ -111,6 +90,7 @@ def _planned(run: RunDirectory, executed: Sequence[Counts]) -> list[dict[str, in
         return []
     found = []
     for row, then, now in zip(terms, before, executed, strict=True):
-        counted = {term: size // then.scale(term) * now.scale(term) for term, size in row.items()}
+        was, times = then.times, now.times
+        counted = {term: size // max(1, was.get(term, 1)) * times.get(term, 1) for term, size in row.items()}
         found.append(counted | {"total": sum(counted.values())})
     return found

@@ -99,6 +99,18 @@ class StageFacts:
         """Units of a swapped layer that are on the device at once: those in use, and one on its way."""
         return min(self.units, self.waiting + 1)
 
+    @property
+    def times(self) -> dict[str, int]:
+        """How often the bytes of one unit, or of one version, are there at once; terms that are not named: once."""
+        return {
+            "weights": self.versions,
+            "kept": self.units,
+            "segment_inputs": self.units,
+            "recomputed": self.recomputed,
+            "swapped": self.resident,
+            "deferred": self.deferred,
+        }
+
 
 @dataclass(frozen=True)
 class MemoryTerms:
@@ -173,15 +185,18 @@ def stage_memory(
         if choice is Choice.RECOMPUTE and (index == 0 or choices[index - 1] is not Choice.RECOMPUTE):
             segment_inputs += cut[start + index]
     parameters = sum(layer.parameter_bytes for layer in layers)
+    once = {
+        "weights": parameters,
+        "kept": saved[Choice.KEEP],
+        "segment_inputs": segment_inputs,
+        "recomputed": saved[Choice.RECOMPUTE],
+        "swapped": saved[Choice.SWAP],
+        "deferred": sum(layer.deferred_bytes for layer in layers),
+    }
     return MemoryTerms(
-        weights=facts.versions * parameters,
+        **{term: times * once[term] for term, times in facts.times.items()},
         gradients=parameters,
         optimizer=sum(layer.optimizer_bytes for layer in layers),
-        kept=facts.units * saved[Choice.KEEP],
-        segment_inputs=facts.units * segment_inputs,
-        recomputed=facts.recomputed * saved[Choice.RECOMPUTE],
-        swapped=facts.resident * saved[Choice.SWAP],
-        deferred=facts.deferred * sum(layer.deferred_bytes for layer in layers),
         buffers=(
             (0 if first else bytes_before(cut[start], profile.back_bytes[start], facts))
             + (0 if last else bytes_behind(cut[stop], profile.back_bytes[stop], facts))

@@ -10,8 +10,7 @@ a rank       comes to work, works without a pause, and its result goes on:
            or with its last backward, then come the backwards of the stages before it
            or with its last forward, then come the forwards behind it and all backwards
 
-a swap lane  after the first forward all units out and in again, one after the other, then the last backward; or
-             along the compute lane, but by way of the fetch instead of the forward beside which it is fetched
+a swap lane  after the first forward all units out and in again, one after the other, then the last backward
 """
 
 from __future__ import annotations
@@ -148,32 +147,14 @@ class Paths:
         return swap(self.judge.pipe.program, range(self.judge.pipe.num_stages))
 
     def lanes(self, stage: int) -> list[StagePath]:
-        """The paths by way of a rank's swap lane, if all of its units are swapped that can be."""
+        """The path by way of a rank's swap lane, if all of its units are swapped that can be."""
         pipe = self.judge.pipe
         if pipe.asynchronous or pipe.stages_per_rank > 1:
             return []
-        row = self._swapped.rows[pipe.program.placement.rank(stage, 0)]
-        swapped = {action.microbatch for action in row if action.kind is Kind.IN}
-        if not swapped:
-            return []
-        compute = [action for action in row if LANE[action.kind] is Lane.COMPUTE]
-        last = max(index for index, action in enumerate(compute) if action.kind in INPUT_GRADIENT)
-        taken: list[Kind] = []
-        jumps = index = 0
-        while index <= last:
-            taken.append(compute[index].kind)
-            ahead = compute[index + 2] if index + 2 <= last else None
-            jump = (
-                ahead is not None
-                and ahead.kind in INPUT_GRADIENT
-                and ahead.microbatch in swapped
-                and compute[index + 1].kind is Kind.F
-            )
-            jumps += jump
-            index += 2 if jump else 1
-        own = _counted(taken)
-        found = [StagePath((1, 1, 0 if pipe.split else 1), (1, 1), (0, 0), 1, lane=2 * len(swapped))]
-        return [*found, StagePath(own, (1, 1), (0, 0), own[1], lane=jumps)] if jumps else found
+        row = self._swapped.rows[pipe.program.placement.ranks_of[stage][0]]
+        swapped = sum(action.kind is Kind.IN for action in row)
+        own = (1, 1, 0 if pipe.split else 1)
+        return [StagePath(own, (1, 1), (0, 0), 1, lane=2 * swapped)] if swapped else []
 
 
 def _counted(kinds: Sequence[Kind]) -> tuple[int, int, int]:

@@ -1,9 +1,9 @@
 """The search for the best layout, judged by the simulated step.
 
 It begins with cuts that are balanced by time and by memory (``starts``), and with those that the bound likes best
-(``floor``). From the best of them the search moves cuts, alone or several in a row, and changes what ranks recompute or
-swap, while that makes the step shorter. It knows beforehand which moves are in vain: the longest path of the layout at
-hand weighs, after a move, no more than the step after the move.
+(``floor``). From the best of them the search moves cuts, alone or several in a row, while that makes the step shorter.
+It knows beforehand which moves are in vain: the longest path of the layout at hand weighs, after a move, no more than
+the step after the move.
 
 Where a model has few partitions all of them are looked at, with every choice of what to keep. The paths met so far
 rule most of them out; if none of the rest is shorter, the layout is proven to be the best.
@@ -11,10 +11,9 @@ rule most of them out; if none of the rest is shorter, the layout is proven to b
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice, pairwise, product
+from itertools import combinations, islice, product
 from math import comb, prod
 
 import numpy as np
@@ -35,8 +34,6 @@ seconds take."""
 _PRICING = 8
 """Nodes that take as long as pricing one layer."""
 _CHUNK = 1_000_000
-_RESTARTS = (2, 8)
-"""Under a cap, where every new stage must be packed, and without."""
 _ALL_RUNS = 24
 """Up to so many stages every run of cuts is moved, beyond only short ones."""
 _FEW_CUTS, _FEW_LAYOUTS = 6_000, 20_000
@@ -81,8 +78,6 @@ class Search:
         for _, cuts in sorted((step, cuts) for cuts, step in self.known.items())[:3]:
             self._descend(cuts)
         proven = self._look_at_all()
-        if not proven:
-            self._restart()
         step, layout = self.best
         return Found(self._layout(*layout), step, proven)
 
@@ -153,7 +148,7 @@ class Search:
 
     def _promising(self, cuts: Cuts, step: float) -> Iterator[Cuts]:
         """Moves that may be shorter, the most promising first."""
-        moves = list(dict.fromkeys(_moves(cuts)))
+        moves = list(dict.fromkeys(moves_of(cuts)))
         packings = self._packings(cuts)
         if not moves or packings is None:
             return
@@ -174,20 +169,6 @@ class Search:
         floors, again = self.floor.of(np.array(cuts, np.int64))
         least = [Candidate(each, tuple(row)) for each, row in zip(cuts, again.tolist(), strict=True)]
         return np.maximum(floors, self.judge.busiest(self.judge.prices(least)[0])), least
-
-    def _restart(self) -> None:
-        """Some cuts at random, then down again, as long as the effort lasts."""
-        rng = random.Random(0)
-        for _ in range(int(_RESTARTS[self.packer.free] * self.limits.effort)):
-            if self._spent or self.best is None:
-                return
-            inner = list(self.best[1][0])
-            for _ in range(rng.randint(1, 3)):
-                if len(inner) > 2:
-                    inner[rng.randint(1, len(inner) - 2)] += rng.choice((-3, -2, -1, 1, 2, 3))
-            if all(a < b for a, b in pairwise(inner)):
-                for _, cuts in self._evaluate([tuple(inner)]):
-                    self._descend(cuts)
 
     # ── all of them ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -240,7 +221,7 @@ class Search:
         return ways
 
 
-def _moves(cuts: Cuts) -> Iterator[Cuts]:
+def moves_of(cuts: Cuts) -> Iterator[Cuts]:
     """Every run of inner cuts shifted by a layer or two, single cuts also further, where no stage is left empty."""
     inner = len(cuts) - 1
     longest = inner if inner <= _ALL_RUNS else 6

@@ -6,8 +6,8 @@ overflows most no longer does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise
+from collections.abc import Iterator
+from itertools import combinations
 from math import comb, inf
 
 import numpy as np
@@ -16,6 +16,7 @@ from vpipe.plan.judge import Array, Judge
 from vpipe.plan.limits import Limits
 from vpipe.plan.memory import Options
 from vpipe.plan.packing import Packer
+from vpipe.plan.search import moves_of
 from vpipe.plan.shortfall import proportional, shortfall
 
 Cuts = tuple[int, ...]
@@ -74,17 +75,8 @@ def _eased(packer: Packer, cuts: Cuts, limits: Limits) -> Cuts:
     """The cuts after moving them while that makes the worst rank overflow less, and there is time."""
     now = packer.overflow(cuts)[0]
     while now > 0 and not limits.over:
-        better = min(((packer.overflow(moved)[0], moved) for moved in _shifts(cuts)), default=(inf, cuts))
+        better = min(((packer.overflow(moved)[0], moved) for moved in moves_of(cuts)), default=(inf, cuts))
         if better[0] >= now:
             break
         now, cuts = better
     return cuts
-
-
-def _shifts(cuts: Sequence[int]) -> Iterator[Cuts]:
-    for first in range(1, len(cuts) - 1):
-        for last in range(first, len(cuts) - 1):
-            for by in (-1, 1):
-                moved = [cut + by if first <= i <= last else cut for i, cut in enumerate(cuts)]
-                if all(a < b for a, b in pairwise(moved)):
-                    yield tuple(moved)

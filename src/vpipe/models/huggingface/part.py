@@ -17,7 +17,7 @@ from vpipe.errors import UserError
 from vpipe.models.huggingface.anatomy import Anatomy
 from vpipe.models.huggingface.pieces import CallPlan, Piece
 from vpipe.models.huggingface.recorder import fire_hooks, gated_copy
-from vpipe.models.huggingface.standins import AbsentTensor, StandIns, hooked, shaped, without_hooks
+from vpipe.models.huggingface.standins import AbsentTensor, KeepOutput, StandIns, hooked, shaped, without_hooks
 from vpipe.models.huggingface.tasks import ModelTask
 from vpipe.models.huggingface.trees import leaves, mapped
 
@@ -156,7 +156,9 @@ class _Run:
         args, kwargs = mapped((args, kwargs), put)
         unit = self.part.own(path)
         sides: dict[str, Any] = {}
-        handles = [module.register_forward_hook(_Keep(sides, name)) for name, module in hooked(unit).items() if name]
+        handles = [
+            module.register_forward_hook(KeepOutput(sides, name)) for name, module in hooked(unit).items() if name
+        ]
         try:
             made = unit(*args, **kwargs)
         finally:
@@ -265,16 +267,6 @@ def put_parameter(root: nn.Module, body: Anatomy, path: str, parameter: nn.Param
             module._modules[step] = child
         module = child
     module._parameters[name] = parameter
-
-
-class _Keep:
-    """A hook that keeps what its module returned."""
-
-    def __init__(self, into: dict[str, Any], name: str) -> None:
-        self.into, self.name = into, name
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.into[self.name] = output
 
 
 def hub_name(paths: Mapping[str, str], name: str) -> str:

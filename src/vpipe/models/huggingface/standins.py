@@ -115,7 +115,7 @@ def _on_meta(blank: nn.Module, taps: tuple[str, ...], args: Any, kwargs: Any, pa
 
     seen: dict[str, Any] = {}
     handles = [
-        module.register_forward_hook(_Note(seen, name)) for name, module in blank.named_modules() if name in taps
+        module.register_forward_hook(KeepOutput(seen, name)) for name, module in blank.named_modules() if name in taps
     ]
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -155,7 +155,9 @@ def _with_storage(blank: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 @dataclass
-class _Note:
+class KeepOutput:
+    """A hook that keeps what its module returned."""
+
     into: dict[str, Any]
     name: str
 
