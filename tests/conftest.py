@@ -38,8 +38,7 @@ Vpipe = Callable[..., "subprocess.CompletedProcess[str]"]
 
 TOGETHER = (
     *("test_slurm.py", "test_ssh.py", "test_container.py", "test_docs_run.py", "test_house.py", "test_orion.py"),
-    *("test_observe_browser.py", "test_observe_course.py", "test_observe_live_page.py", "test_observe_offline.py"),
-    *("test_observe_page.py", "test_observe_playground.py"),
+    *("test_observe_browser.py", "test_observe_live_page.py", "test_observe_page.py", "test_observe_playground.py"),
 )
 """Files whose tests share a cluster, a server, an image, a directory, syntax trees, what a compiler takes a second for, or
 a browser that takes two to start, and so a worker of xdist."""

@@ -24,8 +24,6 @@ NOT_HERE = {
     r"python tests/.*": "minutes each; the suite runs smaller counts of the same",
     r"python benchmarks/.*": "minutes each; tests of their parts and benchmarks/README.md have their figures",
     r"(?s)vpipe compare configs/default\.yaml .*--repeats 2.*": "minutes; the other comparisons of the pages run here",
-    r"python docs/learn/offline\.py playground\.html": "tests/observe/test_observe_offline.py opens it in a browser",
-    r"python docs/learn/pages\.py course": "tests/observe/test_observe_course.py writes it and opens it in a browser",
     r"wandb sync": "uploads to a service",
     r"tensorboard --logdir=./profiler_async_threaded": "an old command that the page answers with another",
     r"eval \"\$\(_VPIPE_COMPLETE=zsh_source vpipe\)\"": "no zsh here; tests/cli/test_cli_editing.py reads what it prints",

@@ -16,7 +16,7 @@ from vpipe.errors import UserError
 from vpipe.observe import estimate
 from vpipe.observe.bubbles import CAUSES, attribute, medians
 from vpipe.observe.measured import Measured
-from vpipe.observe.timelines import simulated, typical
+from vpipe.observe.timelines import typical
 from vpipe.plan.costs import Profile
 from vpipe.rundir.layout import CONFIG
 from vpipe.rundir.reader import RunDirectory
@@ -43,8 +43,7 @@ def verdict(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any] | No
     """``says`` in one or two sentences, and the remedy behind it; ``None`` where no step is recorded."""
     if not steps:
         return None
-    simulations, _ = simulated(steps)
-    chosen = typical(steps, simulations)
+    chosen = typical(steps)
     bubbles = [attribute(step) for step in chosen.steps]
     *by_rank, (busy, *causes) = medians(bubbles)
     shares, idle = dict(zip(CAUSES, causes, strict=True)), 1 - busy

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 DRAWING = ("dom.js", "timeline.js", "charts.js", "panels.js")
@@ -30,13 +29,8 @@ PAGES: dict[str, tuple[str, ...]] = {
 
 def page(name: str, data: Mapping[str, Any] | None = None) -> str:
     """One of ``PAGES`` with its data inside; without any, it asks its own server."""
-    return document(str((data or {}).get("title", name)), PAGES[name], data)
-
-
-def document(title: str, scripts: Sequence[str | Path], data: Mapping[str, Any] | None) -> str:
-    """The whole file; scripts are parts of the page, or files."""
-    style = part("style.css")
-    code = '"use strict";\n' + "\n".join(map(part, scripts)) + "\nstart();\n"
+    title, style = str((data or {}).get("title", name)), part("style.css")
+    code = '"use strict";\n' + "\n".join(map(part, PAGES[name])) + "\nstart();\n"
     embedded = "" if data is None else f'<script type="application/json" id="data">{inert(data)}</script>\n'
     policy = "; ".join(
         [
@@ -60,9 +54,8 @@ def document(title: str, scripts: Sequence[str | Path], data: Mapping[str, Any] 
     )
 
 
-def part(name: str | Path) -> str:
-    found = name if isinstance(name, Path) else files("vpipe.observe") / "page" / name
-    return found.read_text(encoding="utf-8")
+def part(name: str) -> str:
+    return (files("vpipe.observe") / "page" / name).read_text(encoding="utf-8")
 
 
 def digest(code: str) -> str:

@@ -39,18 +39,22 @@ class Typical(NamedTuple):
 
     steps: list[Measured]
     simulation: Simulation | None
+    simulations: dict[str, Simulation]
+    """Of the most common programs, by their keys."""
+    problem: str
+    """Why there is none, where there is none."""
 
 
 def timelines(steps: Sequence[Measured]) -> dict[str, Any]:
     """Everything that the page draws and tells of recorded steps."""
     if not steps:
         return {"steps": [], "programs": {}, "prediction": None, "verified": None}
-    simulations, problem = simulated(steps)
+    chosen = typical(steps)
     programs: dict[str, dict[str, Any]] = {}
     for step in reversed(steps):
         if step.key not in programs:
             programs[step.key] = {"rows": actions(step), "units": step.program.num_microbatches, "simulated": None}
-    for name, simulation in simulations.items():
+    for name, simulation in chosen.simulations.items():
         drawn = from_simulation(simulation)
         programs[name]["simulated"] = timeline(drawn, attribute(drawn)) | {"rows": actions(drawn)}
     kept = _within_budget(steps, len(json.dumps(programs)))
@@ -58,28 +62,26 @@ def timelines(steps: Sequence[Measured]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "steps": kept,
         "programs": {name: told for name, told in programs.items() if name in used},
-        "prediction": _prediction(typical(steps, simulations)),
+        "prediction": _prediction(chosen),
         "verified": [str(each) for each in _violations(steps[-1].program)],
     }
-    return found | ({"simulation_problem": problem} if problem else {})
+    return found | ({"simulation_problem": chosen.problem} if chosen.problem else {})
 
 
-def simulated(steps: Sequence[Measured]) -> tuple[dict[str, Simulation], str]:
-    """Program → its simulation with the measured medians as costs; and why there is none, where there is none."""
+def typical(steps: Sequence[Measured]) -> Typical:
+    """The program that most steps executed; its first step is left out where there are others."""
     programs = {step.key: step.program for step in steps}
     common = Counter(step.key for step in steps).most_common(MAX_PROGRAMS)
+    simulations: dict[str, Simulation] = {}
+    problem = ""
     try:
         costs = calibrate(steps)
-        return {name: simulate(programs[name], costs) for name, _ in common}, ""
+        simulations = {name: simulate(programs[name], costs) for name, _ in common}
     except UserError as error:
-        return {}, str(error)
-
-
-def typical(steps: Sequence[Measured], simulations: dict[str, Simulation]) -> Typical:
-    """The program that most steps executed; its first step is left out where there are others."""
+        problem = str(error)
     name = _most_common(steps)
     members = [step for step in steps if step.key == name]
-    return Typical(members[1:] if len(members) > 2 else members, simulations.get(name))
+    return Typical(members[1:] if len(members) > 2 else members, simulations.get(name), simulations, problem)
 
 
 def _most_common(steps: Sequence[Measured]) -> str:

@@ -10,7 +10,7 @@ from vpipe.errors import UserError
 from vpipe.observe import estimate
 from vpipe.observe.bubbles import attribute
 from vpipe.observe.measured import from_simulation
-from vpipe.observe.timelines import actions, simulated, timeline, typical
+from vpipe.observe.timelines import actions, timeline, typical
 from vpipe.observe.watcher import Watcher
 from vpipe.schedule.catalog import entries, get
 from vpipe.schedule.simulate import Simulation, simulate
@@ -76,8 +76,7 @@ def _measured(
     run, steps = watcher.measured()
     if not steps:
         raise UserError("no step has been recorded yet, so there are no measured costs")
-    simulations, problem = simulated(steps)
-    now = typical(steps, simulations).simulation
+    *_, now, _, problem = typical(steps)
     profile = estimate.profile_of(run, now.costs) if now is not None else None
     if now is None or profile is None:
         raise UserError(problem or "this run's stages have replicas or no named layers; choose costs of your own")

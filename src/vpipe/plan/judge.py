@@ -13,7 +13,7 @@ length changes only how early a receive is posted.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,23 +98,17 @@ class Judge:
             found[members] = self._steps(structure, [candidates[index] for index in members])
         return found
 
-    def path(self, candidate: Candidate, structure: StageChoices | None = None) -> PricedPath:
+    def path(self, candidate: Candidate) -> PricedPath:
         """The longest path of one candidate: the weight it has for another is a lower bound of that one's step."""
-        batch = self._laid_out(candidate.structure if structure is None else structure)[0]
+        batch = self._laid_out(candidate.structure)[0]
         price, hop = self.prices([candidate])
         return batch.path(batch.table(price, hop, self.lag), self.lag)
 
-    def weights(self, paths: Iterable[PricedPath], candidates: Sequence[Candidate]) -> Array:
-        """The most that one of the paths weighs for each candidate."""
-        batch = self._laid_out(PLAIN)[0]
-        most = np.zeros(len(candidates))
-        if not candidates:
-            return most
+    def weights(self, path: PricedPath, candidates: Sequence[Candidate]) -> Array:
+        """What a path weighs for each candidate."""
         price, hop = self.prices(candidates)
-        table = batch.table(price, hop, self.lag)
-        for path in paths:
-            np.maximum(most, path.weights(table), out=most)
-        return most
+        weights: Array = path.weights(self._laid_out(PLAIN)[0].table(price, hop, self.lag))
+        return weights
 
     def busiest(self, price: Array) -> Array:
         """What the busiest rank computes in a step, updates aside."""

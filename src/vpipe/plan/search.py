@@ -5,8 +5,8 @@ It begins with cuts that are balanced by time and by memory (``starts``), and wi
 It knows beforehand which moves are in vain: the longest path of the layout at hand weighs, after a move, no more than
 the step after the move.
 
-Where a model has few partitions all of them are looked at, with every choice of what to keep. The paths met so far
-rule most of them out; if none of the rest is shorter, the layout is proven to be the best.
+Where a model has few partitions all of them are looked at, with every choice of what to keep. The bound rules most of
+them out; if none of the rest is shorter, the layout is proven to be the best.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from math import comb, prod
 import numpy as np
 
 from vpipe.plan.floor import Floor
-from vpipe.plan.judge import PLAIN, Array, Candidate, Judge
+from vpipe.plan.judge import Array, Candidate, Judge
 from vpipe.plan.layout import PlannedLayout
 from vpipe.plan.limits import Limits
 from vpipe.plan.memory import Choice
 from vpipe.plan.packing import Packer, Packing
-from vpipe.schedule.graph import PricedPath
 
 SLACK = 1e-9
 """Steps closer than this are equal: the sums of thousands of floats are no better."""
@@ -61,8 +60,6 @@ class Search:
         self.floor = Floor(judge, packer.options, limits=Limits(deadline=0.0))
         self.known: dict[Cuts, float] = {}
         """The step of cuts that fit, every group with the packer's own packing."""
-        self.paths: list[PricedPath] = []
-        """Longest paths of the plain graph: each bounds every layout."""
         self.budget = int(limits.effort * min(_NODES + _NODES_EACH * judge.num_nodes, _MOST_NODES))
         self.synchronous = not judge.pipe.asynchronous
         self.best: tuple[float, CutsAndPackings] | None = None
@@ -155,10 +152,7 @@ class Search:
         floors, least = self._at_least(moves)
         if self.synchronous:
             candidate = self._candidate(cuts, packings)
-            path = self.judge.path(candidate)
-            if not any(candidate.again) and not any(candidate.swap):
-                self.paths.append(path)
-            floors = np.maximum(floors, self.judge.weights([path], least))
+            floors = np.maximum(floors, self.judge.weights(self.judge.path(candidate), least))
         for index in np.argsort(floors, kind="stable").tolist():
             if floors[index] >= step * (1 - SLACK):
                 return
@@ -179,7 +173,7 @@ class Search:
             return False
         cuts = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
         self._left = _FEW_LAYOUTS * min(self.limits.effort, 10.0)
-        for some in _chunks(self._all(cuts, self._plain_floors(cuts)), 256):
+        for some in _chunks(self._all(cuts, self._at_least(cuts)[0]), 256):
             self._offer(some, known=False)
         return self._left >= 0 and self.judge.exact
 
@@ -194,22 +188,6 @@ class Search:
                 return
             for chosen in product(*ways):
                 yield cuts[index], chosen
-
-    def _plain_floors(self, cuts: list[Cuts]) -> Array:
-        """Lower bounds of all layouts with these cuts: paths of the plain graph, and the busiest rank."""
-        plain = [Candidate(each) for each in cuts]
-        floors = self.judge.busiest(self.judge.prices(plain)[0])
-        if not self.synchronous:
-            return floors
-        for _ in range(12):
-            floors = np.maximum(floors, self.judge.weights(self.paths, plain))
-            lowest = plain[int(floors.argmin())]
-            self.paths = [self.judge.path(lowest, PLAIN)]
-            before = floors.min()
-            floors = np.maximum(floors, self.judge.weights(self.paths, plain))
-            if self.best is not None and before >= self.best[0] * (1 - SLACK):
-                break
-        return floors
 
     def _every(self, cuts: Cuts) -> list[list[Packing]] | None:
         ways = []

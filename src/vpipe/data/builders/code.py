@@ -1,5 +1,7 @@
 """``code``: the documented functions of Python's standard library, in CodeSearchNet's fields and layout.
 
+Lists of tokens, which no reader here asks for, are left out.
+
 A real program corpus that is on every machine that can run this program: about 6,700 functions. Files, not functions,
 are dealt to train, valid and test, so that a method and its twin two lines below are never on both sides.
 """
@@ -9,14 +11,11 @@ from __future__ import annotations
 import ast
 import gzip
 import hashlib
-import io
 import json
 import platform
 import re
 import sys
 import sysconfig
-import token
-import tokenize
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,6 @@ from vpipe.data.files import find_files, read_text
 from vpipe.errors import UserError
 
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-_NOT_CODE = {token.ENCODING, token.ENDMARKER, token.INDENT, token.DEDENT, token.NEWLINE, token.NL, token.COMMENT}
 _SHARES = (("test", 0.1), ("valid", 0.1), ("train", 0.8))
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -123,9 +121,7 @@ def _functions(file: Path, name: str, own: bool) -> Iterator[dict[str, Any]]:
             "original_string": code,
             "language": "python",
             "code": code,
-            "code_tokens": _code_tokens(code),
             "docstring": docstring,
-            "docstring_tokens": re.findall(r"\w+|[^\w\s]", docstring.split("\n\n")[0]),
             "sha": sha,
             "url": f"https://github.com/python/cpython/blob/v{version}/Lib/{name}#L{node.lineno}-L{node.end_lineno}"
             if own
@@ -148,20 +144,3 @@ def _dedent(text: str, columns: int) -> str:
     """A method at the left margin. Lines of a string that stand further left keep their place."""
     cut = [line[columns:] if not line[:columns].strip() else line for line in re.split(r"(?<=\n)", text)]
     return "".join(cut).rstrip()
-
-
-def _code_tokens(code: str) -> list[str]:
-    """The tokens of the code without comments and docstring, as CodeSearchNet has them."""
-    tokens: list[str] = []
-    statement: list[tokenize.TokenInfo] = []
-    try:
-        for item in tokenize.generate_tokens(io.StringIO(code).readline):
-            if item.type == token.NEWLINE:
-                if not (len(statement) == 1 and statement[0].type == token.STRING):
-                    tokens += [part.string for part in statement]
-                statement = []
-            elif item.type not in _NOT_CODE:
-                statement.append(item)
-    except (tokenize.TokenError, SyntaxError):
-        pass  # cut out of its surroundings a function may not tokenize to its end; what did is kept
-    return tokens + [part.string for part in statement]

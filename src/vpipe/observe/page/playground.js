@@ -5,16 +5,14 @@ const play = { rows: null, past: [], chosen: null, found: null };
 
 async function start() {
   document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-  const embedded = document.getElementById("data"), engine = embedded ? await Offline.of(JSON.parse(embedded.textContent)) : null;
-  const address = new URLSearchParams(engine ? location.hash.slice(1) : location.search), token = address.get("token") || "";
-  const ask = engine ? async (where, parts) => engine.ask(where, parts) : (where, parts) => fetch(where + "?" + new URLSearchParams({ token, ...parts })).then((reply) => reply.json());
-  const most = (name, max) => (engine ? { ranks: engine.data.most.ranks, microbatches: engine.data.most.microbatches, stages_per_rank: engine.data.most.stages }[name] || max : max);
+  const address = new URLSearchParams(location.search), token = address.get("token") || "";
+  const ask = (where, parts) => fetch(where + "?" + new URLSearchParams({ token, ...parts })).then((reply) => reply.json());
   const first = await ask("start", {}), view = new View();
   const drawing = new Timeline(view, { kinds: first.kinds, colours: first.colours, textures: first.textures, unitless: true }, "timeline");
   const select = h("select", { name: "schedule", "aria-label": "schedule" }, first.schedules.map((entry) => h("option", { value: entry.name, selected: entry.name === (address.get("schedule") || "1f1b") }, entry.name)));
   const about = h("p.faint"), figures = h("div.tiles", { id: "figures" }), words = h("div", { id: "words", role: "status" }), text = h("textarea", { id: "rows", rows: 6, spellcheck: "false", "aria-label": "the program, one line per rank" });
   const slider = ([name, label, min, max, step, value]) => {
-    const shown = h("output"), input = h("input", { type: "range", name, min, max: most(name, max), step, value: address.get(name) || value, "aria-label": label });
+    const shown = h("output"), input = h("input", { type: "range", name, min, max, step, value: address.get(name) || value, "aria-label": label });
     const tell = () => { shown.textContent = input.value; };
     input.addEventListener("input", tell);
     tell();
@@ -27,7 +25,7 @@ async function start() {
   const chosen = h("span.faint", { id: "chosen" }, "click an action to move it");
   const save = (name, type, content) => { const link = h("a", { href: URL.createObjectURL(new Blob([content], { type })), download: name }); link.click(); URL.revokeObjectURL(link.href); };
   const exports = [button("csv", () => save("schedule.csv", "text/csv", play.found.csv)), button("svg", () => { if (play.found.svg) save("schedule.svg", "image/svg+xml", play.found.svg); }), button("link", () => navigator.clipboard && navigator.clipboard.writeText(shared()))];
-  const shared = () => { const url = new URL(location.href); url.searchParams.delete("token"); return engine ? url.href : url.search; };
+  const shared = () => { const url = new URL(location.href); url.searchParams.delete("token"); return url.search; };
 
   function edit(change) {
     if (!play.chosen || !play.found) return;
@@ -46,7 +44,7 @@ async function start() {
   async function refresh() {
     const parts = Object.fromEntries(new FormData(form));
     if (play.rows) parts.rows = play.rows;
-    history.replaceState(null, "", engine ? "#" + new URLSearchParams(parts) : "?" + new URLSearchParams({ token, ...parts }));
+    history.replaceState(null, "", "?" + new URLSearchParams({ token, ...parts }));
     const number = (play.number = (play.number || 0) + 1), found = await ask("play", parts).catch(() => ({ error: "the server does not answer" }));
     if (number !== play.number) return;
     if (found.error) { words.replaceChildren(h("p.bad", null, found.error)); return; }
@@ -71,7 +69,6 @@ async function start() {
     h("section", { id: "timeline" }, h("div.tools", null, chosen, ...Object.entries(tools).map(([name, by]) => button(name, move(by))), button("remove", remove), undo, again), drawing.element, legendBox),
     h("div.pair", null, h("section", null, h("h2", null, "What the verifier says"), words), h("section", null, h("h2", null, "The program"), text, h("p.faint", null, "one line per rank, one action per cell: stage, kind, microbatch; messages are added by themselves")))));
   play.rows = address.get("rows");
-  if (parent !== window) new ResizeObserver(([entry]) => parent.postMessage({ playgroundHeight: Math.ceil(entry.borderBoxSize[0].blockSize) }, "*")).observe(document.body); // in a frame: its page makes it this high
   changed();
   refresh();
 }
