@@ -200,8 +200,7 @@ class Builder:
                 swap=swapped,
                 autocast=told.autocast,
             )
-            replica = layout.member(index, rank).replica
-            mine, loss = self._modules(flow, index, rank, replica, device, modules)
+            mine, loss = self._modules(flow, index, rank, device, modules)
             stages[index] = Stage(index, flow, mine, loss, stage_options)
         built = {layer: module for stage in stages.values() for layer, module in stage.owned.items()}
         if parts.tied:
@@ -221,24 +220,25 @@ class Builder:
         return engine
 
     def _modules(
-        self, flow: Flow, index: int, rank: int, replica: int, device: torch.device, modules: Modules
+        self, flow: Flow, index: int, rank: int, device: torch.device, modules: Modules
     ) -> tuple[dict[int, nn.Module], Loss]:
-        """The layers of a stage and its loss: those that are there, the user's own, or what a factory builds."""
-        mine = {}
+        """The layers of a stage and its loss: those that are there, the user's own, or what a factory builds. In one
+        process every member of a stage but the leader needs its own."""
+        mine, shares = {}, self.wires.host is None and rank != flow.layout.leader(index)
         for layer in range(*flow.bounds[index]):
             found = modules.get((rank, layer))
-            mine[layer] = place(self._build(self.parts.layers[layer], replica) if found is None else found, device)
+            mine[layer] = place(self._build(self.parts.layers[layer], shares) if found is None else found, device)
         loss = self.parts.loss
         if isinstance(loss, nn.Module) and index == flow.num_stages - 1:
             known = modules.get((rank, len(flow.layers)))
-            own = copy.deepcopy(loss) if replica and self.wires.host is None else loss
+            own = copy.deepcopy(loss) if shares else loss
             loss = place(own if known is None else known, device)
         return mine, loss
 
-    def _build(self, layer: Layer, replica: int) -> nn.Module:
-        """In one process, every replica of a stage but the first needs modules of its own."""
+    def _build(self, layer: Layer, shares: bool) -> nn.Module:
+        """The module of a layer; a copy of one that is given where another rank of this process has it."""
         module = layer.build()
-        if not replica or self.wires.host is not None or module is not layer.module:
+        if not shares or module is not layer.module:
             return module
         try:
             return copy.deepcopy(module)

@@ -49,8 +49,7 @@ ValueForm = tuple[Any, ...]
 """A value without its tensors: nested tuples that hash. ``("T",)`` stands for the next tensor, ``("again", 0)`` for the
 first once more: what is one tensor stays one on the other side, with one gradient."""
 TENSOR: ValueForm = ("T",)
-_NONE: ValueForm = ("none", None)
-PLAIN = frozenset(("none", "bool", "int", "str"))
+_PLAIN = frozenset(("none", "bool", "int", "str"))
 
 Sizes = tuple[int, ...]
 LINE = 64
@@ -146,18 +145,7 @@ def flatten(value: Any, tensors: list[Tensor]) -> ValueForm:
     if kind is Tensor:
         return _placed(value, tensors)
     if kind is tuple:
-        found: list[Any] = ["t"]
-        for part in value:
-            kind = type(part)
-            if kind is Tensor:  # most parts are one of these
-                found.append(_placed(part, tensors))
-            elif kind is int:
-                found.append(("int", part))
-            elif part is None:
-                found.append(_NONE)
-            else:
-                found.append(flatten(part, tensors))
-        return tuple(found)
+        return ("t", *[flatten(part, tensors) for part in value])
     if kind in _SCALARS:
         # 1, 1.0 and True are equal keys of a cache, and a NaN never is: the kind and the exact text tell them apart.
         return (_SCALARS[kind], value.hex() if kind is float else value)
@@ -202,13 +190,8 @@ def _rebuilt(structure: ValueForm, tensors: Sequence[Tensor], take: Callable[[],
     if kind == "T":
         return take()
     if kind == "t":
-        return tuple(
-            [
-                take() if part[0] == "T" else part[1] if part[0] in PLAIN else _rebuilt(part, tensors, take)
-                for part in structure[1:]
-            ]
-        )
-    if kind in PLAIN:
+        return tuple([_rebuilt(part, tensors, take) for part in structure[1:]])
+    if kind in _PLAIN:
         return structure[1]
     if kind == "again":
         return tensors[structure[1]]

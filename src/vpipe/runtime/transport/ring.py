@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from vpipe.runtime.transport.wire import ALIGN, MessageLayout, Packed, assembled, rooms
+from vpipe.runtime.crossing import unflatten
+from vpipe.runtime.transport.wire import ALIGN, MessageLayout, Packed, rooms
 
 
 class Ring:
@@ -78,4 +79,4 @@ class Segment:
         for tensor, memory, begin, num_bytes in rooms(layout):
             memmove(memory.data_ptr(), self._address + offset + begin, num_bytes)
             copies.append(tensor)
-        return assembled(layout, copies)
+        return unflatten(layout.structure, copies)

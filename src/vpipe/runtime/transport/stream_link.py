@@ -20,8 +20,9 @@ from contextlib import suppress
 from ctypes import c_char
 from typing import Any
 
+from vpipe.runtime.crossing import unflatten
 from vpipe.runtime.transport.link import BUFFER, START_BYTES, WINDOW, Link
-from vpipe.runtime.transport.wire import ByteArray, Envelope, MessageLayout, Packed, assembled, rooms
+from vpipe.runtime.transport.wire import ByteArray, Envelope, MessageLayout, Packed, rooms
 
 RECEIVE_BUFFER = 8 * 2**20
 """What the kernel is asked to hold for a rank that computes; it grants less where it is told to."""
@@ -94,7 +95,7 @@ class StreamLink(Link):
         if places:
             self._fill(places)
         self._quarter = max(self._quarter, 4 * layout.num_bytes)
-        return assembled(layout, tensors)
+        return unflatten(layout.structure, tensors)
 
     def _fill(self, places: list[ByteArray]) -> None:
         """Wait for the bytes of a message. Its sender has begun to send them."""

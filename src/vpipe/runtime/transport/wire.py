@@ -29,8 +29,6 @@ from torch import Tensor
 from vpipe.runtime.crossing import (
     LINE,
     NAMED,
-    PLAIN,
-    TENSOR,
     ValueForm,
     default_strides,
     fill,
@@ -101,20 +99,6 @@ class MessageLayout(NamedTuple):
     """Per tensor a template of its form and of no memory, as it lies in memory (``empty_like`` of it takes less than
     half of what ``empty`` takes), where its bytes begin, how many they are, its facts, and whether it lies as its
     dimensions are named, without gaps."""
-    parts: tuple[Any, ...] | None
-    """Of a flat tuple, as nearly all messages are: what it has beside tensors, and ``None`` where they go."""
-    places: tuple[int, ...]
-    """Where in such a tuple the tensors go."""
-
-
-def assembled(layout: MessageLayout, tensors: list[Tensor]) -> Any:
-    """The value of a form and its tensors."""
-    if layout.parts is None:
-        return unflatten(layout.structure, tensors)
-    found = [*layout.parts]
-    for place, tensor in zip(layout.places, tensors, strict=True):
-        found[place] = tensor
-    return tuple(found)
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
@@ -130,10 +114,7 @@ def layout_of(structure: ValueForm, facts: tuple[TensorFacts, ...]) -> MessageLa
         template = torch.empty((), dtype=fact.dtype).expand(fact.shape if dense else (fact.span,))
         copying.append((template, offset, fact.dtype.itemsize * template.numel(), fact, dense))
         offset = _aligned(offset + fact.dtype.itemsize * fact.span)
-    is_flat = structure[0] == "t" and all(part == TENSOR or part[0] in PLAIN for part in structure[1:])
-    parts = tuple(None if part == TENSOR else part[1] for part in structure[1:]) if is_flat else None
-    places = tuple(place for place, part in enumerate(structure[1:]) if part == TENSOR)
-    return MessageLayout(structure, facts, tuple(offsets), text, offset, tuple(copying), parts, places)
+    return MessageLayout(structure, facts, tuple(offsets), text, offset, tuple(copying))
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
@@ -255,7 +236,7 @@ def unpack(block: Tensor, layout: MessageLayout, base: int = 0) -> Any:
         begin = (block.storage_offset() + offset - base) // fact.dtype.itemsize + fact.shift
         view = block.view(fact.dtype).as_strided(fact.shape, fact.strides, begin)
         tensors.append(view.requires_grad_(fact.needs_grad))
-    return assembled(layout, tensors)
+    return unflatten(layout.structure, tensors)
 
 
 def rooms(layout: MessageLayout) -> Iterator[tuple[Tensor, Tensor, int, int]]:

@@ -81,12 +81,6 @@ OPTIONS = "vpipe_options"
 RATE_PART = "rate_part"
 """The key of a parameter group whose learning rate is a part of that of all."""
 
-TORCHS_OWN = tuple(
-    getattr(torch.optim, name)
-    for name in ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop", "SGD"]
-)
-"""Classes whose ``zero_grad`` is torch's own."""
-
 _LOCK = threading.Lock()
 _ASLEEP = Asleep()
 _inside = 0
@@ -183,13 +177,8 @@ def step(optimizer: Optimizer) -> None:
 
 def clear(optimizer: Optimizer) -> None:
     """``optimizer.zero_grad(set_to_none=True)``"""
-    if type(optimizer) not in TORCHS_OWN:
-        with uncompiled(type(optimizer)):
-            optimizer.zero_grad(set_to_none=True)
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
+    with uncompiled(type(optimizer)):
+        optimizer.zero_grad(set_to_none=True)
 
 
 @dataclass(frozen=True)
