@@ -118,6 +118,27 @@ def test_both_ends_read_the_same(name: str, workers: int, vpipe: Any, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "replicas", [{"data_parallel_size": 2}, {"replicas": [2, 1], "scheduler": "pipedream"}], ids=str
+)
+def test_a_rank_reads_the_units_of_its_replica(replicas: Any, workers: int, vpipe: Any, tmp_path: Path) -> None:
+    """Each unit is made by the ranks that run it first and last, and by no other."""
+    few = {"dataset.extra": {"seen": str(tmp_path)}, "dataset.batch_size": 8, "training.max_iterations": 3}
+    config = job(
+        "noted", few | {"dataset.num_workers": workers} | {f"parallel.{key}": replicas[key] for key in replicas}
+    )
+    code, said, losses = started(vpipe, tmp_path, config)
+    assert code == 0, said
+    seen = [line for file in tmp_path.glob("seen.*") for line in file.read_text().splitlines()]
+    units = 3 * 4 * replicas.get("data_parallel_size", 1)
+    most = 2 + (2 * units if not workers else 2 * 3 * units)  # the check before a run makes one; workers read ahead
+    assert 2 * units <= len(seen) <= most
+    config["parallel"]["transport"] = "inprocess"
+    assert losses == run(config, tmp_path / "here").losses
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clock", "set_order"])
 def test_ends_that_read_differently_are_told(name: str, vpipe: Any, tmp_path: Path) -> None:
     code, said, _ = started(vpipe, tmp_path, job(name))
@@ -323,12 +344,9 @@ def test_an_evaluation_is_spread_over_the_held_out_data(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("kind", ["t5", "mt5", "umt5", "pegasus", "marian"])
 def test_padding_is_not_trained_on(kind: str, tmp_path: Path) -> None:
     """The data pad with 1, these models with another id; with the data's all is well."""
-    sizes: dict[str, Any] = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
-    sizes = {"d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2} if "t5" in kind else sizes
-    sizes["d_model"] = 16
     config = pairs(tmp_path / "pairs")
-    config["model"] = {"name": "huggingface", "sequence_length": 64, "config": {"model_type": kind, **sizes}}
+    config["model"] = two_sided(kind) | {"sequence_length": 64}
+    del config["model"]["config"]["pad_token_id"], config["model"]["config"]["vocab_size"]
     with pytest.raises(UserError, match=r"pad_token_id: 1|has pad_token_id 58100"):
         gather(PipelineConfig.from_dict(config))
     config["model"]["config"]["pad_token_id"] = 1
@@ -345,13 +363,26 @@ EVERY = {
     "llama": ({}, "gpt"),
     "translation": ({"model.extra": {"dropout": 0.0, "label_smoothing": 0.0}}, "translation"),
     "huggingface": ({"model": {"name": "huggingface", "config": GPT2, "sequence_length": 8}}, "gpt"),
+    "bert": ({"model.extra": {"dropout": 0.0}}, "bert"),
 }
+
+
+def two_sided(kind: str) -> dict[str, Any]:
+    """A Hugging Face model of an encoder and a decoder that pads as our data do."""
+    sizes: dict[str, Any] = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
+    sizes = {"d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2} if "t5" in kind else sizes
+    config = {"model_type": kind, "d_model": 16, "pad_token_id": 1, "vocab_size": 32, **sizes}
+    return {"name": "huggingface", "sequence_length": 8, "config": config}
+
+
+EVERY |= {kind: ({"model": two_sided(kind)}, "translation") for kind in ("t5", "mt5", "umt5", "pegasus", "marian")}
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", EVERY)
 def test_units_add_up_to_the_whole_batch_in_plain_torch(name: str, padded: bool) -> None:
-    """Loss and gradients, also where some units have few labels that count."""
+    """Loss and gradients, also where some units have few labels that count; of BERT each part by its own count."""
     changes, kind = EVERY[name]
     extra = {"kind": kind, "vocab_size": 32, "num_examples": 16}
     config = tiny({"model": {"name": name, **SMALL}, "dataset.extra": extra} | changes)
@@ -362,9 +393,11 @@ def test_units_add_up_to_the_whole_batch_in_plain_torch(name: str, padded: bool)
 
     def thinned(examples: Sequence[int]) -> Batch:
         inputs, targets = batch(examples)
-        assert isinstance(targets, torch.Tensor)
+        labels = targets["masked_labels"] if isinstance(targets, dict) else targets
         for row, example in enumerate(examples):
-            targets[row, : int(example) % 8] = ignored
+            labels[row, : int(example) % 8] = ignored
+            if isinstance(targets, dict) and example % 3:
+                targets["next_sentence"][row] = ignored
         return Batch(inputs, targets)
 
     if padded:
@@ -373,17 +406,25 @@ def test_units_add_up_to_the_whole_batch_in_plain_torch(name: str, padded: bool)
     assert sum(units.shares()) == pytest.approx(1)
 
     def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
-        found = torch.autograd.grad(loss, [p for module in modules for p in module.parameters()], allow_unused=True)
+        wanted = [p for module in modules for p in module.parameters() if p.requires_grad]
+        found = torch.autograd.grad(loss, wanted, allow_unused=True)
         return [each for each in found if each is not None]
 
-    pairs = zip(units.batches, units.shares(), strict=True)
-    parts = [share * made.model.loss(run_model(made.model.layers, modules, b.inputs), b.targets) for b, share in pairs]
-    joined = torch.utils._pytree.tree_map(lambda *each: torch.cat(each), *[b.inputs for b in units.batches])
-    targets = torch.cat([b.targets for b in units.batches])
+    read = zip(units.batches, units.weighed(), units.shares(), strict=True)
+    parts = [share * made.model.loss(run_model(made.model.layers, modules, b.inputs), t) for b, t, share in read]
+    joined, targets = (
+        torch.utils._pytree.tree_map(lambda *each: torch.cat(each), *sides)
+        for sides in ([b.inputs for b in units.batches], [b.targets for b in units.batches])
+    )
     output = run_model(made.model.layers, modules, joined)
-    logits = output[0] if isinstance(output, tuple) else output
-    whole = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignored)
-    assert units.num_targets == made.model.count(targets) == int((targets != ignored).sum())
+    said = output if isinstance(output, tuple) else (output,)
+    labels = [*targets.values()] if isinstance(targets, dict) else [targets]
+    pairs = list(zip(said, labels, strict=False))
+    whole = sum(
+        torch.nn.functional.cross_entropy(a.flatten(0, -2), b.flatten(), ignore_index=ignored) for a, b in pairs
+    )
+    assert isinstance(whole, torch.Tensor)
+    assert units.num_targets == made.model.count(targets) == int((labels[0] != ignored).sum())
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)  # type: ignore[union-attr]
     for one, other in zip(gradients(sum(parts)), gradients(whole), strict=True):  # type: ignore[arg-type]
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)

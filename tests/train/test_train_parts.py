@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from train_runs import Run, equal, run, tiny
 
 from vpipe.config.sections import TrainingConfig
 from vpipe.data import dataset
 from vpipe.data.dataset import Batch, DataSet
 from vpipe.models.losses import PretrainingLoss
+from vpipe.models.model import run as run_model
 from vpipe.train.feed import Feed
 from vpipe.train.optimizers import Lamb, learning_rate, optimizer
 from vpipe.train.reporting.run_log import Metrics, peak_flops
@@ -355,10 +357,23 @@ def test_evaluation_changes_nothing(tmp_path: Path) -> None:
     assert equal(without.weights, with_it.weights)
 
 
-def test_too_little_to_evaluate_is_said(tmp_path: Path) -> None:
-    extra = {"vocab_size": 32, "num_examples": 32, "num_valid_examples": 3}
-    found = run(tiny({"training.evaluation_interval": 0, "dataset.extra": extra}), tmp_path)
-    assert "there is no evaluation: of the held-out part, the data set has 3 examples" in found.said
+@pytest.mark.parametrize("name", ["gpt", "translation", "bert"])
+@pytest.mark.parametrize("count", [3, 19])
+def test_an_evaluation_reads_all_that_is_held_out(name: str, count: int, tmp_path: Path) -> None:
+    """The last batch, which is smaller, too; and of smoothed labels the loss without smoothing."""
+    extra = {"kind": name, "vocab_size": 32, "num_examples": 32, "num_valid_examples": count}
+    changes = {"training.evaluation_interval": 0, "dataset.extra": extra, "training.evaluation_batches": -1}
+    found = run(tiny({"model.name": name, "training.epochs": 1} | changes), tmp_path)
+    session = found.trainer.session
+    (line,) = [line for line in found.metrics if line["kind"] == "evaluation"]
+    inputs, targets = session.data.valid.batch(range(count))  # type: ignore[union-attr]
+    assert (line["examples"], line["targets"]) == (count, session.model.count(targets))
+    modules = [module.eval() for module in session.pipeline.modules().values()]
+    output = run_model(session.model.layers, modules, inputs)
+    pairs = zip(output, targets.values(), strict=True) if name == "bert" else [(output, targets)]
+    ignored = {"gpt": -100, "translation": 1, "bert": -1}[name]
+    parts = [functional.cross_entropy(a.flatten(0, -2), b.flatten(), ignore_index=ignored) for a, b in pairs]
+    assert line["loss"] == pytest.approx(sum(parts).item(), rel=1e-6 if name != "bert" else 1e-3)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

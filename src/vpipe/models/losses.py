@@ -10,7 +10,7 @@ real targets, and with numbers in the place of what the model says.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ class TokenLoss(CountedLoss):
     smoothing: float = 0.0
     """Label smoothing as in torch: this share of the probability is spread evenly over the vocabulary."""
 
+    @property
+    def judging(self) -> TokenLoss:
+        return replace(self, smoothing=0.0)
+
     def __call__(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
         logits, extra = output if isinstance(output, tuple | list) else (output, None)
         loss = masked_cross_entropy(logits, targets, self.ignored, self.smoothing)
@@ -84,21 +88,34 @@ class PretrainingLoss(MaskedLoss):
     """BERT's: cross entropy over the masked tokens plus cross entropy of the next-sentence question.
 
     The output is ``(token logits, sentence logits)``; the targets are ``masked_labels (B, L)``, ``ignored`` where
-    nothing is masked, and ``next_sentence (B,)``. Each part is a mean over its own count, as in the original."""
+    nothing is masked, and ``next_sentence (B,)``. Each part is a mean over its own count, as in the original: in a unit
+    of a batch it weighs as ``weighed`` says."""
 
     def __call__(self, output: Any, targets: Any) -> Tensor:
-        tokens, sentences = output
-        token_loss = masked_cross_entropy(tokens, self.labels(targets), self.ignored)
-        return token_loss + masked_cross_entropy(sentences, split_targets(targets)[1], self.ignored)
+        labels, next_sentence, *weights = split_targets(targets)
+        parts = zip(output, (labels, next_sentence), strict=True)
+        tokens, sentences = (masked_cross_entropy(said, right, self.ignored) for said, right in parts)
+        return tokens * weights[0][0] + sentences * weights[0][1] if weights else tokens + sentences
+
+    def count_apart(self, targets: Any) -> int:
+        return int((split_targets(targets)[1] != self.ignored).sum())
 
 
-def split_targets(targets: Any) -> tuple[Tensor, Tensor]:
-    """(labels, next sentence) of a mapping with these names, or of a pair."""
+def split_targets(targets: Any) -> Sequence[Tensor]:
+    """(labels, next sentence) of a mapping with these names, or of a pair; then what each weighs, if it says so."""
     if isinstance(targets, tuple | list):
-        labels, next_sentence = targets
-    else:
-        labels, next_sentence = targets["masked_labels"], targets["next_sentence"]
-    return labels, next_sentence
+        return targets
+    return [targets[name] for name in ("masked_labels", "next_sentence", WEIGHTS) if name != WEIGHTS or name in targets]
+
+
+WEIGHTS = "weights"
+
+
+def weighed(targets: Any, weights: Tensor) -> Any:
+    """The targets of a loss of two parts, and what each part weighs."""
+    if isinstance(targets, Mapping):
+        return {**targets, WEIGHTS: weights}
+    return targets and (*targets, weights)
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,11 @@ class Model:
         return int(counts(targets))
 
     @property
+    def count_apart(self) -> Callable[[Any], int] | None:
+        """The same of a second part of the loss, which is a mean of its own."""
+        return getattr(self.loss, "count_apart", None)
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """The names of the values that the model takes from outside."""
         return input_names(self.layers)

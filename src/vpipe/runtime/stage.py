@@ -232,7 +232,8 @@ class Stage:
         self, region: Region, unit: Unit, values: Mapping[Value, Any], build_graph: bool, wants_loss: bool = True
     ) -> dict[Value, Any]:
         at_end = wants_loss and self.is_last and region is self.regions[-1]
-        loss = (lambda output: self.loss(output, unit.targets)) if at_end else None
+        judge = self.loss if unit.run.training else getattr(self.loss, "judging", self.loss)  # without smoothing
+        loss = (lambda output: judge(output, unit.targets)) if at_end else None
         saved = unit.saved if region.retention is Retention.SWAPPED else None
         outcome = region.forward(values, unit.run, loss, build_graph, saved, unit.tied)
         unit.graphs.append(outcome.graph)

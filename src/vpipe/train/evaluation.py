@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vpipe.errors import UserError
 from vpipe.train.feed import Feed
-from vpipe.train.session import Session, num_replicas
+from vpipe.train.session import Session, feed_of
 
 
 class Evaluation:
@@ -16,21 +16,12 @@ class Evaluation:
         self.why_not = ""
         self.examples = self.targets = 0
         """What the last one read, and how many targets counted."""
-        training, dataset = session.config.training, session.config.dataset
         if session.data.valid is None:
             self.why_not = "the data set holds nothing out"
             return
         try:
-            self._feed = Feed(
-                session.data.valid,
-                session.model.count,
-                num_microbatches=training.num_microbatches,
-                num_replicas=num_replicas(session.config),
-                batch_size=dataset.batch_size,
-                max_tokens=dataset.max_tokens,
-                shuffle=False,
-                given=session.model.given,
-            )
+            fixed = {"shuffle": False, "whole": True, "seed": 0, "num_workers": 0}
+            self._feed = feed_of(session.config, session.data.valid, session.model, **fixed)
         except UserError as error:
             self.why_not = f"of the held-out part, {error}"
 

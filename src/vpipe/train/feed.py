@@ -3,7 +3,8 @@
 Only the ranks that hold the first or the last stage read data, and the one that tells what was read (``Session``);
 labels do not hop through the middle. All read the same batch by themselves: its examples follow from its position, and
 so do the random numbers of the code that makes it, because torch's, numpy's and Python's generators are seeded for
-every unit. With d replicas of every stage, unit k is part k // d of replica k mod d's batch.
+every unit. With d replicas of every stage, unit k is part k // d of replica k mod d's batch; a rank reads the units of
+its replica, and is told what counts in the others.
 
 Workers are processes, since threads would share these generators with each other and with the step.
 """
@@ -15,9 +16,9 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial, reduce
-from operator import add
+from dataclasses import dataclass
+from functools import partial
+from operator import gt
 from typing import Any, NamedTuple, cast
 from zlib import crc32
 
@@ -32,7 +33,10 @@ from vpipe.data.order import ENDLESS, Indices, PartsRead
 from vpipe.errors import UserError
 from vpipe.layer import split_sizes
 from vpipe.process import die_with_parent
-from vpipe.runtime.microbatches import Microbatches
+from vpipe.train.units import ReadUnit, Units
+
+Mine = tuple[bool, ...]
+"""For each unit of an iteration, whether this rank reads it; all of them, if it is empty."""
 
 Position = tuple[int, int]
 """(epoch, batch): the iterations of an epoch are counted as they were made."""
@@ -50,115 +54,6 @@ class TrainingProgress:
     """Whether its loss is finite."""
     lowered: float = 1.0
     """What the learning rate is multiplied by."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """What shares are shares of: all units between two updates."""
-
-    num_targets: int
-    num_units: int
-
-
-@dataclass(frozen=True)
-class ReadUnit:
-    """One unit, read."""
-
-    inputs: Any
-    targets: Any
-    num_targets: int
-    """Targets that count in the loss, as the model counts them."""
-    num_tokens: int
-    """Tokens that the model reads, padding left out."""
-    checksums: Mapping[str, int]
-    """Of each of its tensors: two ranks that read the same unit have the same."""
-
-    @property
-    def num_samples(self) -> int:
-        return int(_leading(self.inputs).shape[0])
-
-    @property
-    def checksum(self) -> int:
-        """Of all of it, never 0."""
-        return 1 + crc32(repr(sorted(self.checksums.items())).encode())
-
-
-@dataclass(frozen=True)
-class Units:
-    """The units of one or several iterations, read."""
-
-    batches: Sequence[ReadUnit]
-    whole: Whole | None = None
-    """The units of the update, where these are only a part of them (gradient accumulation)."""
-    num_updates: int = 1
-    """Of how many updates these are the units, where each update has shares of its own."""
-
-    @property
-    def num_targets(self) -> int:
-        """Targets that count in the loss."""
-        return sum(batch.num_targets for batch in self.batches)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the model reads: what throughput and MFU count."""
-        return sum(batch.num_tokens for batch in self.batches)
-
-    @property
-    def num_samples(self) -> int:
-        return sum(batch.num_samples for batch in self.batches)
-
-    @property
-    def part(self) -> float:
-        """The part that these units are of their update."""
-        return reduce(add, self.shares(), 0.0) if self.whole is not None else 1.0
-
-    def shares(self) -> list[float]:
-        """Each unit's part of all valid targets: the weights that make the mean over units the mean over targets."""
-        if self.num_updates > 1:
-            return [share for update in self.by_update() for share in update.shares()]
-        whole = self.whole or Whole(self.num_targets, len(self.batches))
-        if whole.num_targets == 0:
-            return [1 / whole.num_units] * len(self.batches)
-        return [batch.num_targets / whole.num_targets for batch in self.batches]
-
-    def by_update(self) -> list[Units]:
-        """The units of one update after the other."""
-        return self.split(self.num_updates)
-
-    def split(self, count: int) -> list[Units]:
-        """The units of one iteration, or update, after the other."""
-        each = len(self.batches) // count
-        parts = (self.batches[begin : begin + each] for begin in range(0, len(self.batches), each))
-        return [replace(self, batches=part, num_updates=1) for part in parts]
-
-    def message(self) -> tuple[Any, ...]:
-        """Itself as what a transport carries; numbers that change are in a tensor, so that its form stays the same."""
-        numbers = [[b.num_targets, b.num_tokens, *b.checksums.values()] for b in self.batches]
-        values = [(b.inputs, b.targets, list(b.checksums)) for b in self.batches]
-        return values, [torch.tensor(each, dtype=torch.int64) for each in numbers]
-
-    @classmethod
-    def of_message(cls, message: tuple[Any, ...]) -> Units:
-        units = []
-        for (inputs, targets, names), numbers in zip(*message, strict=True):
-            num_targets, num_tokens, *checksums = numbers.tolist()
-            units.append(ReadUnit(inputs, targets, num_targets, num_tokens, dict(zip(names, checksums, strict=True))))
-        return cls(units)
-
-    def inputs(self) -> Microbatches:
-        return self._microbatches([batch.inputs for batch in self.batches])
-
-    def targets(self) -> Microbatches:
-        return self._microbatches([batch.targets for batch in self.batches])
-
-    def _microbatches(self, values: Sequence[Any]) -> Microbatches:
-        return Microbatches(values.__getitem__, self.shares(), [batch.checksum for batch in self.batches])
-
-
-def accumulated(parts: Sequence[Units]) -> list[Units]:
-    """The iterations of one update, each knowing its part of the whole."""
-    whole = Whole(sum(part.num_targets for part in parts), sum(len(part.batches) for part in parts))
-    return [replace(part, whole=whole) for part in parts]
 
 
 def _leading(inputs: Any) -> Tensor:
@@ -190,6 +85,7 @@ class UnitsWanted(NamedTuple):
     """How many units of the epoch come before."""
     examples: list[Sequence[int]]
     """Of every unit."""
+    mine: Mine = ()
 
 
 @dataclass(frozen=True)
@@ -202,21 +98,34 @@ class Reader:
     seed: int
     given: Callable[[Any, Any], Any] | None = None
     """The model's: what it takes of a batch's inputs and targets; ``None``: the inputs as they are."""
+    apart: Callable[[Any], int] | None = None
+    """The same of the second part of its loss."""
+    flops: Callable[[Any, int, int | None], float] | None = None
+    """What the model computes for inputs with so many tokens and this padding."""
 
     def __getitem__(self, wanted: UnitsWanted) -> list[ReadUnit] | UserError:
         try:
-            numbers = range(wanted.first_unit, wanted.first_unit + len(wanted.examples))
-            return [self._unit(wanted.epoch, *pair) for pair in zip(numbers, wanted.examples, strict=True)]
+            mine = wanted.mine or [True] * len(wanted.examples)
+            units = zip(mine, wanted.examples, strict=True)
+            return [
+                self._unit(wanted.epoch, wanted.first_unit + k, examples) if here else ReadUnit(None, None, 0)
+                for k, (here, examples) in enumerate(units)
+            ]
         except UserError as error:
             return error  # a worker would make a traceback of it
 
     def _unit(self, epoch: int, number: int, examples: Sequence[int]) -> ReadUnit:
         with seeded(self.seed, epoch, number) if self.data.draws else nullcontext():
-            inputs, targets = self.data.batch(examples)
+            inputs, targets = self.data.batch(examples or [0])
         inputs = inputs if self.given is None else self.given(inputs, targets)
         tensors = [*tensors_of(inputs, "inputs"), *tensors_of(targets, "labels")]
         checksums = {name: _checksum(tensor) for name, tensor in tensors}
-        return ReadUnit(inputs, targets, int(self.count(targets)), _num_tokens(inputs, self.data.pad_id), checksums)
+        if not examples:  # it fills up the last batch of an evaluation, and weighs nothing
+            return ReadUnit(inputs, targets, 0, checksums=checksums)
+        num_tokens, num_samples = _num_tokens(inputs, self.data.pad_id), int(_leading(inputs).shape[0])
+        flops = self.flops(inputs, num_tokens, self.data.pad_id) if self.flops else 0.0
+        apart = self.apart(targets) if self.apart else 0
+        return ReadUnit(inputs, targets, int(self.count(targets)), apart, num_tokens, num_samples, flops, checksums)
 
 
 def _begin_worker(parent: int, _: int) -> None:
@@ -241,15 +150,19 @@ class Feed:
         seed: int = 0,
         num_workers: int = 0,
         shuffle: bool = True,
-        given: Callable[[Any, Any], Any] | None = None,
+        whole: bool = False,
+        **of_model: Any,
     ) -> None:
+        """``whole``: the last batch of an epoch may be smaller, instead of being left out. ``of_model`` is what a
+        ``Reader`` asks a model."""
+        self._whole, self._mine = whole, cast("Mine", ())
         self._data, self._by_tokens = data, max_tokens is not None
         self._num_microbatches, self._num_replicas = num_microbatches, num_replicas
         rows = None if batch_size is None or max_tokens else batch_size * num_replicas
         self._order = data.order(batch_size=rows, max_tokens=max_tokens, seed=seed, shuffle=shuffle)
         self._rows = rows or 0
         self._per_iteration = 1 if rows else num_microbatches * num_replicas
-        self._reader = Reader(data, count, seed, given)
+        self._reader = Reader(data, count, seed, **of_model)
         self._num_workers = min(num_workers, 1) if len(data) == ENDLESS else num_workers
         self._ahead: Iterator[list[ReadUnit] | UserError] | None = None
         self._coming: Position | None = None
@@ -320,17 +233,20 @@ class Feed:
         epoch, batch = position
         return (epoch, batch + 1) if batch + 1 < self.batches_of(epoch) else (epoch + 1, 0)
 
-    def read(self, positions: Sequence[Position]) -> Units:
-        """The units of these iterations, in order."""
+    def read(self, positions: Sequence[Position], mine: Mine = ()) -> Units:
+        """The units of these iterations, in order; of each iteration those that are ``mine``, if it says."""
+        self._mine = mine
         return Units([unit for position in positions for unit in self._units(position)])
 
     def _units(self, position: Position) -> list[ReadUnit]:
-        if self._num_workers and self._ahead is None:
+        if self._num_workers and self._ahead is None and (any(self._mine) or not self._mine):
             self._ahead, self._coming = self._read_ahead(position), position
         if self._ahead is not None and position == self._coming:
             found, self._coming = next(self._ahead), self.next(position)
         else:
             found = self._reader[self._wanted(position)]
+        if not isinstance(found, UserError) and any(map(gt, self._mine, (bool(unit.checksums) for unit in found))):
+            found = self._reader[self._wanted(position)]  # layers have moved to this rank since a worker has read it
         if isinstance(found, UserError):
             raise found
         return found
@@ -367,6 +283,8 @@ class Feed:
 
     def _num_left(self, epoch: int) -> int:
         table = self._table(epoch)
+        if self._whole:
+            return -(-len(table) // self._per_iteration)
         short = bool(self._rows and table and len(table[-1]) < self._rows)  # what fills no batch is left out
         return (len(table) - short) // self._per_iteration
 
@@ -377,13 +295,14 @@ class Feed:
 
     def _wanted(self, position: Position) -> UnitsWanted:
         epoch, batch = position
-        return UnitsWanted(epoch, batch * self._num_microbatches * self._num_replicas, self._examples(position))
+        first = batch * self._num_microbatches * self._num_replicas
+        return UnitsWanted(epoch, first, self._examples(position), self._mine)
 
     def _examples(self, position: Position) -> list[Sequence[int]]:
         """The examples of every unit of an iteration: unit k is of replica k mod d."""
         found = self._batches_at(position)
         if self._by_tokens:  # every unit is a batch of its own, padded by itself
-            return [unit.tolist() for unit in found]
+            return [unit.tolist() for unit in found] + [[]] * (self._per_iteration - len(found))
         replicas = [
             _cut(part.tolist(), self._num_microbatches) for part in np.array_split(found[0], self._num_replicas)
         ]
@@ -394,6 +313,6 @@ class Feed:
 
 
 def _cut(indices: Sequence[int], num_units: int) -> list[Sequence[int]]:
-    sizes = split_sizes(len(indices), num_units)
+    sizes = split_sizes(max(len(indices), num_units), num_units)
     ends = [sum(sizes[: microbatch + 1]) for microbatch in range(num_units)]
     return [indices[end - size : end] for size, end in zip(sizes, ends, strict=True)]

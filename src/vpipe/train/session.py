@@ -36,9 +36,10 @@ from vpipe.runtime.pipeline import Pipeline
 from vpipe.schedule.authors.authoring import BATCHES, REPLICAS, Chain
 from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.train.cut import Cut, by_work, cut
-from vpipe.train.feed import Feed, Position, Units
+from vpipe.train.feed import Feed, Mine, Position
 from vpipe.train.groups import check_groups, grouped
 from vpipe.train.optimizers import autocast, compiled, loss_scale, optimizer
+from vpipe.train.units import Units
 
 ONE = ", or set dataset.read_by: one, so that one rank reads for all"
 
@@ -79,16 +80,33 @@ class Session:
 
     def units(self, feed: Feed, positions: Sequence[Position]) -> Units | None:
         """The units of these iterations, where this process needs them. Every rank calls this."""
+        pipeline = self.pipeline
         if self.config.dataset.read_by == "one":
-            units = feed.read(positions) if self.pipeline.is_leader else Units(())
-            transport = None if self.pipeline.in_process else self.pipeline.transport
-            return Units.of_message(assembly.told_by_leader(transport, units.message()))
+            read = feed.read(positions) if pipeline.is_leader else Units(())
+            transport = None if pipeline.in_process else pipeline.transport
+            return Units.of_message(assembly.told_by_leader(transport, read.message()))
+        if mine := self._mine():
+            read = feed.read(positions, mine)
+            return read.completed(pipeline.gather_numbers([n for unit in read.batches for n in unit.numbers]))
         return feed.read(positions) if self.reads_data else None
+
+    def _mine(self) -> Mine:
+        """Which units of an iteration this rank reads: those that it runs at an end. Empty where it reads all or none:
+        without replicas, or where their turns do not end with an iteration."""
+        pipeline, count = self.pipeline, self.config.training.num_microbatches * num_replicas(self.config)
+        held = pipeline.layout.placement
+        ends = (0, held.num_stages - 1)
+        turns = {held.num_replicas(end) for end in ends}
+        if pipeline.in_process or turns == {1} or any(count % each for each in turns):
+            return ()
+        return tuple(any(held.rank(end, unit) == pipeline.rank for end in ends) for unit in range(count))
 
     def read(self, positions: Sequence[Position]) -> Units | None:
         """The same of the training data; of a synchronous schedule each iteration is an update of its own."""
         units = self.units(self.feed, positions)
-        return replace(units, num_updates=len(positions)) if units and self.pipeline.synchronous else units
+        if units is None or not self.pipeline.synchronous:
+            return units and replace(units, alone=True)
+        return replace(units, num_updates=len(positions))
 
     @cached_property
     def data_facts(self) -> Facts:
@@ -351,16 +369,18 @@ def schedule_of(config: PipelineConfig) -> ScheduleSpec:
     )
 
 
-def feed_of(config: PipelineConfig, data: DataSet, model: Model | None) -> Feed:
+def feed_of(config: PipelineConfig, data: DataSet, model: Model | None, **options: Any) -> Feed:
     """The units of the config's iterations; without a model they can only be planned."""
+    training, section = config.training, config.dataset
+    if model is not None:
+        options |= {"given": model.given, "apart": model.count_apart}
+    options = {"seed": training.seed, "num_workers": section.num_workers, **options}
     return Feed(
         data,
         model.count if model is not None else len,
-        num_microbatches=config.training.num_microbatches,
+        num_microbatches=training.num_microbatches,
         num_replicas=num_replicas(config),
-        batch_size=config.dataset.batch_size,
-        max_tokens=config.dataset.max_tokens,
-        seed=config.training.seed,
-        num_workers=config.dataset.num_workers,
-        given=model.given if model is not None else None,
+        batch_size=section.batch_size,
+        max_tokens=section.max_tokens,
+        **options,
     )

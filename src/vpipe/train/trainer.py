@@ -35,12 +35,13 @@ from vpipe.schedule.catalog import short_name
 from vpipe.schedule.placement import Layout
 from vpipe.train.checkpoints.manager import CheckpointManager
 from vpipe.train.evaluation import Evaluation
-from vpipe.train.feed import Position, TrainingProgress, Units, accumulated
+from vpipe.train.feed import Position, TrainingProgress
 from vpipe.train.rates import RunPlan
 from vpipe.train.reporting.clocks import profiled
 from vpipe.train.reporting.run_log import Metrics, RunLog, device_name, run_facts
 from vpipe.train.session import Session
 from vpipe.train.soundness import LEAST_RATE, Soundness
+from vpipe.train.units import Units, accumulated
 
 if TYPE_CHECKING:
     from vpipe.train.adapt import Adapter, Decision

@@ -26,9 +26,10 @@ from vpipe.runtime.proof.check import Recipe, one_process
 from vpipe.runtime.proof.plain import PlainUnit
 from vpipe.runtime.proof.watch import watch_gradients
 from vpipe.schedule.authors.authoring import Chain
-from vpipe.train.feed import Position, Units
+from vpipe.train.feed import Position
 from vpipe.train.optimizers import autocast, learning_rate, optimizer
 from vpipe.train.session import Session, open_session
+from vpipe.train.units import Units
 
 LOSS = "loss"
 
@@ -127,8 +128,8 @@ def sequential(session: Session, steps: int, reference: str = "auto") -> dict[st
         assert read is not None, "one process reads all"
         units = _there(read, device)
         for part in units.by_update() if plain else [units]:
-            pairs = zip(part.batches, part.shares(), strict=True)
-            loss += train([PlainUnit(batch.inputs, batch.targets, share) for batch, share in pairs], True)
+            inputs = [batch.inputs for batch in part.batches]
+            loss += train([*map(PlainUnit, inputs, part.weighed(), part.shares())], True)
         loss /= units.num_updates
         seen[f"{step}/{LOSS}"] = torch.tensor(loss, dtype=torch.float64)
         seen |= {f"{step}/weight/{name}": tensor.detach().clone() for name, tensor in loop.state_dict().items()}
