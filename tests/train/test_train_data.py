@@ -431,6 +431,41 @@ def test_units_add_up_to_the_whole_batch_in_plain_torch(name: str, padded: bool)
     feed.close()
 
 
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+MIXTRAL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("name", [*EVERY, "mixtral"])
+def test_flops_are_what_torch_counts(name: str) -> None:
+    """Also of experts, and of pairs whose sides have other lengths than the model's."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    mixtral = {"model": {"name": "huggingface", "config": MIXTRAL | {"vocab_size": 32}, "sequence_length": 8}}
+    changes, kind = EVERY.get(name, (mixtral, "gpt"))
+    extra = {"kind": kind, "vocab_size": 32, "num_examples": 16}
+    made = gather(PipelineConfig.from_dict(tiny({"model": {"name": name, **SMALL}, "dataset.extra": extra} | changes)))
+    batch = made.data.batch
+
+    def shorter(examples: Sequence[int]) -> Batch:
+        inputs, targets = batch(examples)
+        if kind != "translation":
+            return Batch(inputs, targets)
+        assert isinstance(inputs, dict)
+        return Batch({"source": inputs["source"][:, :5], "target_in": inputs["target_in"][:, :3]}, targets[:, :3])  # type: ignore[index]
+
+    made.data.batch = shorter  # type: ignore[method-assign]
+    unit = made.feed.read([(0, 0)]).batches[0]
+    modules = made.model.build()
+    for part in (part for module in modules for part in module.modules() if hasattr(part, "config")):
+        part.config._experts_implementation = "eager"  # torch counts no grouped products
+    run_model(made.model.layers, modules, unit.inputs)  # the first time, a part of the hub's looks at what it gives
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        made.model.loss(run_model(made.model.layers, modules, unit.inputs), unit.targets).backward()
+    assert unit.flops == pytest.approx(counter.get_total_flops(), rel=1e-9)
+    made.feed.close()
+
+
 @pytest.mark.rotates(8)
 @pytest.mark.parametrize("seed", range(24))
 def test_any_readers_read_the_same_and_every_example_once(seed: int) -> None:

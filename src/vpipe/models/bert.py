@@ -155,5 +155,6 @@ def bert(
         sequence_length=sequence_length,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        attention_flops=12.0 * num_layers * hidden_size * sequence_length,
+        attention_flops=12.0 * num_layers * hidden_size * sequence_length
+        - 6.0 * hidden_size * (hidden_size + 2) * (1 - 1 / sequence_length),  # of the pooler, which reads one token
     )

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import RLock
@@ -58,6 +59,11 @@ class Model:
     hidden_size: int = 0
     attention_flops: float = 0.0
     """FLOPs per token, forward and backward, of the products that have no weight (scores and weighted sums)."""
+    experts_per_token: int = 0
+    """How many of a layer's experts, the first dimension of a weight of three, a token meets."""
+    pair_flops: tuple[float, float] = (0.0, 0.0)
+    """The same as ``attention_flops`` by lengths, of an encoder and a decoder: FLOPs for each pair of tokens of the
+    source, and for each of the target with one of either side."""
     num_shards: int = 0
     """Layers that share the head, before the one that joins them; see ``split_head``."""
 
@@ -99,9 +105,9 @@ class Model:
         return 6.0 * self._sizes[1] + self.attention_flops
 
     @cached_property
-    def _sizes(self) -> tuple[int, int]:
-        """(parameters, weights of matrix products)."""
-        return _counted(self.blank(), self.tied)
+    def _sizes(self) -> tuple[int, float]:
+        """(parameters, weights of matrix products that a token meets)."""
+        return _counted(self, self.blank())
 
     def build(self) -> list[nn.Module]:
         """All layers, built here: for one process, tests and counting."""
@@ -131,6 +137,16 @@ class Skeleton:
     """See ``Model.flops_per_token``."""
     num_shards: int = 0
     """See ``Model.num_shards``."""
+    side_flops: tuple[float, ...] = ()
+    """Of an encoder and a decoder: FLOPs of a token of the source, of the target; then ``Model.pair_flops``."""
+
+    def flops(self, inputs: Any, num_tokens: int, pad_id: int | None) -> float:
+        """Forward and backward of inputs with so many tokens; of pairs by the lengths that they have."""
+        if not self.side_flops:
+            return num_tokens * self.flops_per_token
+        source, target = ((inputs[name] != pad_id).sum(1).double() for name in ("source", "target_in"))
+        amounts = (source, target, source * source, target * (source + target))
+        return sum(flops * float(amount.sum()) for flops, amount in zip(self.side_flops, amounts, strict=True))
 
     @classmethod
     def of(cls, name: str, model: Model) -> Skeleton:
@@ -138,12 +154,16 @@ class Skeleton:
         names = [layer.name or type(module).__name__ for layer, module in zip(model.layers, modules, strict=True)]
         parameters = [sum(p.numel() for p in module.parameters()) for module in modules]
         weight_bytes = [sum(p.numel() * p.element_size() for p in module.parameters()) for module in modules]
-        products = [sum(p.numel() for p in _in_products(module) if p.dim() > 1) for module in modules]
+        products = [_met(model, module) for module in modules]
         smallest = max(products, default=0) * 0.01 or 1.0
         work = [amount + smallest for amount in products]
-        in_all, multiplied = _counted(modules, model.tied)
+        in_all, multiplied = _counted(model, modules)
         flops = 6.0 * multiplied + model.attention_flops
-        return cls(name, modules, names, parameters, weight_bytes, work, in_all, flops, model.num_shards)
+        sides: tuple[float, ...] = ()
+        if any(model.pair_flops):
+            of_source = _of_source(model, modules, products)
+            sides = (6.0 * of_source, 6.0 * (multiplied - of_source), *model.pair_flops)
+        return cls(name, modules, names, parameters, weight_bytes, work, in_all, flops, model.num_shards, sides)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -157,19 +177,35 @@ class Skeleton:
         return f"{self.name} of {len(self.modules)} layers and {sum(self.parameters):,} weights, {digest}"
 
 
-def _counted(modules: Sequence[nn.Module], tied: Sequence[TiedWeight]) -> tuple[int, int]:
-    """(parameters, tied ones once; weights of matrix products)."""
+def _counted(model: Model, modules: Sequence[nn.Module]) -> tuple[int, float]:
+    """(parameters, tied ones once; weights of matrix products that a token meets)."""
     parameters = sum(p.numel() for module in modules for p in module.parameters())
-    for weight in tied:
+    for weight in model.tied:
         parameters -= sum(modules[layer].get_parameter(name).numel() for layer, name in weight.owners[1:])
-    return parameters, sum(p.numel() for module in modules for p in _in_products(module) if p.ndim == 2)
+    return parameters, sum(_met(model, module) for module in modules)
 
 
-def _in_products(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of all but embeddings, which are looked up."""
-    for part in module.modules():
-        if not isinstance(part, nn.Embedding):
-            yield from part.parameters(recurse=False)
+def _met(model: Model, module: nn.Module) -> float:
+    """The weights of matrix products that a token meets: of experts those that it is given to; embeddings are looked
+    up."""
+    parts = (part for part in module.modules() if not isinstance(part, nn.Embedding))
+    weights = [p for part in parts for p in part.parameters(recurse=False)]
+    experts = [p.numel() * min(1.0, model.experts_per_token / p.shape[0]) for p in weights if p.ndim == 3]
+    return sum(experts) + sum(p.numel() for p in weights if p.ndim == 2)
+
+
+def _of_source(model: Model, modules: Sequence[nn.Module], products: Sequence[float]) -> float:
+    """Those that a token of the source meets: of the encoder's layers, by their names, and what makes keys and values of
+    the memory."""
+    found = 0.0
+    for layer, module, weights in zip(model.layers, modules, products, strict=True):
+        named = [p.numel() for name, p in module.named_parameters() if p.ndim == 2 and _OF_MEMORY.search(name)]
+        found += weights if "encoder" in layer.name and "decoder" not in layer.name else sum(named)
+    return found
+
+
+_OF_MEMORY = re.compile(r"(cross_attention|EncDecAttention|encoder_attn)\.[kv]")
+"""In the names of ours, of T5 and its kin, of BART and its kin."""
 
 
 @dataclass(frozen=True)

@@ -191,4 +191,5 @@ def translation(
         vocab_size=target_vocab_size,
         hidden_size=hidden_size,
         attention_flops=12.0 * (num_layers + 2 * num_decoder_layers) * hidden_size * sequence_length,
+        pair_flops=(12.0 * num_layers * hidden_size, 12.0 * num_decoder_layers * hidden_size),
     )

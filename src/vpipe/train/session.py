@@ -285,9 +285,8 @@ def gather(config: PipelineConfig, data: DataSet | None = None) -> Materials:
     check_padding(config, model, data)
     skeleton = skeleton_of(config, model)
     spec = schedule_of(config)
-    return Materials(
-        data, model, skeleton, spec, cut(config, skeleton, spec.placement.num_stages), feed_of(config, data, model)
-    )
+    chosen = cut(config, skeleton, spec.placement.num_stages)
+    return Materials(data, model, skeleton, spec, chosen, feed_of(config, data, model, flops=skeleton.flops))
 
 
 def open_session(config: PipelineConfig, materials: Materials | None = None) -> Session:

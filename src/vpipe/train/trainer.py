@@ -107,7 +107,7 @@ class Trainer:
         """Go on from a copy in memory of this very run."""
         self._go_on(self.checkpoints.restore(standing, tensors))
         for line in self.checkpoints.trained(self.iteration):
-            self.metrics.add(line["seconds"], line["tokens"], line["samples"])
+            self.metrics.add(line["seconds"], line["tokens"], line["samples"], line.get("flops", 0.0))
         due = self.checkpoints.last_due(self.progress, self.num_iterations)
         self._owes_checkpoint = self.checkpoints.newest < due
         if self._owes_checkpoint and due < self.iteration:
@@ -306,9 +306,10 @@ class Trainer:
                 loss = mean_loss(own) / (sum(share for share, _ in own) or 1.0)
             elif part is not None and part.part:
                 loss = loss / part.part
-            tokens, samples = (part.num_tokens, part.num_samples) if part is not None else (0, 0)
+            read = part or Units(())
+            tokens, samples, flops = read.num_tokens, read.num_samples, read.flops
             self.examples += self.session.feed.num_examples(position)
-            self.metrics.add(seconds / count, tokens, samples, counts=counts)
+            self.metrics.add(seconds / count, tokens, samples, flops, counts=counts)
             if part is not None and not part.num_targets:
                 self.log.say(f"warning: iteration {self.iteration + number} has no label that counts: its loss is 0")
             update = self.plan.updates_after(number)
@@ -321,6 +322,7 @@ class Trainer:
                     "learning_rate": self.plan.rate(max(self.plan.updates_after(0), update - 1)),
                     "tokens": tokens,
                     "samples": samples,
+                    "flops": flops,
                     "seconds": seconds / count,
                     "tokens_per_second": tokens * count / seconds,
                     "gradient_norm": stats.gradient_norm,

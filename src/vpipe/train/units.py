@@ -91,6 +91,10 @@ class Units:
         return sum(batch.num_samples for batch in self.batches)
 
     @property
+    def flops(self) -> float:
+        return sum(batch.flops for batch in self.batches)
+
+    @property
     def part(self) -> float:
         """The part that these units are of their update."""
         return reduce(add, self.shares(), 0.0) if self.whole is not None else 1.0

@@ -304,17 +304,19 @@ def described(task: ModelTask, config: Any, sequence_length: int, ignored: int |
     text = config.get_text_config()
     length = sequence_length or longest_sequence(config) or 512
     loss = task.loss(ignored)
-    attentions = setting(text, "num_hidden_layers")
+    layers, decoder_layers = setting(text, "num_hidden_layers"), 0
     if task.kind == "translation":
-        decoder_layers = setting(config, "num_decoder_layers") or setting(config, "decoder_layers") or attentions
-        attentions += 2 * decoder_layers
+        decoder_layers = setting(config, "num_decoder_layers") or setting(config, "decoder_layers") or layers
     heads, hidden = setting(text, "num_attention_heads"), setting(text, "hidden_size")
-    head_size = setting(text, "head_dim") or (hidden // heads if heads else 0)
+    head_size = setting(text, "head_dim") or setting(text, "d_kv") or (hidden // heads if heads else 0)
+    width = 12.0 * heads * head_size
     return Model(
         loss=loss,
         sequence_length=length,
         vocab_size=setting(text, "vocab_size"),
         hidden_size=hidden,
-        attention_flops=12.0 * attentions * heads * head_size * length,
+        attention_flops=width * (layers + 2 * decoder_layers) * length,
+        pair_flops=(width * layers, width * decoder_layers) if decoder_layers else (0.0, 0.0),
+        experts_per_token=int(setting(text, "num_experts_per_tok")),
         **cut,
     )

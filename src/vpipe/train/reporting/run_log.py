@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from operator import add
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
@@ -328,12 +329,8 @@ def peak_flops(device: str, precision: str) -> float | None:
     return None
 
 
-Totals = tuple[int, float, float, float]
-"""Iterations, seconds, tokens, samples."""
-
-
-def _added(sums: Totals, seconds: float, tokens: float, samples: float) -> Totals:
-    return sums[0] + 1, sums[1] + seconds, sums[2] + tokens, sums[3] + samples
+Totals = tuple[float, ...]
+"""Iterations, seconds, tokens, samples, FLOPs."""
 
 
 @dataclass
@@ -343,28 +340,31 @@ class Metrics:
     num_devices: int
     precision: str
     warmup_iterations: int
-    _all: Totals = (0, 0.0, 0.0, 0.0)
-    _effective: Totals = (0, 0.0, 0.0, 0.0)
+    _all: Totals = (0, 0.0, 0.0, 0.0, 0.0)
+    _effective: Totals = (0, 0.0, 0.0, 0.0, 0.0)
 
-    def add(self, seconds: float, tokens: float, samples: float, counts: bool = True) -> None:
+    def add(self, seconds: float, tokens: float, samples: float, flops: float = 0.0, counts: bool = True) -> None:
         """One iteration; ``counts`` is false for a profiled one."""
+        one = (1, seconds, tokens, samples, flops)
         if counts and self._all[0] >= self.warmup_iterations:
-            self._effective = _added(self._effective, seconds, tokens, samples)
-        self._all = _added(self._all, seconds, tokens, samples)
+            self._effective = tuple(map(add, self._effective, one))
+        self._all = tuple(map(add, self._all, one))
 
     def summary(self, parameters: int, flops_per_token: float, device: str = CPU) -> dict[str, Any]:
         """OurGPipe's summary of a model on devices of this name; rates are null where every iteration was left out."""
-        effective, seconds, tokens, samples = self._effective
-        total, total_seconds, total_tokens, _ = self._all
+        effective, seconds, tokens, samples, flops = self._effective
+        total, total_seconds, total_tokens, _, _ = self._all
+        if tokens and flops:
+            flops_per_token = flops / tokens
         rate = tokens / seconds if seconds else None
         peak = peak_flops(device, self.precision)
         return {
             "total_time_seconds": total_seconds,
             "effective_time_seconds": seconds,
             "time_per_iteration_seconds": seconds / effective if effective else None,
-            "total_iterations": total,
-            "effective_iterations": effective,
-            "warmup_iterations": min(self.warmup_iterations, total),
+            "total_iterations": int(total),
+            "effective_iterations": int(effective),
+            "warmup_iterations": min(self.warmup_iterations, int(total)),
             "total_tokens": round(total_tokens),
             "effective_tokens": round(tokens),
             "throughput_tokens_per_second": rate,
