@@ -195,8 +195,8 @@ def _met(model: Model, module: nn.Module) -> float:
 
 
 def _of_source(model: Model, modules: Sequence[nn.Module], products: Sequence[float]) -> float:
-    """Those that a token of the source meets: of the encoder's layers, by their names, and what makes keys and values of
-    the memory."""
+    """Those that a token of the source meets: of the encoder's layers, by their names, and what makes keys and values
+    of the memory."""
     found = 0.0
     for layer, module, weights in zip(model.layers, modules, products, strict=True):
         named = [p.numel() for name, p in module.named_parameters() if p.ndim == 2 and _OF_MEMORY.search(name)]
