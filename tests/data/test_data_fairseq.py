@@ -79,7 +79,11 @@ def test_damage_is_told_with_both_values(tmp_path: Path) -> None:
 
 def test_a_dictionary_is_read(tmp_path: Path) -> None:
     write_dictionary(["Haus", "Ġder", "x y"], tmp_path / "dict.de.txt")
-    assert read_dictionary(tmp_path / "dict.de.txt") == ("<s>", "<pad>", "</s>", "<unk>", "Haus", "Ġder", "x y")
+    first = ("<s>", "<pad>", "</s>", "<unk>", "Haus", "Ġder", "x y")
+    assert read_dictionary(tmp_path / "dict.de.txt") == first
+    with (tmp_path / "dict.de.txt").open("a") as file:
+        file.write("<s> 9 #fairseq:overwrite\nzu 1\n")  # fairseq gives it a new id, and those behind it theirs
+    assert read_dictionary(tmp_path / "dict.de.txt") == (*first, "<s>", "zu")
 
 
 @pytest.mark.parametrize(("text", "words"), [("Haus\n", r":1: 'Haus'"), ("a 1\na 2\n", r":2: .*'a'.*twice")])

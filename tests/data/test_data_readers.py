@@ -17,7 +17,7 @@ from vpipe.data import Batch, DataSet, load
 from vpipe.data import code_search_net as csn
 from vpipe.data import tokenizer as tk
 from vpipe.data.bert_hdf5 import BertShards, _open
-from vpipe.data.files import read_paragraphs, read_text
+from vpipe.data.files import lines, read_paragraphs, read_text
 from vpipe.errors import UserError
 
 
@@ -75,6 +75,17 @@ def test_both_field_namings_in_one_file_split_by_record(tmp_path: Path, names: t
     assert len(list(csn.read_functions(files, tmp_path, "train", "python"))) == 4
     assert len(list(csn.read_functions(files, tmp_path, "valid"))) == 3
     assert len(list(csn.read_functions(files, tmp_path, "test"))) == 2
+
+
+def test_records_of_folders_and_splits_by_other_names(tmp_path: Path) -> None:
+    """Only a folder that is called as a split is one; a word that names no split leaves nothing out."""
+    for place in ("my-test-suite/a.jsonl", "contest/b.jsonl"):
+        write_json_lines(tmp_path / place, functions(OWN, "train", 10))
+    for word in ("dev", "mine"):
+        write_json_lines(tmp_path / f"{word}.jsonl", [r | {"partition": word} for r in functions(OWN, word, 5)])
+    data = load("code_search_net", path=tmp_path, sequence_length=16, extra={"pack": False})
+    assert data.valid is not None
+    assert (len(data), len(data.valid)) == (25, 5)
 
 
 def test_the_hubs_cache_is_found(tmp_path: Path) -> None:
@@ -214,6 +225,23 @@ def test_binarised_pairs(tmp_path: Path) -> None:
         "translation", path=tmp_path, sequence_length=8, extra={"source_language": "en", "target_language": "de"}
     )
     assert other_way.source_vocab_size == 7  # type: ignore[attr-defined]
+    short = load("translation", path=tmp_path, sequence_length=2)
+    assert [note.split(": ")[1] for note in short.notes] == ["1 of 2 pairs are longer than 2 tokens and left out"] * 2
+    for language in ("de", "fr"):
+        write_sentences(tmp_path / f"train.de-fr.{language}", [[4, 2]])
+    write_dictionary(("maison",), tmp_path / "dict.fr.txt")
+    with pytest.raises(UserError, match="holds de-en and de-fr"):
+        load("translation", path=tmp_path, sequence_length=8)
+    another = load("translation", path=tmp_path, sequence_length=8, extra={"target_language": "fr"})
+    assert len(another) == 1
+
+
+def test_old_line_ends_are_line_ends(tmp_path: Path) -> None:
+    """A carriage return alone; one within a line of a file with other ends is text."""
+    (tmp_path / "a.txt").write_bytes(b"one\rtwo\r\rthree\r")
+    assert list(lines(tmp_path / "a.txt")) == [(1, "one"), (2, "two"), (3, ""), (4, "three")]
+    (tmp_path / "b.txt").write_bytes(b"one\r\ntwo\rthree\n")
+    assert list(lines(tmp_path / "b.txt")) == [(1, "one"), (2, "two\rthree")]
 
 
 def test_all_bert_shards_are_read(tmp_path: Path, write_shard: ShardWriter) -> None:

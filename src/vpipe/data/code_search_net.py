@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.data.dataset import DataSet, hold_out
-from vpipe.data.files import existing, find_files, json_lines, split_of
+from vpipe.data.files import SPLITS, existing, find_files, json_lines, split_of
 from vpipe.data.language_model import from_documents
 from vpipe.data.token_cache import cache_for
 from vpipe.data.tokenizer import choose
@@ -75,7 +75,7 @@ def load(
 
 def read_functions(files: list[Path], root: Path, split: str, language: str | None = None) -> Iterator[str]:
     """The source text of each function of one split. A file's name or folder says its split, or else each record; a
-    record that does not say belongs to ``train``.
+    record that says nothing, or a word that names no split, belongs to ``train``.
     """
     for file in files:
         named = split_of(file, root)
@@ -109,7 +109,7 @@ def _field(record: dict[str, Any], names: tuple[str, ...]) -> str | None:
     for name in names:
         value = record.get(name)
         if isinstance(value, str):
-            return "valid" if names is _SPLIT and value == "validation" else value
+            return SPLITS.get(value.lower(), "train") if names is _SPLIT else value
     return None
 
 

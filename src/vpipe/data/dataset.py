@@ -64,6 +64,8 @@ class DataSet(ABC):
     """Sizes of consecutive runs that are cheap to read together; see ``BatchOrder``."""
     draws: bool = False
     """Whether ``batch`` may draw random numbers: from torch's, numpy's and Python's generators, as everybody does."""
+    notes: tuple[str, ...] = ()
+    """What a reader has to say, such as how much is left out."""
     valid: DataSet | None = None
     """Held-out examples with the same vocabulary; None where there are too few to hold any out."""
 
@@ -114,7 +116,7 @@ class Subset(DataSet):
     def __init__(self, whole: DataSet, members: Indices) -> None:
         self._whole, self._members = whole, np.sort(members)
         self.vocab_size, self.ignore_index = whole.vocab_size, whole.ignore_index
-        self.pad_id, self.tokenizer = whole.pad_id, whole.tokenizer
+        self.pad_id, self.tokenizer, self.notes = whole.pad_id, whole.tokenizer, whole.notes
         self.lengths = None if whole.lengths is None else whole.lengths[self._members]
         if whole.groups is not None:
             ends = np.searchsorted(self._members, np.cumsum(whole.groups))

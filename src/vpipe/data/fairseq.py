@@ -23,6 +23,7 @@ from vpipe.data.tokenizer import SPECIAL
 from vpipe.errors import UserError
 
 MAGIC = b"TNTIDX\0\0"
+OVERWRITE = " #fairseq:overwrite"
 MMAP_MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<8sQQQQQ")
 _MMAP_HEADER = struct.Struct("<9sQBQ")
@@ -153,12 +154,14 @@ def read_dictionary(path: Path) -> tuple[str, ...]:
     """The symbols of one language by id: ``symbol count`` per line of the file; the first four are special and not in
     it."""
     existing(path)
-    symbols: dict[str, int] = dict.fromkeys(SPECIAL, 0)
+    symbols = list(SPECIAL)
+    known = set(symbols)
     for number, line in lines(path):
-        symbol, _, count = line.removesuffix(" #fairseq:overwrite").rpartition(" ")
+        symbol, _, count = line.removesuffix(OVERWRITE).rpartition(" ")
         if not symbol or not count.isdigit():
             raise UserError(f"{path}:{number}: {line[:40]!r} is not a symbol and its count; binarise the text again")
-        if symbol in symbols and not line.endswith(" #fairseq:overwrite"):
+        if symbol in known and not line.endswith(OVERWRITE):
             raise UserError(f"{path}:{number}: the symbol {symbol!r} stands there twice; binarise the text again")
-        symbols[symbol] = 0
+        symbols.append(symbol)  # one that is overwritten keeps its id beside the new one
+        known.add(symbol)
     return tuple(symbols)

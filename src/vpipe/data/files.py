@@ -23,7 +23,7 @@ from vpipe.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".txt.gz")
 
-_SPLIT_WORDS = {
+SPLITS = {
     "train": "train",
     "training": "train",
     "valid": "valid",
@@ -103,28 +103,29 @@ def _walk(
 
 
 def split_of(path: Path, root: Path) -> str | None:
-    """``train``, ``valid`` or ``test``, if the file's name or a folder between ``root`` and it says so."""
-    parts = [path.name] if path == root else list(path.relative_to(root).parts)
-    for part in reversed(parts):
-        for word in re.split(r"[^a-z]+", part.lower()):
-            if word in _SPLIT_WORDS:
-                return _SPLIT_WORDS[word]
-    return None
+    """``train``, ``valid`` or ``test``, if a word of the file's name says so, or a folder above it."""
+    words = re.split(r"[^a-z]+", path.name.lower())
+    folders = () if path == root else reversed(path.relative_to(root).parts[:-1])
+    return next((SPLITS[word] for word in (*words, *(each.lower() for each in folders)) if word in SPLITS), None)
 
 
 def named_split(path: Path) -> str | None:
     """The split that a whole part of the file's name says, as in ``train.txt`` or ``wiki.valid.txt``; nothing looser,
     for a folder of texts may well hold a ``training-guide.md``."""
-    return next((_SPLIT_WORDS[part] for part in path.name.lower().split(".") if part in _SPLIT_WORDS), None)
+    return next((SPLITS[part] for part in path.name.lower().split(".") if part in SPLITS), None)
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a text file, gzipped or not, numbered from 1, without their ends."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-            position = 0
-            for number, raw in enumerate(stream, start=1):
-                yield number, _decode(raw, path, position).rstrip("\r\n")
+            position, number, ends_in_cr = 0, 0, False
+            for raw in stream:
+                text = _decode(raw, path, position).rstrip("\r\n")
+                ends_in_cr = ends_in_cr or (position == 0 and "\r" in text)  # as old files of one kind of machine do
+                for line in text.split("\r") if ends_in_cr else [text]:
+                    number += 1
+                    yield number, line
                 position += len(raw)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path} is not a whole gzip file ({error}); copy it again") from None

@@ -12,11 +12,13 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from threading import current_thread, main_thread
 
 from vpipe.data.files import read_text
 from vpipe.errors import UserError
@@ -77,11 +79,14 @@ def new_folder(out: Path) -> Iterator[Path]:
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); name another --out") from None
+    before = signal.signal(signal.SIGTERM, _ended) if current_thread() is main_thread() else None
     try:
         yield temporary
         temporary.chmod(0o777 & ~umask())
         os.replace(temporary, out)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise UserError(f"{out} was made by another process meanwhile; it stays, name another --out") from None
         if _disk_is_full(error):
             raise UserError(
                 f"the disk is full: {out} was not built, nothing is left of it; free space or name another --out"
@@ -89,6 +94,12 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _ended(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _disk_is_full(error: Exception) -> bool:

@@ -12,7 +12,6 @@ longest.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +49,10 @@ class ParallelSentences(DataSet):
     ) -> None:
         sizes = np.maximum(_sizes(source), _sizes(target))
         self._members = np.flatnonzero(sizes <= sequence_length)
+        if left_out := len(sizes) - len(self._members):
+            self.notes = (
+                f"{where}: {left_out:,} of {len(sizes):,} pairs are longer than {sequence_length} tokens and left out",
+            )
         if len(self._members) == 0:
             shortest = f"the shortest has {sizes.min()} tokens" if len(sizes) else "the files are empty"
             raise UserError(
@@ -104,10 +107,9 @@ def load(
     root = existing(path, "translation")
     if not root.is_dir():
         raise UserError(f"{root} is a file, but parallel text is a folder with train.<language> for two languages")
-    binarised = sorted(root.glob("train.*-*.*.idx"))
-    if binarised:
-        languages = _from_name(binarised[0], source_language, target_language)
-        splits = _binarised(root, languages, sequence_length)
+    if any(root.glob("train.*-*.*.idx")):
+        stem, languages = _of_stems(root, source_language, target_language)
+        splits = _binarised(root, stem, languages, sequence_length)
     else:
         languages = _text_languages(root, source_language, target_language)
         texts = [_text(root, "train", language) for language in languages]
@@ -115,23 +117,28 @@ def load(
         splits = _plain(root, languages, sequence_length, chosen)
     train = next(splits)
     train.valid = next(splits, None)
-    return train if train.valid is not None else hold_out(train, test_size, seed)
+    if train.valid is None:
+        return hold_out(train, test_size, seed)
+    train.notes += train.valid.notes
+    return train
 
 
-def _from_name(file: Path, source: str | None, target: str | None) -> tuple[str, str]:
-    found = re.fullmatch(r"train\.(.+)-(.+)\..+\.idx", file.name)
-    assert found is not None
-    pair = (source or found[1], target or found[2])
-    if not (file.parent / f"train.{found[1]}-{found[2]}.{pair[0]}.idx").exists() or pair[1] not in found.groups():
+def _of_stems(root: Path, source: str | None, target: str | None) -> tuple[str, tuple[str, str]]:
+    """Which files, and their source and target language: those of ``train.<one>-<other>.<one>.idx``."""
+    found = sorted(tuple(file.name.split(".")[1:3]) for file in root.glob("train.*-*.*.idx"))
+    ways = [(stem, one, stem.removeprefix(f"{one}-")) for stem, one in found if stem.startswith(f"{one}-")]
+    ways += [(stem, other, one) for stem, one, other in ways]
+    fitting = [(stem, (a, b)) for stem, a, b in ways if source in (None, a) and target in (None, b)]
+    if not fitting or len({stem for stem, _ in fitting}) > 1:
         raise UserError(
-            f"{file.parent} holds {found[1]}-{found[2]}, not {pair[0]}-{pair[1]}; name one of these two languages"
+            f"{root} holds {' and '.join({stem: 0 for stem, _ in found})}, not {source or '?'}-{target or '?'} alone; "
+            "name dataset.extra.source_language and target_language"
         )
-    return pair
+    return fitting[0]
 
 
-def _binarised(root: Path, languages: tuple[str, str], sequence_length: int) -> Iterator[DataSet]:
+def _binarised(root: Path, stem: str, languages: tuple[str, str], sequence_length: int) -> Iterator[DataSet]:
     dictionaries = [read_dictionary(root / f"dict.{language}.txt") for language in languages]
-    stem = next(iter(sorted(root.glob("train.*-*.*.idx")))).name.split(".")[1]
     for split in ("train", "valid"):
         prefixes = [root / f"{split}.{stem}.{language}" for language in languages]
         if split == "valid" and not prefixes[0].with_name(prefixes[0].name + ".idx").exists():

@@ -135,6 +135,8 @@ class Trainer:
             self.log.resumed(self.iteration)
             if self.evaluation is not None and not self.evaluation.num_batches:
                 self.log.say(f"warning: there is no evaluation: {self.evaluation.why_not}")
+            for note in self.session.data.notes:
+                self.log.say(note)
             for sentence in self.plan.beyond():
                 self.log.say(f"warning: {sentence}")
             if self._owes_checkpoint:
@@ -307,9 +309,8 @@ class Trainer:
             elif part is not None and part.part:
                 loss = loss / part.part
             read = part or Units(())
-            tokens, samples, flops = read.num_tokens, read.num_samples, read.flops
             self.examples += self.session.feed.num_examples(position)
-            self.metrics.add(seconds / count, tokens, samples, flops, counts=counts)
+            self.metrics.add(seconds / count, read.num_tokens, read.num_samples, read.flops, counts=counts)
             if part is not None and not part.num_targets:
                 self.log.say(f"warning: iteration {self.iteration + number} has no label that counts: its loss is 0")
             update = self.plan.updates_after(number)
@@ -320,11 +321,11 @@ class Trainer:
                     "update": min(update, stats.num_updates),
                     "loss": loss,
                     "learning_rate": self.plan.rate(max(self.plan.updates_after(0), update - 1)),
-                    "tokens": tokens,
-                    "samples": samples,
-                    "flops": flops,
+                    "tokens": read.num_tokens,
+                    "samples": read.num_samples,
+                    "flops": read.flops,
                     "seconds": seconds / count,
-                    "tokens_per_second": tokens * count / seconds,
+                    "tokens_per_second": read.num_tokens * count / seconds,
                     "gradient_norm": stats.gradient_norm,
                     "loss_scale": stats.loss_scale,
                     "skipped": stats.num_skipped,

@@ -106,6 +106,11 @@ def shuffled(items: list[str], seed: int) -> list[str]:
     return sorted(items, key=lambda item: hashlib.sha256(f"{seed}\0{item}".encode("utf-8", "surrogatepass")).digest())
 
 
+def letters(text: str) -> str:
+    """What two texts have in common that say the same: held-out text must not stand in train, however it is written."""
+    return "".join(filter(str.isalnum, text.casefold())) or text
+
+
 def dealt(items: list[str], what: str) -> dict[str, list[str]]:
     """A tenth to valid and to test each, at least one, the rest to train; with ``what`` they are in a sentence."""
     share = max(1, len(items) // 10)

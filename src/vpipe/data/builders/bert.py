@@ -3,7 +3,8 @@
     [CLS]  first segment  [SEP]  second segment  [SEP]  0 0 …          128 places
            every seventh token or so is to be guessed: of these, 80 % read [MASK], 10 % a random token, 10 % themselves
 
-The second segment follows the first in its document (label 0) or comes from another one (label 1), half and half.
+The second segment follows the first in its document (label 0) or comes from another one (label 1), half and half: of a
+sentence that is alone, the second half follows the first.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def write(folder: Path, request: Request) -> BuiltData:
     for split, part in (("validation", documents[:num_valid]), ("training", documents[num_valid:])):
         chance = random.Random(f"{request.seed} {split}")
         pending: list[Example] = []
+        tally = Counter[bool]()
         counts[split] = num_shards = 0
         for position, document in enumerate(part):
-            pending += _examples(part, position, document, len(vocabulary), chance)
+            pending += _examples(part, position, document, len(vocabulary), chance, tally)
             done += 1
             if done % 100 == 0 or position == len(part) - 1:
                 request.progress(done, len(documents))
@@ -122,9 +124,15 @@ def _sentences(text: str, tokenizer: Any) -> TokenLists:
 
 
 def _examples(
-    part: list[TokenLists], position: int, document: TokenLists, vocab_size: int, chance: random.Random
+    part: list[TokenLists],
+    position: int,
+    document: TokenLists,
+    vocab_size: int,
+    chance: random.Random,
+    tally: Counter[bool],
 ) -> Iterator[Example]:
-    """Consecutive runs of sentences that fill an example, each cut in two at a sentence's end."""
+    """Consecutive runs of sentences that fill an example, each cut in two at a sentence's end; ``tally`` counts the
+    labels."""
     room = LENGTH - 3
     target = chance.randint(2, room) if chance.random() < _SHORT_SHARE else room
     start = 0
@@ -134,7 +142,7 @@ def _examples(
             stop += 1
         cut = chance.randint(start + 1, stop - 1) if stop - start > 1 else stop
         first = [token for sentence in document[start:cut] for token in sentence]
-        is_random = cut == stop or chance.random() < 0.5
+        is_random = chance.random() < 0.5 if tally[True] == tally[False] else tally[True] < tally[False]
         if is_random and len(part) > 1:
             other = chance.randrange(len(part) - 1)
             stranger = part[other + (other >= position)]
@@ -143,11 +151,14 @@ def _examples(
             start = cut  # the sentences behind the cut were not used: they begin the next example
         else:
             second, is_random = [token for sentence in document[cut:stop] for token in sentence], False
+            if cut == stop:
+                first, second = first[: len(first) // 2], first[len(first) // 2 :]
             start = stop
         while len(first) + len(second) > room:
             longer = first if len(first) > len(second) else second
             longer.pop(0 if chance.random() < 0.5 else -1)
         if first and second:
+            tally[is_random] += 1
             yield _masked(first, second, is_random, vocab_size, chance)
 
 

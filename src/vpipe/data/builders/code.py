@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.data import tokenizer
-from vpipe.data.builders import BuiltData, Request, digest, shuffled
+from vpipe.data.builders import BuiltData, Request, digest, letters, shuffled
 from vpipe.data.files import find_files, read_text
 from vpipe.errors import UserError
 
@@ -78,7 +78,10 @@ def _deal(by_file: list[list[dict[str, Any]]], total: int) -> dict[str, list[dic
     for split, share in _SHARES[:-1]:
         while len(rest) > 1 and (not splits[split] or len(splits[split]) + len(rest[-1]) <= share * total):
             splits[split] += rest.pop()
-    splits["train"] = [function for functions in rest for function in functions]
+    apart = {letters(function["code"]) for functions in splits.values() for function in functions}
+    splits["train"] = [
+        function for functions in rest for function in functions if letters(function["code"]) not in apart
+    ]
     for split, functions in splits.items():
         for function in functions:
             function["partition"] = split

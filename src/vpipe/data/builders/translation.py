@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vpipe.data import tokenizer
-from vpipe.data.builders import BuiltData, Request, dealt, digest, shuffled
+from vpipe.data.builders import BuiltData, Request, dealt, digest, letters, shuffled
 from vpipe.data.files import find_files, unreadable
 from vpipe.errors import UserError
 
@@ -38,6 +38,8 @@ def write(folder: Path, request: Request) -> BuiltData:
         request.progress(done, len(files))
     chosen = shuffled(list(pairs), request.seed)[: request.limit]
     splits = dealt(chosen, "sentence pairs")
+    apart = {letters(side) for split in ("valid", "test") for text in splits[split] for side in (text, pairs[text])}
+    splits["train"] = [text for text in splits["train"] if apart.isdisjoint(map(letters, (text, pairs[text])))]
     sides = {split: (english, [pairs[text] for text in english]) for split, english in splits.items()}
     for split, texts in sides.items():
         for name, side in zip((SOURCE_LANGUAGE, language), texts, strict=True):
