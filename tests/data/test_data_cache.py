@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,21 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, cut: int) -> None:
     file.write_bytes(part)
     assert same(whole, read(tmp_path / "a"))
     assert file.stat().st_size == size
+
+
+def test_what_dead_writers_left_is_removed_and_old_streams_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_cache, "MOST", 3000)
+    folder = tmp_path / "a" / token_cache.FOLDER
+    folder.mkdir(parents=True)
+    (folder / "dead.partial").write_bytes(b"x")
+    with (folder / "alive.partial").open("wb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        for number in range(6):
+            read(text(tmp_path / "a", f"some words {number} "))  # about 1,500 bytes each
+        assert [file.name for file in kept(tmp_path / "a") if file.suffix == ".partial"] == ["alive.partial"]
+    streams = [file for file in kept(tmp_path / "a") if file.suffix == ".tokens"]
+    assert 1 <= len(streams) <= 3
+    assert sum(file.stat().st_size for file in streams) <= 3000
 
 
 def test_where_nothing_can_be_written_memory_does(tmp_path: Path) -> None:

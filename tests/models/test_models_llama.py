@@ -74,7 +74,9 @@ def test_split_is_the_same_model_in_more_layers() -> None:
 
 def test_defaults_and_ties() -> None:
     model = build("llama", {"name": "llama", "extra": {"tied": True}}, vocab_size=100)
-    assert model.layers[1].build().feed_forward.up.weight.shape == (1376, 512)
+    assert model.layers[1].build().feed_forward.up.weight.shape == (1536, 512)
+    sizes = {hidden: build("llama", {"hidden_size": hidden}, vocab_size=8).blank()[1] for hidden in (4096, 5120)}
+    assert [each.feed_forward.up.out_features for each in sizes.values()] == [11008, 13824], "of 7B and of 13B"
     assert torch.equal(model.layers[0].build().tokens.weight, model.layers[-1].build().projection.weight)
 
 

@@ -41,7 +41,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert list(found) == KEYS
     assert all(getattr(FACTS, each.name) not in (None, ()) for each in fields(FACTS)), "each fact is told above"
     assert RunFacts.parse(found) == FACTS
-    assert found["model"] == {"name": "gpt", "parameters": 12, "flops_per_token": 72.0}
+    assert found["model"].items() >= {"name": "gpt", "parameters": 12, "flops_per_token": 72.0}.items()
     assert found["stages"][1] == {"stage": 1, "layers": ["b", "c"], "parameters": 8, "weight_bytes": 32}
 
 

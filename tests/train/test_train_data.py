@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 import yaml
 from train_runs import equal, run, tiny
 
-from vpipe.config import PipelineConfig
+from vpipe.config import ModelConfig, PipelineConfig
+from vpipe.config.load import load as load_config
 from vpipe.data.dataset import Batch, DataSet
 from vpipe.errors import UserError
-from vpipe.interfaces import adapt_dataset
+from vpipe.interfaces import adapt_dataset, registered_model
 from vpipe.models.model import run as run_model
 from vpipe.registry import DATASET_REGISTRY
 from vpipe.train.checkpoints.export import export
@@ -297,6 +299,34 @@ def test_a_learnt_tokenizer_goes_with_run_checkpoint_and_export(tmp_path: Path) 
     kept = open_session(PipelineConfig.from_dict(config))
     assert kept.data_facts["tokenizer"] == made.trainer.session.data_facts["tokenizer"]
     kept.close()
+
+
+def test_a_tokenizer_lies_with_the_config_or_with_the_model(tmp_path: Path) -> None:
+    """Where it is named, seen from the config; else the model's own, whose ids its weights know."""
+    own = text_job(tmp_path / "text")
+    with closing(open_session(PipelineConfig.from_dict(own)).feed) as feed:
+        learnt = feed._data.tokenizer
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(GPT2 | {"vocab_size": 300}))
+    learnt.save(str(tmp_path / "model" / "tokenizer.json"))
+    learnt.save(str(tmp_path / "mine.json"))
+    small = {"path": "text", "batch_size": 4, "name": "text"}
+    for place, extra in (({"config": "model"}, {}), ({"config": GPT2}, {"tokenizer": "mine.json"})):
+        changes = {"model": {"name": "huggingface", "sequence_length": 8, **place}, "dataset": small | {"extra": extra}}
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(tiny(changes)))
+        loaded = load_config(tmp_path / "job.yaml").config
+        (tmp_path / "text" / "a.txt").write_text("other words, of which another would be learnt " * 40)
+        assert load_data(loaded).tokenizer.to_str() == learnt.to_str()
+
+
+def test_the_first_line_says_layers_and_width(tmp_path: Path) -> None:
+    """Those that the model has of its own, too."""
+    found = run(tiny({"training.max_iterations": 1}), tmp_path)
+    assert found.said.startswith("gpt (2 × 16, ")
+    sizes = {"cpm-large": (32, 2560), "cpm-medium": (24, 1024), "bert": (24, 1024), "gpt2": (12, 768)}
+    for name, (num_layers, width) in sizes.items():
+        made = registered_model(ModelConfig(name=name), 100)
+        assert (made.num_layers, made.hidden_size) == (num_layers, width)
 
 
 def test_a_batch_without_a_label_is_told(tmp_path: Path) -> None:

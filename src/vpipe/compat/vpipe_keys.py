@@ -55,7 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bert": {
         "model": {"name": "bert", "hidden_size": 1024, "num_layers": 24, "vocab_size": 30522},
         "dataset": {"name": "bert"},
-        "training": {"optimizer": "lamb"},
+        "training": {"optimizer": "lamb", "parameter_groups": [{"match": "vectors", "weight_decay": 0.0}]},
     },
     "translation": {
         "model": {"name": "translation", "hidden_size": 512, "num_layers": 6, "num_heads": 8},

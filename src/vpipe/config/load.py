@@ -35,6 +35,8 @@ READ: tuple[Key, ...] = (
     ("model", "config"),
     ("model", "directory"),
     ("dataset", "path"),
+    ("dataset", "extra", "path"),
+    ("dataset", "extra", "tokenizer"),
     ("parallel", "partition"),
     ("parallel", "scheduler"),
     ("launch", "container", "image"),
@@ -194,6 +196,8 @@ def _is_path(key: Key, value: str) -> bool:
         return value != "auto"
     if key == ("parallel", "scheduler"):
         return _is_program(value)
+    if key[-1] == "tokenizer":
+        return value.endswith(".json")
     if key[-1] == "image":
         return value.startswith((".", "/", "~")) or value.endswith((".sif", ".simg"))
     return True

@@ -12,12 +12,14 @@ A stream whose checksum is another is made anew.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ Tokens = NDArray[np.int32]
 SMALLEST = 2**20
 """Bytes of source files below which a corpus is encoded anew each time."""
 FOLDER = ".vpipe"
+MOST = 2**34
+"""Bytes of streams that a folder keeps, beside its newest one."""
 _HEADER = struct.Struct("<8sQI")
 _MAGIC = b"VPTOKEN2"
 _CHUNK = 2**22
@@ -51,6 +55,7 @@ class TokenCache:
         if kept is None:
             try:
                 _write(self.path, make())
+                _tidy(self.path.parent)
             except OSError:
                 return _in_memory(make())
             kept = _read(self.path)
@@ -87,11 +92,25 @@ def _read(path: Path) -> Tokens | None:
         return None
 
 
+def _tidy(folder: Path) -> None:
+    """Remove what writers that are dead have left, whose locks are free, and the oldest streams beyond ``MOST``."""
+    for file in folder.glob("*.partial"):
+        with file.open("rb") as left, suppress(BlockingIOError):
+            fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.unlink(missing_ok=True)
+    total = 0
+    for number, file in enumerate(sorted(folder.glob("*.tokens"), key=lambda file: -file.stat().st_mtime_ns)):
+        total += file.stat().st_size
+        if number and total > MOST:
+            file.unlink(missing_ok=True)
+
+
 def _write(path: Path, pieces: Iterable[Tokens]) -> None:
     """Piece by piece, into a file of this process that takes its name when it is whole."""
     path.parent.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
         try:
+            fcntl.flock(file, fcntl.LOCK_EX)
             count, checksum = 0, 0
             file.write(_HEADER.pack(_MAGIC, count, checksum))
             for piece in pieces:

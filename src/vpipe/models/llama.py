@@ -121,8 +121,8 @@ def llama(
     split: bool = False,
     seed: int = 0,
 ) -> Model:
-    """LLaMA. ``num_kv_heads`` 0 is one per query head; ``intermediate_size`` 0 is 8/3 of the hidden size, a multiple of
-    32.
+    """LLaMA. ``num_kv_heads`` 0 is one per query head; ``intermediate_size`` 0 is LLaMA's: 8/3 of the hidden size, a
+    multiple of 256.
 
     ``tied``: the head is the token embedding. ``split``: two layers per block.
     """
@@ -136,7 +136,7 @@ def llama(
             f"model.hidden_size {hidden_size} over model.num_heads {num_heads} gives heads of {head_size}; "
             "rotary positions need an even size"
         )
-    inner = intermediate_size or -(-8 * hidden_size // (3 * 32)) * 32
+    inner = intermediate_size or -(-(8 * hidden_size // 3) // 256) * 256
     attention = partial(Attention, hidden_size, num_heads, num_kv_heads, head_size, rms_norm_eps, rope_theta)
     feed_forward = partial(SwiGLU, hidden_size, inner, rms_norm_eps)
     return causal(

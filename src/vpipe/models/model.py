@@ -57,6 +57,8 @@ class Model:
     sequence_length: int = 0
     vocab_size: int = 0
     hidden_size: int = 0
+    num_layers: int = 0
+    """As the model counts them."""
     attention_flops: float = 0.0
     """FLOPs per token, forward and backward, of the products that have no weight (scores and weighted sums)."""
     experts_per_token: int = 0
@@ -375,4 +377,6 @@ def build(
     made = make(**({"seed": seed} | options if "seed" in known else options))
     if not isinstance(made, Model):
         raise UserError(f"the model {name!r} must be a ModelInterface or a function that gives a Model, not {made!r}")
+    if "num_layers" in known:
+        made = replace(made, num_layers=options.get("num_layers", known["num_layers"].default))
     return made if "seed" in known else replace(made, layers=tie(seed_layers(made.layers, seed), made.tied))

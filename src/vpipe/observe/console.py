@@ -277,8 +277,10 @@ def _microbatches(facts: RunFacts) -> str:
 
 def describe(facts: RunFacts) -> str:
     """One line about a run: model, schedule, ranks."""
-    size = facts.model.parameters
-    parts = [(facts.model.name or "a model") + (f" ({count(size)} parameters)" if size else "")]
+    model = facts.model
+    shape = f"{model.num_layers} × {model.hidden_size}, " if model.num_layers and model.hidden_size else ""
+    size = f" ({shape}{count(model.parameters)} parameters)" if model.parameters else ""
+    parts = [(model.name or "a model") + size]
     parts.append(
         f"{_told(facts.schedule)} on {_told(facts.num_ranks)} ranks, {_told(facts.num_stages)} stages, "
         f"{_microbatches(facts)}"

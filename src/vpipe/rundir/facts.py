@@ -20,6 +20,8 @@ class RunModel:
     name: str | None = None
     parameters: int | None = None
     flops_per_token: float | None = None
+    num_layers: int | None = None
+    hidden_size: int | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from vpipe.config import PipelineConfig
 from vpipe.data import dataset
 from vpipe.data.dataset import DataSet
 from vpipe.data.facts import OF_A_RANK, Facts, differences, facts_of
+from vpipe.data.tokenizer import FILE_NAME
 from vpipe.errors import UserError
 from vpipe.interfaces import registered_dataset, registered_model
 from vpipe.models.model import Model, Skeleton
@@ -193,8 +194,13 @@ def load_data(config: PipelineConfig) -> DataSet:
             rows = section.batch_size * num_replicas(config) if config.training.max_iterations > 0 else 0
             return registered_dataset(section, length, section.split_seed, rows)
     extra = dict(section.extra)
-    if "test_size" in dataset.options(section.name):
+    options = dataset.options(section.name)
+    if "test_size" in options:
         extra.setdefault("test_size", section.test_size)
+    for place in (config.model.directory, config.model.config):  # a model's own tokenizer knows what its ids mean
+        own = Path(place) / FILE_NAME if isinstance(place, str) else None
+        if own is not None and own.is_file() and "tokenizer" in options and extra.get("tokenizer", "auto") == "auto":
+            extra["tokenizer"] = str(own)
     return dataset.load(section.name, path=section.path, sequence_length=length, seed=section.split_seed, extra=extra)
 
 

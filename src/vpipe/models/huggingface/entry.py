@@ -315,6 +315,7 @@ def described(task: ModelTask, config: Any, sequence_length: int, ignored: int |
         sequence_length=length,
         vocab_size=setting(text, "vocab_size"),
         hidden_size=hidden,
+        num_layers=int(layers),
         attention_flops=width * (layers + 2 * decoder_layers) * length,
         pair_flops=(width * layers, width * decoder_layers) if decoder_layers else (0.0, 0.0),
         experts_per_token=int(setting(text, "num_experts_per_tok")),

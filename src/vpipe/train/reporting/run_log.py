@@ -273,7 +273,13 @@ def run_facts(session: Session, num_microbatches: int) -> RunFacts:
         versions=str(program.versions),
         placement=program.placement.ranks_of,
         skips=tuple(sorted(program.skips)),
-        model=RunModel(config.model.name, skeleton.num_parameters, skeleton.flops_per_token),
+        model=RunModel(
+            config.model.name,
+            skeleton.num_parameters,
+            skeleton.flops_per_token,
+            session.model.num_layers,
+            session.model.hidden_size,
+        ),
         stages=tuple(
             RunStage(
                 stage,
