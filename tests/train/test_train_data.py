@@ -382,7 +382,7 @@ def test_padding_is_not_trained_on(kind: str, tmp_path: Path) -> None:
     config["model"]["config"]["pad_token_id"] = 1
     made = gather(PipelineConfig.from_dict(config))
     (unit, *_) = made.feed.read([(0, 0)]).batches
-    assert unit.num_targets == int((unit.targets != 1).sum())
+    assert unit.counts.num_targets == int((unit.targets != 1).sum())
     made.feed.close()
 
 
@@ -454,7 +454,7 @@ def test_units_add_up_to_the_whole_batch_in_plain_torch(name: str, padded: bool)
         torch.nn.functional.cross_entropy(a.flatten(0, -2), b.flatten(), ignore_index=ignored) for a, b in pairs
     )
     assert isinstance(whole, torch.Tensor)
-    assert units.num_targets == made.model.count(targets) == int((labels[0] != ignored).sum())
+    assert units.counts.num_targets == made.model.count(targets) == int((labels[0] != ignored).sum())
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)  # type: ignore[union-attr]
     for one, other in zip(gradients(sum(parts)), gradients(whole), strict=True):  # type: ignore[arg-type]
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
@@ -492,7 +492,7 @@ def test_flops_are_what_torch_counts(name: str) -> None:
     run_model(made.model.layers, modules, unit.inputs)  # the first time, a part of the hub's looks at what it gives
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         made.model.loss(run_model(made.model.layers, modules, unit.inputs), unit.targets).backward()
-    assert unit.flops == pytest.approx(counter.get_total_flops(), rel=1e-9)
+    assert unit.counts.flops == pytest.approx(counter.get_total_flops(), rel=1e-9)
     made.feed.close()
 
 

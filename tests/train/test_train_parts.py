@@ -267,7 +267,7 @@ def test_shares_are_of_the_valid_targets() -> None:
     units = Feed(Counted(), count, num_microbatches=4, batch_size=8, shuffle=False).read([(0, 0)])
     counts = [0 + 1, 2 + 3, 4 + 0, 1 + 2]
     assert units.shares() == [count / 13 for count in counts]
-    assert (units.num_targets, units.num_tokens, units.num_samples, units.part) == (13, 8, 8, 1.0)
+    assert (*units.counts, units.part) == (13, 0, 8, 8, 0, 4, 1.0)
 
 
 def test_batches_by_tokens_are_units_of_their_own() -> None:
@@ -293,8 +293,8 @@ def test_workers_give_the_same_batches(options: dict[str, int]) -> None:
 def test_a_synthetic_bert_counts_what_it_reads() -> None:
     data = dataset.load("synthetic", sequence_length=8, extra={"kind": "bert", "num_examples": 8})
     units = Feed(data, PretrainingLoss().count, num_microbatches=2, batch_size=4).read([(0, 0)])
-    assert units.num_tokens == 32
-    assert 0 < units.num_targets < 32
+    assert units.counts.num_tokens == 32
+    assert 0 < units.counts.num_targets < 32
 
 
 def test_accumulation_is_one_big_step(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -58,7 +57,6 @@ class BertShards(DataSet):
         self._shards, self._memory = list(shards), memory
         self._starts = np.concatenate([[0], np.cumsum([shard.num_examples for shard in shards])]).astype(np.int64)
         self._kept: OrderedDict[int, Arrays] = OrderedDict()
-        self._lock = Lock()
         self.vocab_size = vocab_size
         if sum(shard.num_bytes for shard in shards) > memory:
             self.groups = tuple(shard.num_examples for shard in shards)
@@ -86,10 +84,6 @@ class BertShards(DataSet):
         return Batch(inputs, targets)
 
     def _read(self, home: int) -> Arrays:
-        with self._lock:  # a loader's threads may ask at once
-            return self._read_alone(home)
-
-    def _read_alone(self, home: int) -> Arrays:
         if home in self._kept:
             self._kept.move_to_end(home)
             return self._kept[home]

@@ -35,17 +35,12 @@ class Synthetic(DataSet):
         self.vocab_size, self.ignore_index, self.pad_id = vocab_size, ignore_index, pad_id
 
     def __len__(self) -> int:
-        return len(_counted(self._targets))
+        return len(self._targets["masked_labels"] if isinstance(self._targets, dict) else self._targets)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         chosen = torch.tensor(list(indices), dtype=torch.int64)
         inputs, targets = _pick(self._inputs, chosen), _pick(self._targets, chosen)
         return Batch(inputs, targets)
-
-
-def _counted(targets: Tensors) -> Tensor:
-    """The targets that ``num_tokens`` counts."""
-    return targets["masked_labels"] if isinstance(targets, dict) else targets
 
 
 def _pick(values: Tensors, chosen: Tensor) -> Tensors:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,11 @@ def train(kind: str, texts: Iterable[str], vocab_size: int | None = None) -> Any
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    seen = _Counted(texts)
-    tokenizer.train_from_iterator(seen, trainer)
-    if seen.num_characters == 0:
+    some = (text for text in texts if text)
+    first = next(some, None)
+    if first is None:
         raise _empty()
+    tokenizer.train_from_iterator(chain([first], some), trainer)
     return _plain(tokenizer)
 
 
@@ -133,18 +134,6 @@ def _plain(tokenizer: Any) -> Any:
     tokenizer.no_truncation()  # a file may say how others cut and pad; documents are cut into sequences here
     tokenizer.no_padding()
     return tokenizer
-
-
-class _Counted:
-    """Iterates once and remembers whether there was anything."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts, self.num_characters = texts, 0
-
-    def __iter__(self) -> Iterator[str]:
-        for text in self._texts:
-            self.num_characters += len(text)
-            yield text
 
 
 def _empty() -> UserError:

@@ -95,7 +95,7 @@ class Model:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, tied ones once; nothing is allocated to know it."""
-        return self._sizes[0]
+        return Skeleton.of("", self).num_parameters
 
     @property
     def flops_per_token(self) -> float:
@@ -104,12 +104,7 @@ class Model:
 
         Attention is counted in full, as the usual definition of MFU does, although a causal mask needs only half of it.
         """
-        return 6.0 * self._sizes[1] + self.attention_flops
-
-    @cached_property
-    def _sizes(self) -> tuple[int, float]:
-        """(parameters, weights of matrix products that a token meets)."""
-        return _counted(self, self.blank())
+        return Skeleton.of("", self).flops_per_token
 
     def build(self) -> list[nn.Module]:
         """All layers, built here: for one process, tests and counting."""
@@ -159,7 +154,9 @@ class Skeleton:
         products = [_met(model, module) for module in modules]
         smallest = max(products, default=0) * 0.01 or 1.0
         work = [amount + smallest for amount in products]
-        in_all, multiplied = _counted(model, modules)
+        in_all, multiplied = sum(parameters), sum(products)
+        for weight in model.tied:
+            in_all -= sum(modules[layer].get_parameter(name).numel() for layer, name in weight.owners[1:])
         flops = 6.0 * multiplied + model.attention_flops
         sides: tuple[float, ...] = ()
         if any(model.pair_flops):
@@ -177,14 +174,6 @@ class Skeleton:
         ]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
         return f"{self.name} of {len(self.modules)} layers and {sum(self.parameters):,} weights, {digest}"
-
-
-def _counted(model: Model, modules: Sequence[nn.Module]) -> tuple[int, float]:
-    """(parameters, tied ones once; weights of matrix products that a token meets)."""
-    parameters = sum(p.numel() for module in modules for p in module.parameters())
-    for weight in model.tied:
-        parameters -= sum(modules[layer].get_parameter(name).numel() for layer, name in weight.owners[1:])
-    return parameters, sum(_met(model, module) for module in modules)
 
 
 def _met(model: Model, module: nn.Module) -> float:

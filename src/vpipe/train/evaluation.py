@@ -44,6 +44,7 @@ class Evaluation:
             loss = session.evaluate(units)
             self.examples += self._feed.num_examples(position)
             if units is not None:
-                total, targets = total + loss * units.num_targets, targets + units.num_targets
+                count = units.counts.num_targets
+                total, targets = total + loss * count, targets + count
         self.targets = targets
         return total / max(targets, 1)

@@ -33,7 +33,7 @@ from vpipe.data.order import ENDLESS, Indices, PartsRead
 from vpipe.errors import UserError
 from vpipe.layer import split_sizes
 from vpipe.process import die_with_parent
-from vpipe.train.units import ReadUnit, Units
+from vpipe.train.units import Counts, ReadUnit, Units
 
 Mine = tuple[bool, ...]
 """For each unit of an iteration, whether this rank reads it; all of them, if it is empty."""
@@ -108,7 +108,7 @@ class Reader:
             mine = wanted.mine or [True] * len(wanted.examples)
             units = zip(mine, wanted.examples, strict=True)
             return [
-                self._unit(wanted.epoch, wanted.first_unit + k, examples) if here else ReadUnit(None, None, 0)
+                self._unit(wanted.epoch, wanted.first_unit + k, examples) if here else ReadUnit(None, None)
                 for k, (here, examples) in enumerate(units)
             ]
         except UserError as error:
@@ -121,11 +121,12 @@ class Reader:
         tensors = [*tensors_of(inputs, "inputs"), *tensors_of(targets, "labels")]
         checksums = {name: _checksum(tensor) for name, tensor in tensors}
         if not examples:  # it fills up the last batch of an evaluation, and weighs nothing
-            return ReadUnit(inputs, targets, 0, checksums=checksums)
+            return ReadUnit(inputs, targets, checksums=checksums)
         num_tokens, num_samples = _num_tokens(inputs, self.data.pad_id), int(_leading(inputs).shape[0])
         flops = self.flops(inputs, num_tokens, self.data.pad_id) if self.flops else 0.0
-        apart = self.apart(targets) if self.apart else 0
-        return ReadUnit(inputs, targets, int(self.count(targets)), apart, num_tokens, num_samples, flops, checksums)
+        num_targets, num_apart = int(self.count(targets)), self.apart(targets) if self.apart else 0
+        counts = Counts(num_targets, num_apart, num_tokens, num_samples, flops)
+        return ReadUnit(inputs, targets, counts, checksums)
 
 
 def _begin_worker(parent: int, _: int) -> None:

@@ -88,7 +88,7 @@ class Session:
             return Units.of_message(assembly.told_by_leader(transport, read.message()))
         if mine := self._mine():
             read = feed.read(positions, mine)
-            return read.completed(pipeline.gather_numbers([n for unit in read.batches for n in unit.numbers]))
+            return read.completed(pipeline.gather_numbers([n for unit in read.batches for n in unit.counts]))
         return feed.read(positions) if self.reads_data else None
 
     def _mine(self) -> Mine:

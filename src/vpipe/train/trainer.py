@@ -41,7 +41,7 @@ from vpipe.train.reporting.clocks import profiled
 from vpipe.train.reporting.run_log import Metrics, RunLog, device_name, run_facts
 from vpipe.train.session import Session
 from vpipe.train.soundness import LEAST_RATE, Soundness
-from vpipe.train.units import Units, accumulated
+from vpipe.train.units import Counts, Units, accumulated
 
 if TYPE_CHECKING:
     from vpipe.train.adapt import Adapter, Decision
@@ -308,10 +308,10 @@ class Trainer:
                 loss = mean_loss(own) / (sum(share for share, _ in own) or 1.0)
             elif part is not None and part.part:
                 loss = loss / part.part
-            read = part or Units(())
+            read = part.counts if part is not None else Counts()
             self.examples += self.session.feed.num_examples(position)
             self.metrics.add(seconds / count, read.num_tokens, read.num_samples, read.flops, counts=counts)
-            if part is not None and not part.num_targets:
+            if part is not None and not read.num_targets:
                 self.log.say(f"warning: iteration {self.iteration + number} has no label that counts: its loss is 0")
             update = self.plan.updates_after(number)
             lines.append(

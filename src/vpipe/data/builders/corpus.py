@@ -17,7 +17,6 @@ import subprocess
 import sysconfig
 import textwrap
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,18 +124,8 @@ def _docstrings(progress: Progress) -> Iterator[str]:
                 tree = ast.parse(file.read_text(encoding="utf-8", errors="replace"))
         except (SyntaxError, ValueError):
             continue
-        for node in _statements(tree):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node) or ""
                 if ">>>" not in text:
                     yield text
-
-
-def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """In the order of ``ast.walk``, without the expressions: nothing that is defined is inside one."""
-    waiting: deque[ast.AST] = deque([tree])
-    while waiting:
-        node = waiting.popleft()
-        for field in ("body", "handlers", "orelse", "finalbody", "cases"):
-            waiting.extend(getattr(node, field, ()))
-        yield node

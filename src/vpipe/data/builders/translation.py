@@ -129,9 +129,5 @@ def _no_catalogue(language: str, roots: list[Path]) -> str:
             found[place.parent.name] = found.get(place.parent.name, 0) + sum(1 for _ in place.glob("*.mo"))
     most = sorted((name for name in found if found[name]), key=lambda name: (-found[name], name))[:8]
     where = ", ".join(map(str, roots)) or "any usual folder"
-    have = (
-        f"there are: {', '.join(most)}"
-        if most
-        else "there are none; install a package with translations, or name --source"
-    )
-    return f"no gettext catalogue of the language {language!r} in {where}; {have}"
+    have = ", ".join(most) or "none; install a package with translations, or name --source"
+    return f"no gettext catalogue of the language {language!r} in {where}; there are: {have}"

@@ -100,7 +100,7 @@ def measure(config: dict[str, Any], repeat: int, show: ProgressTeller, every_lin
     found = Profile(
         layers=tuple(layers),
         input_bytes=input_bytes,
-        microbatch_rows=unit.num_samples,
+        microbatch_rows=unit.counts.num_samples,
         link_latency=link.latency,
         link_bandwidth=link.bandwidth,
         links=links,
