@@ -156,8 +156,7 @@ def translation(
     """
     positive(vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, sequence_length=sequence_length)
     head_size_of(hidden_size, num_heads)
-    target_vocab_size = target_vocab_size or vocab_size
-    num_decoder_layers = num_decoder_layers or num_layers
+    target_vocab_size, num_decoder_layers = target_vocab_size or vocab_size, num_decoder_layers or num_layers
     sizes = (hidden_size, num_heads, intermediate_size or 4 * hidden_size, dropout)
     source = partial(Embedding, vocab_size, hidden_size, dropout, pad, True)
     target = partial(Embedding, target_vocab_size, hidden_size, dropout, pad, False)
