@@ -100,7 +100,7 @@ class Session:
         turns = {held.num_replicas(end) for end in ends}
         if pipeline.in_process or turns == {1} or any(count % each for each in turns):
             return ()
-        return tuple(any(held.rank(end, unit) == pipeline.rank for end in ends) for unit in range(count))
+        return tuple(any(held.rank(end, microbatch) == pipeline.rank for end in ends) for microbatch in range(count))
 
     def read(self, positions: Sequence[Position]) -> Units | None:
         """The same of the training data; of a synchronous schedule each iteration is an update of its own."""
