@@ -16,16 +16,18 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from vpipe.errors import UserError
     from vpipe.layer import Layer, add_loss
+    from vpipe.runtime.microbatches import Microbatches
     from vpipe.runtime.pipeline import Pipeline
 
 _HOMES = {
     "Layer": "vpipe.layer",
+    "Microbatches": "vpipe.runtime.microbatches",
     "Pipeline": "vpipe.runtime.pipeline",
     "UserError": "vpipe.errors",
     "add_loss": "vpipe.layer",
 }
 
-__all__ = ["Layer", "Pipeline", "UserError", "__version__", "add_loss"]
+__all__ = ["Layer", "Microbatches", "Pipeline", "UserError", "__version__", "add_loss"]
 
 
 def __dir__() -> list[str]:

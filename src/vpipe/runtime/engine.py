@@ -275,6 +275,8 @@ class Engine:
             for value, each in zip(hop.values, found, strict=True):
                 values[value] = each
         self._is_ready()
+        if stage.is_last:
+            job.check_share(microbatch, share)
         given: dict[Value, Any]
         with self._guard:
             if job.training:

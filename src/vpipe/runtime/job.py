@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.profiler import record_function
 
+from vpipe.errors import UserError
 from vpipe.runtime.device import Number, number
 from vpipe.runtime.flow import Tasks, Value
 from vpipe.runtime.stage import Unit
@@ -52,6 +53,17 @@ class Job:
     """How many updates all steps before have made: what the learning rate counts from."""
     checksums: Sequence[int] | None = None
     """Of the units, as this process has read them."""
+    counted: Sequence[float] | None = None
+    """The units' shares by what the loss counts, where the last stage's process knows them and the first may not."""
+
+    def check_share(self, microbatch: int, share: float) -> None:
+        """Refuse a share of the first stage that the labels do not bear out."""
+        if self.counted is not None and share != self.counted[microbatch]:
+            raise UserError(
+                f"the first stage gives microbatch {microbatch} a share of {share:g}, by its rows, but by the labels "
+                f"that the loss counts it is {self.counted[microbatch]:g}; give train_step the targets on the first "
+                "stage's process too"
+            )
 
 
 @dataclass(slots=True)

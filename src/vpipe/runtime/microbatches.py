@@ -28,7 +28,7 @@ class Microbatches:
 
     get: Callable[[int], Any]
     weights: Sequence[float] | None = None
-    """The units' weights; equal if not given."""
+    """The units' weights; by what the loss counts if not given, and equal where it counts no labels."""
     checksums: Sequence[int] | None = None
     """Of each unit's inputs and targets together, where each end of the pipeline has read both; below 2 ** 53 and not
     0. The ends tell each other: a step on units that differ fails (``UnitsDiffer``)."""
@@ -160,7 +160,7 @@ def mean_loss(losses: Iterable[tuple[float, float]]) -> float:
     compensation, by its version.)"""
     total = 0.0
     for share, loss in losses:
-        total += share * loss
+        total += share * loss if share else 0.0  # a mean over no label is not a number
     return total
 
 

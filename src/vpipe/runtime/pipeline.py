@@ -35,6 +35,7 @@ from vpipe.runtime.microbatches import (
 )
 from vpipe.runtime.moves import moving
 from vpipe.runtime.moves.moving import Moved, Notice
+from vpipe.runtime.objective import Objective
 from vpipe.runtime.options import Memory, PipelineOptions, PlainKeywords
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.proof.check import Checkable, stepped
@@ -54,7 +55,8 @@ class Pipeline(Holdings, Checkable):
     ``schedule`` is a name of the catalogue, a ``Program`` or a CSV file; the other keywords (``num_microbatches``,
     ``optimizer``, ``num_ranks``, ``recompute``, …) are the fields of ``runtime.options.PipelineOptions``. ``tied``
     names parameters that are one, ``seed`` what random numbers begin with. The first ``check`` steps are compared with
-    one process, as ``check`` does, and their updates too.
+    one process, as ``check`` does, and their updates too. ``count(targets)`` says over how many labels the loss of a
+    unit is a mean, where neither rows nor torch's losses tell (``runtime/objective.py``).
 
     ``layout`` says who holds what; engines are built from it, and a wrong program is refused before anything is.
 
@@ -99,11 +101,13 @@ class Pipeline(Holdings, Checkable):
         tied: Sequence[TiedWeight] = (),
         seed: int = 0,
         check: int = 0,
+        count: Callable[[Any], float] | None = None,
         **plain: Unpack[PlainKeywords],
     ) -> None:
         options = PipelineOptions.of(schedule, seed, plain)
         self.seed = seed
         self.num_checks, self.checked = check, ""
+        self._objective = Objective(loss_fn, count)
         self.builder = prepared(layers, loss_fn, tied, options)
         self.num_microbatches = self.builder.spec.num_microbatches
         programs = self.builder.programs(self.builder.layout(options.partition))
@@ -270,7 +274,9 @@ class Pipeline(Holdings, Checkable):
         units, weights = units_of(inputs, num_units, self.is_first, "inputs", batches)
         goals, goal_weights = units_of(targets, num_units, self.is_last and wants_loss, "targets", batches)
         check_rows(inputs, targets)
-        shares = weights or goal_weights or [batches / num_units] * num_units
+        shares = self.shares(inputs, targets, goals, num_units, batches) if wants_loss else None
+        counted = shares if self.is_last and not self.is_first else None
+        shares = shares or weights or goal_weights or [batches / num_units] * num_units
         if training and self._may_repeat:  # a forward that is made again must find them as they were
             units = copies_of(units)
         return Job(
@@ -285,7 +291,17 @@ class Pipeline(Holdings, Checkable):
             wants_loss,
             self.num_updates,
             getattr(inputs, "checksums", None) or getattr(targets, "checksums", None),
+            counted,
         )
+
+    def shares(
+        self, inputs: Any, targets: Any, units: Callable[[int], Any], num_units: int, num_batches: int
+    ) -> list[float] | None:
+        """What units weigh by what the loss counts, where their targets are known; ``None`` where it is their rows, or
+        the caller has said."""
+        if targets is None or any(getattr(given, "weights", None) is not None for given in (inputs, targets)):
+            return None
+        return self._objective.shares(units, num_units, num_batches)
 
     @property
     def _may_repeat(self) -> bool:

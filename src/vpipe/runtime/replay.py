@@ -202,7 +202,7 @@ class Replay:
         if loss.requires_grad:
             (loss * unit.weight).backward()
         share = unit.weight if unit.share is None else unit.share
-        return share * _added(flight.parts)
+        return share * _added(flight.parts) if share else 0.0
 
     def _forward(self, flight: Flight, stage: int, weights: Mapping[str, Tensor]) -> None:
         """One stage of a unit's way; its graph goes on where the stage before has ended."""

@@ -193,7 +193,8 @@ class Check:
             raise UserError("a check needs the whole batch on rank 0; give inputs and targets there, whatever it holds")
         units, weights = units_of(inputs, num_units, True, "inputs", batches)
         goals, goal_weights = units_of(targets, num_units, True, "targets", batches)
-        shares = weights or goal_weights or [batches / num_units] * num_units
+        counted = pipeline.shares(inputs, targets, goals, num_units, batches)
+        shares = counted or weights or goal_weights or [batches / num_units] * num_units
         plain = pipeline.synchronous and batches == 1
         made = self._optimizers(plain)
         one_by_one = iter([*made, torch.optim.SGD([torch.zeros(1)])])  # the last where nothing is trained

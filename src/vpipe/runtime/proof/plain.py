@@ -119,7 +119,7 @@ class Plain:
         if loss.requires_grad:
             loss.backward(torch.tensor(weight, dtype=loss.dtype, device=loss.device))  # type: ignore[no-untyped-call]
         self._num_units += 1
-        return unit.share * float(loss.detach())
+        return unit.share * float(loss.detach()) if unit.share else 0.0  # a mean over no label is not a number
 
     def _named(self, inputs: Any) -> dict[str, Any]:
         """The inputs by the names under which layers read them before any layer writes them."""
