@@ -20,7 +20,7 @@ from vpipe.schedule.program import Program
 if TYPE_CHECKING:
     from vpipe.schedule.simulate import Simulation
 
-FORMS = ("text", "svg", "pdf", "png", "tex", "csv")
+FORMS = ("text", "svg", "pdf", "png", "csv")
 WIDTH = 16.0
 """Centimetres of a figure: the text of an A4 page."""
 
@@ -46,7 +46,7 @@ class Figure:
 )
 @click.option("--width", type=click.FloatRange(min=2, max=200), help="Figures: width in centimetres. [16]")
 @click.option("--no-title", is_flag=True, help="Figures: without a title; the caption says it.")
-@click.option("--font", help="Figures: the font family (svg, pdf, png; tex takes the document's).")
+@click.option("--font", help="Figures: the font family.")
 @click.option("--lowered", is_flag=True, help="CSV: with communication and agreement, as ranks execute it.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, writable=True), help="File to write; else the terminal."
@@ -66,12 +66,12 @@ def command(
 
     \b
       vpipe draw 1f1b -p 4 -m 8
-      vpipe draw zb-v -p 4 -m 8 -o zb-v.pdf --width 8.5 --no-title        (svg, pdf, png, tex, csv, txt by the ending)
+      vpipe draw zb-v -p 4 -m 8 -o zb-v.pdf --width 8.5 --no-title        (svg, pdf, png, csv, txt by the ending)
       vpipe draw interleaved -p 4 -m 8 -v 2 --format csv --lowered > schedule.csv
     """
     form = _form(form, output)
     if form in ("text", "csv") and (width is not None or no_title or font is not None):
-        raise UserError(f"--width, --no-title and --font are for figures (svg, pdf, png, tex), not for {form}")
+        raise UserError(f"--width, --no-title and --font are for figures (svg, pdf, png), not for {form}")
     if lowered and form != "csv":
         raise UserError(f"--lowered is for --format csv; {form} draws the time that communication takes by itself")
     if lowered:
@@ -132,13 +132,10 @@ def _simulated(program: Program, source: ProgramSource, times: dict[str, Any]) -
 def _picture(simulation: Simulation, form: str, output: str | None, figure: Figure) -> str:
     from vpipe.schedule.draw import text
     from vpipe.schedule.svg import Paper, svg
-    from vpipe.schedule.tikz import tikz
 
     if form == "svg":
         for_paper = output is not None or figure.width is not None or figure.font is not None
         return svg(simulation, figure.title, Paper(figure.width, figure.font) if for_paper else None)
-    if form == "tex":
-        return tikz(simulation, figure.title, figure.width or WIDTH)
     width = columns(sys.stdout) if output is None else None
     colour = output is None and obeys(sys.stdout) and not os.environ.get("NO_COLOR")
     return text(simulation, width=width, colour=colour)
