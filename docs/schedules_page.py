@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from vpipe.schedule.authors.authoring import BATCHES, POST_VALIDATION, Entry
+from vpipe.schedule.authors.authoring import Entry
 from vpipe.schedule.catalog import entries
 from vpipe.schedule.choose import RankedSchedule, rank
 from vpipe.schedule.simulate import Simulation, simulate
@@ -38,27 +38,6 @@ the input gradient and the weight gradient; a stage costs 1/v of it. T = F + I +
 
 Unless a section says otherwise, a schedule takes any p and m, holds one copy of the weights, and updates once per
 batch, after a flush.
-"""
-
-AFTERWARDS = """## Updates that are agreed on afterwards
-
-Before a stage updates, all ranks exchange the norms of their gradients: one that is not finite skips the update
-everywhere, and clipping is by the norm of all. So every rank waits for the last one, and a step takes the makespan.
-{names} end as staggered as they begin, and would take only the maxspan. With the option `post_validation`
-each rank updates at once, begins the next batch, and agrees there; what must not stand is taken back to the bit, and
-the few forwards that have begun are made again. It chains as many batches as come before the next log line, checkpoint
-or evaluation.
-
-Time of a batch on {p} ranks with {m} microbatches, from the second on, F = I = W = 1:
-
-"""
-
-COSTS = """
-`vpipe simulate zb-h2 -p {p} -m {m} --option post_validation=true --option num_batches=3` shows it; in a config it is
-`parallel.schedule_options: {{post_validation: true}}`. It costs a copy of a rank's weights and optimizer state from the
-update to the agreement. It pays where updates stand: a run that clips in every step takes every update back, and is
-slower than without. Results are the same to the bit, clipped, skipped or not. It is refused with replicas, tied
-weights, swapped layers, worker threads, and optimizers that keep more than their state, groups and plain numbers.
 """
 
 NETWORKS = """## Slow links turn the ranking over
@@ -88,7 +67,7 @@ def pages() -> dict[str, str]:
 def page() -> str:
     """All schedules: one table, one section each, and what slow links do."""
     parts = [HEAD.format(p=RANKS, m=MICROBATCHES), _overview(), *map(_section, entries())]
-    return "\n".join([*parts, _afterwards(), _networks()])
+    return "\n".join([*parts, _networks()])
 
 
 def _overview() -> str:
@@ -122,22 +101,6 @@ def _section(entry: Entry) -> str:
     names_another = entry.summary.split()[0] in {each.name for each in entries()}
     summary = entry.summary if names_another else entry.summary[0].upper() + entry.summary[1:]
     return f"## {entry.name}\n\n{summary}.\n\n![{entry.name}](pictures/{entry.name}.svg)\n\n{_table(rows)}"
-
-
-def _afterwards() -> str:
-    """What a batch takes where ranks agree on updates before they make them, and afterwards."""
-    rows = [("schedule", "agreed on before", "agreed on afterwards", "maxspan")]
-    chosen = [entry for entry in entries() if POST_VALIDATION in entry.options]
-    for entry in chosen:
-        short, long = (
-            simulate(entry.build(RANKS, MICROBATCHES, **{POST_VALIDATION: True, BATCHES: count})).makespan
-            for count in (2, 3)
-        )
-        one = _simulation(entry)
-        rows.append((entry.name, f"{one.makespan:g}", f"{long - short:g}", f"{one.maxspan:g}"))
-    names = " and ".join(f"`{entry.name}`" for entry in chosen)
-    told = {"names": names, "p": RANKS, "m": MICROBATCHES}
-    return AFTERWARDS.format(**told) + _table(rows) + COSTS.format(**told)
 
 
 def _networks() -> str:

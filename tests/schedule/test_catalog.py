@@ -149,8 +149,6 @@ def test_refusals_say_both_numbers(call, words):
         ("pipedream", {"depths": (4, 2, 1, 0)}),
         ("pipedream-2bw", {"num_batches": 3}),
         ("zb-auto", {"costs": [(2, 2, 1), (2, 3, 2), (2, 2, 2), (2, 3, 1)]}),
-        ("zb-h2", {"post_validation": True, "num_batches": 2}),
-        ("zb-v", {"post_validation": True, "num_batches": 2}),
         ("zb-auto", {"memory_limit": 2}),
         ("zb-auto", {"latency": 1.0}),
     ],
@@ -264,8 +262,6 @@ def test_an_entry_knows_how_its_batches_follow_each_other() -> None:
     assert get("pipedream").batches(2, 4, 3) == build("pipedream", 2, 12)
     assert get("pipedream-2bw").batches(2, 4, 3) == build("pipedream-2bw", 2, 4, num_batches=3)
     assert get("1f1b").batches(2, 4, 3) == build("1f1b", 2, 4)
-    checked = {"post_validation": True}
-    assert get("zb-h2").batches(2, 4, 3, **checked) == build("zb-h2", 2, 4, num_batches=3, **checked)
 
 
 def test_traits_that_others_ask_for() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from train_runs import Run, tiny
 
 import vpipe
@@ -177,24 +176,3 @@ def test_nobody_outside_asks_for_a_schedule_by_its_name_or_mode() -> None:
         if asking.search(line)
     ]
     assert not found
-
-
-def test_a_run_that_agrees_on_updates_afterwards_trains_the_same(tmp_path: Path) -> None:
-    """It chains the iterations between two events; batches differ in their tokens, and updates are clipped."""
-    states, programs = [], []
-    for afterwards in (False, True):
-        options = {"post_validation": True} if afterwards else {}
-        changes = {
-            "parallel.scheduler": "zb-h2",
-            "parallel.schedule_options": options,
-            "training.max_iterations": 4,
-            "training.gradient_clipping": 0.5,
-        }
-        run = Run(tiny(changes), tmp_path / str(afterwards))
-        run.trainer.run()
-        pipeline = run.trainer.session.pipeline
-        states.append(pipeline.state_dict())
-        programs.append(pipeline.programs.training())
-        assert (pipeline.num_updates, pipeline.num_units) == (4, 16)
-    assert [program.num_microbatches for program in programs] == [4, 16]
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())

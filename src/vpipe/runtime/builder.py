@@ -36,7 +36,6 @@ from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.device import DeviceTransport
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.routes import routes
-from vpipe.runtime.updates.attempts import AgreeingAfterwards
 from vpipe.runtime.updates.optimizing import with_rate_parts
 from vpipe.runtime.updates.ties import check_owners, tie_layers
 from vpipe.runtime.updates.update import LossScale, Updater, checked_scale
@@ -209,8 +208,7 @@ class Builder:
         optimizers = {i: self._optimizer(stage) for i, stage in stages.items()} if told.optimizer else {}
         alone = self._lock is None and transport.num_ranks == 1
         scale = parts.loss_scale if alone else copy.copy(parts.loss_scale)
-        kind = AgreeingAfterwards if programs.agrees_after else Updater
-        updater = kind(transport, stages, optimizers, parts.tied, told, programs.synchronous, scale, device)
+        updater = Updater(transport, stages, optimizers, parts.tied, told, programs.synchronous, scale, device)
         make = parts.workers or Engine
         engine = make(stages, flow, transport, updater, told.seed, told.autocast, self._lock, device)
         for change in self._finishing:
@@ -303,8 +301,6 @@ def prepared(
     workers = options.workers(entry.runs_threads)
     wires = assembly.connect(options, threads=workers is not None, blocking=options.blocking or entry.blocking)
     spec = _spec(options, entry, wires.num_ranks)
-    if workers is not None and spec.agrees_after:
-        raise UserError("post_validation needs executor='plain': worker threads would be among forwards made again")
     if workers is not None and entry.two_ways and spec.replicas not in (None, 1):
         raise UserError(
             f"replicas of {entry.name} need executor='plain': worker threads add its gradients in any order"

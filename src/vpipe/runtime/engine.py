@@ -29,7 +29,6 @@ from vpipe.runtime.region import Run
 from vpipe.runtime.stage import Stage, Unit
 from vpipe.runtime.surroundings import evaluation_seed
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.updates.attempts import AgreeingAfterwards, with_second_tries
 from vpipe.runtime.updates.replicas import share
 from vpipe.runtime.updates.update import Updater
 from vpipe.schedule.action import Action, Kind
@@ -103,8 +102,6 @@ class Engine:
             return moving[action.kind](task) if action.kind in moving else partial(computing[action.kind], task)
 
         calls = [(action, bound(action)) for action in row]
-        if isinstance(self.updater, AgreeingAfterwards):
-            calls = with_second_tries(calls, self.updater, partial(setattr, self, "current"), self._waited)
         updates = {stage: program.update_numbers(stage) for stage in self.stages}
         return Compiled(program, calls, tasks, versions, uses, updates)
 

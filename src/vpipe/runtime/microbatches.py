@@ -87,17 +87,16 @@ class CutBatch:
         return (self[microbatch] for microbatch in range(len(self._sizes)))
 
 
-def split(value: Any, num_units: int, num_batches: int = 1) -> tuple[CutBatch | list[Any], list[float]]:
-    """The units of a batch and their weights; of several batches, each unit's weight in its own."""
-    rows, each = num_rows(value), num_units // num_batches
+def split(value: Any, num_units: int) -> tuple[CutBatch | list[Any], list[float]]:
+    """The units of a batch and their weights."""
+    rows = num_rows(value)
     if rows is None:
-        return [value] * num_units, [1 / each] * num_units
+        return [value] * num_units, [1 / num_units] * num_units
     sizes = split_sizes(rows, num_units)
     units = CutBatch(value, sizes)
     if len(set(sizes)) == 1:
-        return units, [1 / each] * num_units
-    wholes = [sum(sizes[begin : begin + each]) for begin in range(0, num_units, each)]
-    return units, [size / wholes[microbatch // each] for microbatch, size in enumerate(sizes)]
+        return units, [1 / num_units] * num_units
+    return units, [size / rows for size in sizes]
 
 
 def check_counts(num_microbatches: int | None, weight: float) -> None:
@@ -164,17 +163,15 @@ def mean_loss(losses: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def units_of(
-    value: Any, num_units: int, needed: bool, what: str, num_batches: int = 1
-) -> tuple[Callable[[int], Any], list[float] | None]:
-    """A batch (or several) as a function of the unit, and the units' weights; what is not needed here is not cut."""
+def units_of(value: Any, num_units: int, needed: bool, what: str) -> tuple[Callable[[int], Any], list[float] | None]:
+    """A batch as a function of the unit, and the units' weights; what is not needed here is not cut."""
     if isinstance(value, Microbatches):
         return value.get, _checked(value.weights, num_units)
     if value is None:
         if needed:
             raise UserError(f"this rank needs the {what}: it holds the {'first' if what == 'inputs' else 'last'} stage")
         return lambda microbatch: None, None
-    parts, weights = split(value, num_units, num_batches)
+    parts, weights = split(value, num_units)
     return parts.__getitem__, weights
 
 

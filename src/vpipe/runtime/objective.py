@@ -8,13 +8,14 @@ that they get. A loss that says by itself what it counts (``loss.count(targets)`
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe.errors import UserError
@@ -124,19 +125,18 @@ class Objective:
         """The calls of the loss and which tensor of the targets each gets; ``None`` until they have been seen."""
         self._is_by_rows = False
 
-    def shares(self, units: Callable[[int], Any], num_units: int, num_batches: int = 1) -> list[float] | None:
-        """The units' shares of their batches; ``None`` where rows say it."""
-        each = num_units // num_batches
-        if self._is_by_rows or (each == 1 and self._count is None):
+    def shares(self, units: Callable[[int], Any], num_units: int) -> list[float] | None:
+        """The units' shares of the batch; ``None`` where rows say it."""
+        if self._is_by_rows or (num_units == 1 and self._count is None):
             return None
-        targets = [units(unit) for unit in range(num_units)]
+        targets = [units(microbatch) for microbatch in range(num_units)]
         counts = self._counts(targets)
         if counts is None or math.inf in counts:
             return counts and [1.0] * num_units
         if not all(math.isfinite(count) and count >= 0 for count in counts):
             raise UserError(f"the units of this batch count {counts}; {REMEDY}")
-        totals = [math.fsum(counts[begin : begin + each]) for begin in range(0, num_units, each)]
-        return None if 0 in totals else [count / totals[unit // each] for unit, count in enumerate(counts)]
+        total = math.fsum(counts)
+        return [count / total for count in counts] if total else None
 
     def _counts(self, targets: Sequence[Any]) -> list[float] | None:
         """What the loss of every unit is over; infinite where it sums; ``None`` where that is its rows, or unknown."""
@@ -167,7 +167,9 @@ class Objective:
         if self._known is not None:
             return [(call, leaves[leaf]) for call, leaf in self._known]
         calls: list[LossCall] = []
-        self._loss(StandIn(calls, leaves[0].device), targets)
+        loss = copy.deepcopy(self._loss) if isinstance(self._loss, nn.Module) else self._loss  # it may have buffers
+        with torch.random.fork_rng(devices=()), torch.no_grad():
+            loss(StandIn(calls, leaves[0].device), targets)
         places = [next((i for i, leaf in enumerate(leaves) if _is_view(call.labels, leaf)), None) for call in calls]
         if calls and None not in places:
             self._known = [(call, place) for call, place in zip(calls, places, strict=True) if place is not None]

@@ -231,7 +231,7 @@ class Pipeline(Holdings, Checkable):
         self.num_updates += program.num_updates
         self._ran = (program, {engine.rank: result for engine, result in zip(self.engines, results, strict=True)})
         self.unit_losses = unit_losses(losses, self.layout.num_layers)
-        return mean_loss(self.unit_losses.values()) / self.programs.num_batches(program)
+        return mean_loss(self.unit_losses.values())
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> float:
         """The mean loss of a batch, without training, on every rank."""
@@ -270,14 +270,13 @@ class Pipeline(Holdings, Checkable):
         wants_loss: bool = True,
     ) -> Job:
         num_units = program.num_microbatches
-        batches = self.programs.num_batches(program)
-        units, weights = units_of(inputs, num_units, self.is_first, "inputs", batches)
-        goals, goal_weights = units_of(targets, num_units, self.is_last and wants_loss, "targets", batches)
+        units, weights = units_of(inputs, num_units, self.is_first, "inputs")
+        goals, goal_weights = units_of(targets, num_units, self.is_last and wants_loss, "targets")
         check_rows(inputs, targets)
-        shares = self.shares(inputs, targets, goals, num_units, batches) if wants_loss else None
+        shares = self.shares(inputs, targets, goals, num_units) if wants_loss else None
         counted = shares if self.is_last and not self.is_first else None
-        shares = shares or weights or goal_weights or [batches / num_units] * num_units
-        if training and self._may_repeat:  # a forward that is made again must find them as they were
+        shares = shares or weights or goal_weights or [1 / num_units] * num_units
+        if training and not (self.synchronous or is_host(self.devices[0])):  # a step may be made twice
             units = copies_of(units)
         return Job(
             self.step,
@@ -294,20 +293,12 @@ class Pipeline(Holdings, Checkable):
             counted,
         )
 
-    def shares(
-        self, inputs: Any, targets: Any, units: Callable[[int], Any], num_units: int, num_batches: int
-    ) -> list[float] | None:
+    def shares(self, inputs: Any, targets: Any, units: Callable[[int], Any], num_units: int) -> list[float] | None:
         """What units weigh by what the loss counts, where their targets are known; ``None`` where it is their rows, or
         the caller has said."""
         if targets is None or any(getattr(given, "weights", None) is not None for given in (inputs, targets)):
             return None
-        return self._objective.shares(units, num_units, num_batches)
-
-    @property
-    def _may_repeat(self) -> bool:
-        """Whether a unit's forward may be made twice."""
-        programs = self.programs
-        return programs.agrees_after or (not programs.synchronous and not is_host(self.devices[0]))
+        return self._objective.shares(units, num_units)
 
     def _run(self, program: Program, job: Job) -> list[Result]:
         self._lead_replicas()

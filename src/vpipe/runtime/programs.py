@@ -18,7 +18,7 @@ from vpipe.schedule.authors.authoring import BATCHES
 from vpipe.schedule.catalog import ScheduleSpec
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, agrees_after, update_groups
+from vpipe.schedule.semantics import INPUT_GRADIENT, WEIGHT_GRADIENT, update_groups
 from vpipe.schedule.verify import executable
 
 
@@ -50,11 +50,6 @@ class Programs:
 
     def _placed(self, program: Program) -> Program:
         return relabelled(program, self.flow.layout.placement)
-
-    @cached_property
-    def agrees_after(self) -> bool:
-        """Whether ranks update first and agree on it afterwards."""
-        return agrees_after(self.author)
 
     @property
     def num_units(self) -> int:
@@ -132,10 +127,6 @@ class Programs:
             agrees=self.synchronous,
             receives_block=self._receives_block,
         )
-
-    def num_batches(self, program: Program) -> int:
-        """How many batches of a synchronous schedule follow each other in the program; all units of another are one."""
-        return max(1, program.num_updates) if self.synchronous else 1
 
     def gradient_weights(self, program: Program) -> list[float] | None:
         """What units' gradients are multiplied by where that is not their share of the batch: an asynchronous update is

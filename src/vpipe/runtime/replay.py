@@ -24,7 +24,7 @@ from vpipe.layer import TiedWeight, collecting
 from vpipe.runtime.flow import Flow, Value
 from vpipe.runtime.surroundings import seed_layer, undisturbed
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import VersionTable, agrees_after, forward_orders, update_groups, version_table
+from vpipe.schedule.semantics import VersionTable, forward_orders, update_groups, version_table
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Replay:
     def run(self, program: Program, units: Sequence[ReplayUnit]) -> float:
         """Train on the units of one program; the mean loss."""
         tables = (version_table(program), update_groups(program), forward_orders(program))
-        return self.train(*tables, units, agrees_after(program))
+        return self.train(*tables, units)
 
     def train(
         self,
@@ -162,13 +162,11 @@ class Replay:
         groups: Sequence[Sequence[Sequence[int]]],
         forwards: Sequence[Sequence[int]],
         units: Sequence[ReplayUnit],
-        together: bool = False,
     ) -> float:
         """The same from the tables themselves: versions per (stage, unit); per stage the units of each update, in the
-        order in which their gradients are added; per stage the units in the order of their forwards. ``together``: all
-        stages make each of several updates at once, clipped by the norm of all."""
+        order in which their gradients are added; per stage the units in the order of their forwards."""
         history = [[self._snapshot(stage)] for stage in range(len(groups))]
-        synchronous = together or all(len(of_stage) <= 1 for of_stage in groups)
+        synchronous = all(len(of_stage) <= 1 for of_stage in groups)
         walk = Walk(forwards, self._replicas)
         sums = [Sums(of_stage, self._replicas[stage]) for stage, of_stage in enumerate(groups)]
         flying = {number: Flight(number, unit) for number, unit in enumerate(units)}

@@ -40,7 +40,7 @@ from vpipe.schedule.lower import is_lowered, reduce
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program, read_csv
 from vpipe.schedule.replicas import replicate
-from vpipe.schedule.semantics import WEIGHT_GRADIENT, agrees_after, updates_once
+from vpipe.schedule.semantics import WEIGHT_GRADIENT, updates_once
 
 __all__ = ["Entry", "ScheduleSpec", "build", "entries", "find", "get"]
 
@@ -203,7 +203,7 @@ class ScheduleSpec:
         traits = {
             "entry": entry,
             "synchronous": not entry.asynchronous,
-            "chains": entry.chains_with(self.options or {}),
+            "chains": entry.chains,
         }
         for name, value in traits.items():
             object.__setattr__(self, name, value)
@@ -224,7 +224,7 @@ class ScheduleSpec:
         entry = get(name)
         entry.check_options(options)
         units = num_microbatches * (num_readers if entry.chains is Chain.UNITS else 1)
-        if entry.chains_with(options) is Chain.BATCHES:
+        if entry.chains is Chain.BATCHES:
             options = {**options, BATCHES: 1}
         return cls(name, num_ranks, units, stages_per_rank, replicas, options)
 
@@ -267,11 +267,6 @@ class ScheduleSpec:
     @property
     def placement(self) -> Placement:
         return self.program.placement
-
-    @cached_property
-    def agrees_after(self) -> bool:
-        """Whether ranks update first and agree on it afterwards."""
-        return agrees_after(self.program)
 
     def describe(self) -> str:
         return f"{self.entry.name} on {self.num_ranks} ranks"

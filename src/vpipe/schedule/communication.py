@@ -15,7 +15,7 @@ import numpy as np
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.flat import CODE, KINDS, NONE, Bools, Flat, Ints, collector_paused, padded, with_flat
 from vpipe.schedule.program import Program
-from vpipe.schedule.semantics import INPUT_GRADIENT, Lane, agrees_after, channel
+from vpipe.schedule.semantics import INPUT_GRADIENT, Lane, channel
 from vpipe.schedule.timeline import run, uniform
 
 POST_AHEAD = 2
@@ -167,7 +167,6 @@ def _post_at(flat: Flat, results: _Results, messages: _Messages, post_ahead: int
     np.minimum.at(bounds, receives, messages.used)
     takes = (results.way, results.stage, results.microbatch)
     early = np.minimum(np.maximum(results.place - post_ahead, 0), bounds[takes])
-    early = np.maximum(early, _fence(flat)[results.number])
     post_at[takes] = np.where(bounds[takes] == never, never, early)
     floor = messages.queue * (never + 1)
     while True:  # each no later than the next of its queue; a receive from several sources may have to move again
@@ -197,46 +196,13 @@ def _met(flat: Flat, results: _Results, messages: _Messages, lowered: Program) -
     turn[compute[np.lexsort((there, timeline.begins[there], timeline.ends[there]))]] = np.arange(len(compute))
     receives = (messages.way, messages.reader, messages.microbatch)
     turns, post_at = _table(flat, NONE), _table(flat, never)
-    np.maximum.at(turns, receives, turn[_sent_after(flat, messages, messages.result)])
+    np.maximum.at(turns, receives, turn[messages.result])
     floor = messages.queue * (never + 1)
     while ((least := np.maximum.accumulate(turns[receives] + floor) - floor) > turns[receives]).any():
         np.maximum.at(turns, receives, least)  # each no earlier than the one before of its queue
     rows, first = flat.rank[compute] * never + turn[compute], messages.target * never
     post_at[receives] = np.searchsorted(rows, first + turns[receives]) - np.searchsorted(rows, first)
-    takes = (results.way, results.stage, results.microbatch)
-    post_at[takes] = np.maximum(post_at[takes], _fence(flat)[results.number])
     return _assembled(flat, messages, post_at, turns)
-
-
-def _fence(flat: Flat) -> Ints:
-    """Of every action, the place before which its receive is not posted: where ranks agree on updates that are made,
-    the forwards between the two may be made again, with all their messages."""
-    if not agrees_after(flat.program):
-        return np.zeros(len(flat), np.int64)
-    last = np.maximum.accumulate(np.where(flat.of([Kind.STEP, Kind.AGREE]), np.arange(len(flat)), NONE))
-    there = last >= flat.row_start[flat.rank]
-    fence: Ints = np.where(there, _among_compute(flat)[np.maximum(last, 0)] + 1, 0)
-    return fence
-
-
-def _sent_after(flat: Flat, messages: _Messages, sender: Ints) -> Ints:
-    """The action that each SEND stands behind: the one that makes the result, or the agreement that comes between it
-    and its use."""
-    if not agrees_after(flat.program):
-        return sender
-    agreements = flat.of([Kind.AGREE])
-    before = np.concatenate(([0], np.cumsum(agreements)))
-    rounds = before[:-1] - before[flat.row_start[flat.rank]]
-    users = np.where(
-        messages.way == 0,
-        flat.find(Kind.F, messages.reader, messages.microbatch),
-        flat.find_any(INPUT_GRADIENT, messages.reader, messages.microbatch),
-    )
-    late = messages.result[rounds[users] > rounds[messages.result]]
-    following = np.flatnonzero(agreements)
-    after = np.arange(len(flat))
-    after[late] = following[np.searchsorted(following, late)]
-    return after[sender]
 
 
 def _assembled(flat: Flat, messages: _Messages, post_at: Ints, turns: Ints | None = None) -> Program:
@@ -245,7 +211,6 @@ def _assembled(flat: Flat, messages: _Messages, post_at: Ints, turns: Ints | Non
     sends = np.zeros(len(flat), np.bool_)
     sends[messages.result] = True
     sender = np.flatnonzero(sends)
-    behind = _sent_after(flat, messages, sender)
     send_kind = np.where(flat.kind[sender] == CODE[Kind.F], CODE[Kind.SEND_F], CODE[Kind.SEND_B])
     columns = _receives(flat, messages, post_at)
     if turns is not None:
@@ -254,7 +219,7 @@ def _assembled(flat: Flat, messages: _Messages, post_at: Ints, turns: Ints | Non
     compute = np.flatnonzero(_computes(flat))
     before = compute[np.searchsorted(compute, flat.row_start[target]) + post_at[way, reader, microbatch]]
     receive_kind = np.where(way == 0, CODE[Kind.RECV_F], CODE[Kind.RECV_B])
-    order = np.argsort(np.concatenate((np.arange(len(flat)) * 3 + 1, behind * 3 + 2, before * 3)), kind="stable")
+    order = np.argsort(np.concatenate((np.arange(len(flat)) * 3 + 1, sender * 3 + 2, before * 3)), kind="stable")
     stage = np.concatenate((flat.stage, flat.stage[sender], reader))
     kind = np.concatenate((flat.kind, send_kind, receive_kind))
     microbatches = np.concatenate((flat.microbatch, flat.microbatch[sender], microbatch))

@@ -19,7 +19,6 @@ from vpipe.schedule.action import Action
 from vpipe.schedule.authors.authoring import STEP, check_counts
 from vpipe.schedule.placement import Placement
 from vpipe.schedule.program import Program, Versions
-from vpipe.schedule.semantics import agrees_after
 
 
 def replicate(program: Program, num_pipelines: int) -> Program:
@@ -40,11 +39,6 @@ def replicate(program: Program, num_pipelines: int) -> Program:
 
 def _check_synchronous(program: Program) -> None:
     """One update per stage, after everything else of that stage on its rank."""
-    if agrees_after(program):
-        raise UserError(
-            "a schedule with post_validation has no replicas yet: their buffers are made equal when a program ends; "
-            "leave out post_validation, or use one replica"
-        )
     for rank, row in enumerate(program.rows):
         updated: set[int] = set()
         for action in row:

@@ -9,8 +9,7 @@ with itself.
     R, OUT, IN   stand between F and its backward and are needed by it where the program has them
     SEND, RECV   carry a result to another rank; on one rank stages hand results over directly
     REDUCE       needs  every replica of the stage to come to it: round n of one is round n of all
-    AGREE        needs  every rank to come to it; gradients are complete before it, updates come after it (or before
-                        it, and are taken back where they must be: ``agrees_after``)
+    AGREE        needs  every rank to come to it; gradients are complete before it, updates come after it
 
 Who meets follows from the placement: the replicas of a stage, or all ranks. Three
 exchanges of a training step have no action, because each stands at one place in the order of meetings whatever the
@@ -192,14 +191,6 @@ def members(program: Program, action: Action) -> tuple[int, ...]:
     """The ranks that meet at an action: a stage's replicas at REDUCE, all at AGREE."""
     everyone = tuple(range(program.num_ranks))
     return everyone if action.kind is Kind.AGREE else program.placement.ranks_of[action.stage]
-
-
-def agrees_after(program: Program) -> bool:
-    """Whether ranks update first and agree on it afterwards (``post_validation``)."""
-    if Kind.AGREE not in program.flat.kinds:
-        return False
-    firsts = (next((k for _, k, _ in row if k in (Kind.STEP, Kind.AGREE)), None) for row in program.rows)
-    return all(first is Kind.STEP for first in firsts)
 
 
 class Round(NamedTuple):

@@ -16,10 +16,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from vpipe.schedule import post_validation
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.program import Program, Versions
-from vpipe.schedule.semantics import WEIGHT_GRADIENT, agrees_after, version_table
+from vpipe.schedule.semantics import WEIGHT_GRADIENT, version_table
 from vpipe.schedule.violation import Violation
 
 
@@ -31,9 +30,7 @@ def violations(program: Program, lowered: bool) -> Iterator[Violation]:
     if Kind.STEP in program.flat.kinds:
         broken = [*_lost_gradients(program), *_lonely_replicas(program, lowered)]
         broken += _uneven(program) if several else ()
-        if agrees_after(program):
-            broken += post_validation.violations(program, lowered)
-        elif Kind.AGREE in program.flat.kinds:
+        if Kind.AGREE in program.flat.kinds:
             broken += _hasty(program, several)
         yield from broken
         if not broken:

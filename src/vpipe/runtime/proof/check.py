@@ -188,14 +188,13 @@ class Check:
         """What one process holds after it."""
         pipeline, program, told = self._pipeline, self._program, self._pipeline.builder.options
         num_units = program.num_microbatches
-        batches = pipeline.programs.num_batches(program)
         if inputs is None or targets is None:
             raise UserError("a check needs the whole batch on rank 0; give inputs and targets there, whatever it holds")
-        units, weights = units_of(inputs, num_units, True, "inputs", batches)
-        goals, goal_weights = units_of(targets, num_units, True, "targets", batches)
-        counted = pipeline.shares(inputs, targets, goals, num_units, batches)
-        shares = counted or weights or goal_weights or [batches / num_units] * num_units
-        plain = pipeline.synchronous and batches == 1
+        units, weights = units_of(inputs, num_units, True, "inputs")
+        goals, goal_weights = units_of(targets, num_units, True, "targets")
+        counted = pipeline.shares(inputs, targets, goals, num_units)
+        shares = counted or weights or goal_weights or [1 / num_units] * num_units
+        plain = pipeline.synchronous
         made = self._optimizers(plain)
         one_by_one = iter([*made, torch.optim.SGD([torch.zeros(1)])])  # the last where nothing is trained
         options = {
@@ -216,7 +215,7 @@ class Check:
             for each in made:
                 watch.optimizer(each)
             loss = train([PlainUnit(units(k), goals(k), shares[k], weight) for k in range(num_units)], self._update)
-        watch.notes[Fact("loss", 0, "")] = (repr(loss / batches), loss / batches)
+        watch.notes[Fact("loss", 0, "")] = (repr(loss), loss)
         for layer, module in self._modules.items():
             for name, parameter in module.named_parameters():
                 if self._update:

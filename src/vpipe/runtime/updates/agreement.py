@@ -211,15 +211,14 @@ class NormExchange:
         self._known: ParameterDtypes | None = None
 
     def gather(
-        self, mine: list[Tensor], losses: Tensor | None, num_losses: Callable[[int], int], waited: Waited
-    ) -> tuple[Tensor, list[Tensor] | None, list[torch.dtype]]:
-        """All norms in the order of layers, every rank's losses if they go along, and the dtypes of the gradients."""
+        self, mine: list[Tensor], losses: Tensor, num_losses: Callable[[int], int], waited: Waited
+    ) -> tuple[Tensor, list[Tensor], list[torch.dtype]]:
+        """All norms in the order of layers, every rank's losses, and the dtypes of the gradients."""
         since = perf_counter_ns()
         here = is_host(self._device)
         order = self._order() if here else self._held(self._order())
-        rows = [num_losses(rank) if losses is not None else 0 for rank in range(len(order))]
-        sizes = [sum(len(dtypes) for _, dtypes in each) + more for each, more in zip(order, rows, strict=True)]
-        block = torch.cat(mine if losses is None else [*mine, losses])
+        sizes = [sum(len(dtypes) for _, dtypes in each) + num_losses(rank) for rank, each in enumerate(order)]
+        block = torch.cat([*mine, losses])
         found = self._transport.all_gather(block, self._ranks, sizes)
         waited(since)
         by_layer: dict[int, tuple[Any, list[torch.dtype]]] = {}
@@ -234,7 +233,7 @@ class NormExchange:
         all_dtypes = [dtype for layer in sorted(by_layer) for dtype in by_layer[layer][1]]
         empty = torch.empty(0, dtype=torch.float64, device=self._device)
         norms = torch.tensor([*chain(*parts)], dtype=torch.float64) if here else torch.cat(parts or [empty])
-        return norms, told if losses is not None else None, all_dtypes
+        return norms, told, all_dtypes
 
     def _order(self) -> ParameterDtypes:
         """Per rank, in the order of its block, the layers and the dtypes of their parameters; asked once."""

@@ -10,8 +10,7 @@ the best way to the worst:
                  more, this time asking before every update
     asked        the host waits for the answer: for an optimizer that keeps more than can be copied
 
-``Rollback`` also takes back updates that are made before all ranks agree (``attempts``). Units, and with them random
-numbers, are those of the first time.
+Units, and with them random numbers, are those of the first time.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _is_plain(value: Any) -> bool:
 class Rollback:
     """What optimizers may change, and the buffers, generators and gradients of stages, as they were."""
 
-    def __init__(self, optimizers: Iterable[Optimizer], stages: Iterable[Stage], *, gradients: bool) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer], stages: Iterable[Stage]) -> None:
         stages = list(stages)
         self._weights: list[tuple[Tensor, Tensor]] = []
         self._optimizers = []
@@ -84,7 +83,7 @@ class Rollback:
             state = {p: tree_map(_copied, state) for p, state in optimizer.state.items()}
             self._optimizers.append((optimizer, state, tree_map(_copied, settings), deepcopy(_more(optimizer))))
         self._found = [stage.state() for stage in stages]
-        parameters = [p for stage in stages if gradients for p in stage.weights.parameters.values()]
+        parameters = [p for stage in stages for p in stage.weights.parameters.values()]
         self._gradients = [(p, None if p.grad is None else p.grad.clone()) for p in parameters]
 
     def restore(self) -> None:
@@ -102,10 +101,6 @@ class Rollback:
             vars(optimizer).update(more)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        self.restore_buffers()
-
-    def restore_buffers(self) -> None:
-        """Put back what forwards have changed since: buffers and generators."""
         for found in self._found:
             found.restore()
 

@@ -45,12 +45,6 @@ def tie_layers(
             f"tied weights need a synchronous schedule ({first}.{name} and {second}.{other} are one): "
             f"{spec.describe()} updates stages at different times; use 1f1b, or untie them"
         )
-    if ties and spec.agrees_after:
-        (first, name), (second, other) = ties[0].owners[:2]
-        raise UserError(
-            f"post_validation cannot have tied weights ({first}.{name} and {second}.{other} are one): their gradients "
-            "are added when all ranks meet, before the update; leave it out, or untie them"
-        )
     own = own_modules(built)
     _separate(own, ties)
     found = [replace(layer, module=own[index]) if index in own else layer for index, layer in enumerate(layers)]

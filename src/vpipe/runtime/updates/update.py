@@ -2,8 +2,8 @@
 
 In synchronous modes all ranks agree (``AGREE``) before the first stage of a batch updates: one exchange carries every
 parameter's gradient norm and the losses. So clipping uses the norm over all stages, summed in the order of layers
-whatever the partition, and a gradient that is not finite skips the update everywhere. Or they update first and agree
-afterwards (``attempts``). Asynchronous modes have no such moment: they clip and skip stage by stage.
+whatever the partition, and a gradient that is not finite skips the update everywhere. Asynchronous modes have no such
+moment: they clip and skip stage by stage.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Updater:
         self.must_repeat = False
         self._skipped_before = self._skipped[0]
         if any(updates.values()) and not again and self._may_repeat():
-            self._start = Rollback(self.optimizers.values(), self._stages.values(), gradients=True)
+            self._start = Rollback(self.optimizers.values(), self._stages.values())
         self._updates_before, self._numbers = dict(self.num_updates), updates
 
     def _may_repeat(self) -> bool:
@@ -235,7 +235,7 @@ class Updater:
             optimizing.step(optimizer)
 
         self._step_if(finite, optimizer, update)
-        self._clear(optimizer)
+        optimizing.clear(optimizer)
         self.num_updates[stage.index] += 1
         stage.weights.after_update()
         forget_casts()
@@ -251,10 +251,6 @@ class Updater:
         self._skipped[0] = self._skipped[0] + (1.0 - finite if isinstance(finite, bool) else 1.0 - finite.double())
         return finite, factor
 
-    def _clear(self, optimizer: Optimizer) -> None:
-        """Drop the gradients of an update that is made, or left out."""
-        optimizing.clear(optimizer)
-
     def _step_if(self, finite: bool | Tensor, optimizer: Optimizer, update: Callable[[], None]) -> None:
         """``update`` if the gradients are finite; see ``rollback`` for what a device is asked."""
         if isinstance(finite, Tensor) and can_be_told(optimizer):
@@ -262,15 +258,15 @@ class Updater:
         elif isinstance(finite, Tensor) and self._start is not None:
             update()
         elif isinstance(finite, Tensor) and self._synchronous and can_be_restored(optimizer):
-            self._undo.append(Rollback([optimizer], (), gradients=False))
+            self._undo.append(Rollback([optimizer], ()))
             update()
         elif bool(finite):
             update()
 
-    def _set_learning_rate(self, stage: int, made: int = 0) -> None:
-        """That of the stage's next update, or of one that it has ``made``."""
+    def _set_learning_rate(self, stage: int) -> None:
+        """That of the stage's next update."""
         if self.learning_rate is not None:
-            place = self.num_updates[stage] - made - self._updates_before[stage]
+            place = self.num_updates[stage] - self._updates_before[stage]
             optimizing.set_rate(self.optimizers[stage], self.learning_rate(self._numbers[stage][place]))
 
     @property
@@ -296,17 +292,13 @@ class Updater:
         if not self._judges:
             return True, None
         trained = [counted(self._stages[stage], self._tied) for stage in sorted(self._stages)]
-        everything, dtypes = self._exchanged([*map(self._norms, trained)], self.local_losses(), waited)
+        mine = [*map(self._norms, trained)]
+        everything, self._told, dtypes = self._exchange.gather(mine, self.local_losses(), self._num_losses, waited)
         if not is_host(self._device):
             return self._verdict_of(*judge_there(everything, dtypes))
         finite, factor = self._verdict_of(*judge(everything, dtypes))
         self._learn(bool(finite))
         return finite, factor
-
-    def _exchanged(self, mine: list[Tensor], losses: Tensor | None, waited: Waited) -> tuple[Tensor, list[torch.dtype]]:
-        """The norms of all ranks' gradients in the order of layers, and the gradients' dtypes; losses go along."""
-        found, self._told, dtypes = self._exchange.gather(mine, losses, self._num_losses, waited)
-        return found, dtypes
 
     def _norms(self, parameters: list[Tensor]) -> Tensor:
         """Of one stage, where this rank computes; on a device of the parameters alone that have gradients."""

@@ -108,8 +108,6 @@ COSTS, MEMORY_LIMIT = "costs", "memory_limit"
 """Options of a schedule that is made for given costs: one (F, I, W) per stage; microbatches that a rank may hold."""
 REPLICAS = "replicas"
 """The option of a schedule that may have other numbers of replicas on every stage."""
-POST_VALIDATION = "post_validation"
-"""The option of a synchronous schedule whose ranks may agree on updates afterwards (``post_validation``)."""
 
 
 @dataclass(frozen=True)
@@ -177,10 +175,6 @@ class Entry:
             found[MEMORY_LIMIT] = memory
         return found
 
-    def chains_with(self, options: Mapping[str, Any]) -> Chain:
-        """The same with these options: batches that are agreed on afterwards follow each other."""
-        return Chain.BATCHES if options.get(POST_VALIDATION) is True else self.chains
-
     @property
     def options(self) -> dict[str, Any]:
         """Option → default."""
@@ -218,7 +212,7 @@ class Entry:
         self, num_ranks: int, num_microbatches: int, count: int, stages_per_rank: int | None = None, **options: Any
     ) -> Program:
         """The program of ``count`` batches without a drain between them; of one where it drains after each."""
-        if self.chains_with(options) is Chain.BATCHES:
+        if self.chains is Chain.BATCHES:
             options[BATCHES] = count
         elif self.asynchronous:
             num_microbatches *= count

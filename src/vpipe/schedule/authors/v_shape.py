@@ -21,7 +21,6 @@ from vpipe.schedule.action import Action
 from vpipe.schedule.authors.authoring import F, I, W, batch, unroll
 from vpipe.schedule.authors.list_scheduler import Rule, squeeze
 from vpipe.schedule.placement import vee
-from vpipe.schedule.post_validation import chained
 from vpipe.schedule.program import Program
 
 PERIOD = 6
@@ -29,9 +28,8 @@ Offsets = tuple[int, int, int, int]
 """Half-slots from a rank to the next for F (down), f (up), i (down), I (up)."""
 
 
-def zb_v(num_ranks: int, num_microbatches: int, *, post_validation: bool = False, num_batches: int = 1) -> Program:
-    """1F1B's memory, spread evenly, and no bubble but the staggered start where F = I = W; without that either between
-    the ``num_batches`` of a program with ``post_validation``, whose ranks agree on updates afterwards."""
+def zb_v(num_ranks: int, num_microbatches: int) -> Program:
+    """1F1B's memory, spread evenly, and no bubble but the staggered start where F = I = W."""
     p, m = num_ranks, max(num_microbatches, 2 * num_ranks - 1)
 
     def row(rank: int) -> list[Action]:
@@ -49,7 +47,7 @@ def zb_v(num_ranks: int, num_microbatches: int, *, post_validation: bool = False
         ]
         return unroll(rank, 2 * p - 1 - rank, num_microbatches, phases)
 
-    return chained(batch(vee(p), num_microbatches, map(row, range(p))), post_validation, num_batches)
+    return batch(vee(p), num_microbatches, map(row, range(p)))
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Program:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from vpipe.schedule.action import Action
 from vpipe.schedule.authors.authoring import F, I, W, batch, each, one_forward_one_backward
 from vpipe.schedule.placement import loop
-from vpipe.schedule.post_validation import chained
 from vpipe.schedule.program import Program
 
 
@@ -26,11 +25,9 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Program:
     return lagging(num_ranks, num_microbatches, memory=num_ranks, per_rank_behind=1)
 
 
-def zb_h2(num_ranks: int, num_microbatches: int, *, post_validation: bool = False, num_batches: int = 1) -> Program:
-    """Enough microbatches in flight that no rank pauses; ranks end as staggered as they began. With
-    ``post_validation`` they agree on updates afterwards, so that ``num_batches`` follow each other without a pause."""
-    program = lagging(num_ranks, num_microbatches, memory=2 * num_ranks - 1, per_rank_behind=2)
-    return chained(program, post_validation, num_batches)
+def zb_h2(num_ranks: int, num_microbatches: int) -> Program:
+    """Enough microbatches in flight that no rank pauses; ranks end as staggered as they began."""
+    return lagging(num_ranks, num_microbatches, memory=2 * num_ranks - 1, per_rank_behind=2)
 
 
 def lagging(num_ranks: int, num_microbatches: int, memory: int, per_rank_behind: int) -> Program:
