@@ -56,10 +56,7 @@ def _tell(problems: Sequence[Problem]) -> str:
     if len(problems) == 1:
         return _placed(problems[0])
     ordered = sorted(problems, key=lambda problem: (problem.file, problem.line or 0))
-    if len(files) > 1:
-        told = [_placed(problem) for problem in ordered]
-    else:
-        told = [str(problem) for problem in ordered]
+    told = map(_placed if len(files) > 1 else str, ordered)
     heading = f"{len(problems)} problems in {files.pop() if len(files) == 1 else 'the config'}:"
     return "\n  ".join([heading, *told])
 
@@ -172,7 +169,8 @@ def from_pydantic(errors: Iterable[Mapping[str, Any]], model: type[BaseModel]) -
         if error["type"] == "extra_forbidden":
             told[loc] = unknown(loc, owner, model)
         elif error["type"] == "missing":
-            told[loc] = f"is missing; add it: {_first_sentence(field)}"
+            text = (field.description or "") if field is not None else ""
+            told[loc] = f"is missing; add it: {text.split('. ')[0].rstrip('.')}"
         elif field is not None:
             index = next((part for part in loc[len(key) :] if isinstance(part, int)), None)
             is_item = index is not None and get_origin(field.annotation) not in (Union, UnionType)
@@ -204,8 +202,3 @@ def unknown(key: Key, owner: type[BaseModel], model: type[BaseModel]) -> str:
         return f"is an unknown key; did you mean {' or '.join(elsewhere)}?"
     hint = nearest(name, owner.model_fields)
     return f"is an unknown key{hint}" if hint else f"is an unknown key; known here: {', '.join(owner.model_fields)}"
-
-
-def _first_sentence(field: FieldInfo | None) -> str:
-    text = (field.description or "") if field is not None else ""
-    return text.split(". ")[0].rstrip(".")

@@ -178,7 +178,11 @@ class Breaker:
             blows.remove(signal.SIGKILL)
         until = time.monotonic() + PATIENCE
         while _moved(directory) == before and (now := Roster.read(directory)) is not None:
-            if now.epoch != roster.epoch or time.monotonic() > until or not _lives(now):
+            if (
+                now.epoch != roster.epoch
+                or time.monotonic() > until
+                or not any(map(psutil.pid_exists, now.pids.values()))
+            ):
                 return
             time.sleep(POLL)
         found.moves += 1
@@ -208,10 +212,6 @@ def _moved(directory: Path) -> int:
     with suppress(OSError):
         return (directory / METRICS).read_bytes().count(b'"action": "move"')
     return 0
-
-
-def _lives(roster: Roster) -> bool:
-    return any(psutil.pid_exists(pid) for pid in roster.pids.values())
 
 
 def _sign(directory: Path) -> tuple[int, int]:

@@ -72,10 +72,6 @@ def command_inside(
     return wrap(container, [PYTHON, AS_MODULE, "vpipe", *arguments], directory, {MARK, *carried(environ)})
 
 
-def _none(container: Container, directory: str, names: list[str]) -> list[str]:
-    return []
-
-
 def _apptainer(container: Container, directory: str, names: list[str]) -> list[str]:
     gpus = ["--nv"] if container.gpus else []
     binds = [word for pair in _with_directory(container, directory) for word in ("--bind", ":".join(pair))]
@@ -122,7 +118,7 @@ def _with_directory(container: Container, directory: str) -> list[tuple[str, str
 
 
 _PREFIXES: dict[str, Callable[[Container, str, list[str]], list[str]]] = {
-    "none": _none,
+    "none": lambda container, directory, names: [],
     "apptainer": _apptainer,
     "singularity": _apptainer,
     "docker": _docker,

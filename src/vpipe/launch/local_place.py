@@ -158,10 +158,7 @@ class LocalPlace(RankPlace):
     # --- what is heard ------------------------------------------------------------------------------------------------
 
     def _read_control(self) -> None:
-        try:
-            data = self._control.recv(65536)
-        except ConnectionResetError:  # it ended with an order of ours unread
-            data = b""
+        data = _received(self._control)
         if not data:
             self._events.forget(self._control)
             self._leader.broken(GONE)
@@ -211,10 +208,7 @@ class LocalPlace(RankPlace):
 
     def _read_member(self, slot: int, member: RankProcess) -> None:
         assert member.connection is not None
-        try:
-            data = member.connection.recv(65536)
-        except OSError:
-            data = b""
+        data = _received(member.connection)
         if not data:
             self._events.forget(member.connection)
         member.seen = monotonic()
@@ -287,6 +281,13 @@ class LocalPlace(RankPlace):
             self._drop(member)
         for fd in (*self._shared, *(fd for streams in self._streams.values() for fd in streams)):
             os.close(fd)
+
+
+def _received(connection: socket.socket) -> bytes:
+    """What has come; nothing at the end, also where the other side ended with words of ours unread."""
+    with suppress(OSError):
+        return connection.recv(65536)
+    return b""
 
 
 def _terminal() -> tuple[int, int]:

@@ -118,7 +118,7 @@ def sweep(axes: Sequence[str]) -> tuple[Point, ...]:
 
 def script(job: SlurmJob) -> str:
     """The job script."""
-    meeting = [] if job.elastic else [*_address(job), *_variables(job), ""]
+    meeting = [] if job.elastic else _meeting(job)
     lines = [*_options(job), "", *meeting, *_which_run(job), *_resume(job), "", *_launch(job)]
     return "\n".join(["#!/bin/bash", *lines, ""])
 
@@ -143,11 +143,9 @@ def _options(job: SlurmJob) -> list[str]:
     return [f"#SBATCH --{option}" for option in said]
 
 
-def _address(job: SlurmJob) -> list[str]:
-    """Where the ranks meet: SLURM's own address of the first node, because its name may not resolve."""
-    if job.num_nodes == 1:
-        return ["export MASTER_ADDR=127.0.0.1"]
-    return [
+def _meeting(job: SlurmJob) -> list[str]:
+    """Where the ranks meet, by SLURM's own address of the first node, because its name may not resolve; and how."""
+    found = [
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         'MASTER_ADDR=$(scontrol --oneliner show node "$first" | sed -n "s/.* NodeAddr=\\([^ ]*\\).*/\\1/p")',
         'if [ -z "$MASTER_ADDR" ]; then',
@@ -156,16 +154,12 @@ def _address(job: SlurmJob) -> list[str]:
         "fi",
         "export MASTER_ADDR",
     ]
-
-
-def _variables(job: SlurmJob) -> list[str]:
-    lines = [
-        "export VPIPE_SECRET=\"$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')\"  # for the ranks of this job alone"
-    ]
+    lines = ["export MASTER_ADDR=127.0.0.1"] if job.num_nodes == 1 else found
+    secret = "$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')"
+    lines.append(f'export VPIPE_SECRET="{secret}"  # for the ranks of this job alone')
     lines += [f"export MASTER_PORT={job.port}"] if job.port else []
-    if job.interface:
-        lines += [f"export {name}_SOCKET_IFNAME={shlex.quote(job.interface)}" for name in ("GLOO", "NCCL")]
-    return lines
+    names = ("GLOO", "NCCL") if job.interface else ()
+    return [*lines, *(f"export {name}_SOCKET_IFNAME={shlex.quote(job.interface or '')}" for name in names), ""]
 
 
 def _which_run(job: SlurmJob) -> list[str]:

@@ -104,7 +104,9 @@ class CheckpointManifest:
         """The manifest of a checkpoint; ``DamagedCheckpoint`` where it is not what was written."""
         path = directory / MANIFEST
         try:
-            told = _unsealed(path.read_bytes())
+            told = writing.unsealed(path.read_bytes())
+            if told.get("format") != FORMAT:
+                raise ValueError(f"its format is {told.get('format')!r}, not {FORMAT}")
             found = parsed(cls, {**told, "standing": told["position"], "line": told})
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             why = " ".join(str(error).split())
@@ -113,15 +115,6 @@ class CheckpointManifest:
         if named is not None and named.iteration != found.standing.iteration:
             raise DamagedCheckpoint(f"{path} is of iteration {found.standing.iteration}, which its directory is not")
         return found
-
-
-def _unsealed(data: bytes) -> Any:
-    if data.startswith(b'{\n "format": 1,'):
-        raise ValueError("it has no checksum: it was written by an earlier version of vpipe")
-    found = writing.unsealed(data)
-    if found.get("format") != FORMAT:
-        raise ValueError(f"its format is {found.get('format')!r}, not {FORMAT}")
-    return found
 
 
 @dataclass(frozen=True, order=True)

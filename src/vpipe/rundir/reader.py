@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vpipe.errors import UserError, nearest
+from vpipe.rundir import writing
 from vpipe.rundir.facts import RunFacts, RunStage
 from vpipe.rundir.layout import CONFIG, METRICS, OLD_STEP_LINES, PLAN, RUN, STEP_LINES, STEPS, SUMMARY
 from vpipe.rundir.story import begun, ended, story
@@ -200,7 +201,7 @@ class RunDirectory:
 
     def _lines(self, path: Path, most_bytes: int = MAX_BYTES) -> Iterator[dict[str, Any]]:
         """The objects of a file of JSON lines; the unfinished last line of a running job is not yet one."""
-        text = _tail(path, most_bytes)
+        text = writing.tail(path, most_bytes)
         *whole, rest = text.split("\n")
         broken = 0
         for line in whole:
@@ -277,18 +278,6 @@ def _text(path: Path) -> str | None:
         return None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _tail(path: Path, most_bytes: int) -> str:
-    """The last whole lines of a file."""
-    try:
-        with path.open("rb") as file:
-            skipped = max(0, file.seek(0, 2) - most_bytes)
-            file.seek(skipped)
-            text = file.read(most_bytes).decode("utf-8", errors="replace")
-    except OSError:
-        return ""
-    return text.partition("\n")[2] if skipped else text
 
 
 def _number(value: object) -> float:

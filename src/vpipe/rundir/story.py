@@ -7,11 +7,10 @@ has no heartbeat, and its state is what its files tell.
 from __future__ import annotations
 
 import re
-from collections import deque
 from pathlib import Path
 from typing import Any
 
-from vpipe.rundir import layout
+from vpipe.rundir import layout, writing
 from vpipe.rundir import state as states
 from vpipe.rundir.journal import EndingKind
 
@@ -67,14 +66,9 @@ def last_lines(directory: Path, rank: int | None) -> list[str]:
     """What the rank said last, or rank 0; without what would move a terminal."""
     logs = directory / layout.LOGS
     for name in (f"rank{rank or 0}.log", "rank0.log"):
-        try:
-            with (logs / name).open("rb") as file:
-                file.seek(max(0, file.seek(0, 2) - TAIL))
-                text = file.read(TAIL).decode("utf-8", errors="replace")
-        except OSError:
-            continue
-        if found := list(deque((line for line in _clean(text).splitlines() if line.strip()), LINES)):
-            return found
+        lines = [line for line in _clean(writing.tail(logs / name, TAIL)).splitlines() if line.strip()]
+        if lines:
+            return lines[-LINES:]
     return []
 
 

@@ -102,6 +102,18 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def tail(path: Path, most_bytes: int) -> str:
+    """The last whole lines of a file; nothing where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            skipped = max(0, file.seek(0, 2) - most_bytes)
+            file.seek(skipped)
+            text = file.read(most_bytes).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.partition("\n")[2] if skipped else text
+
+
 def read(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; ``None`` where there is no readable one."""
     try:

@@ -119,7 +119,9 @@ class Adapter:
         if len(self._window) < WINDOW:
             return
         now = np.median(np.array(self._window), axis=0)
-        quiet = self._known is not None and bool(np.all(_news(now, self._known) < NOTICE))
+        before = now if self._known is None else self._known
+        news = np.abs(now.sum(axis=1) / np.maximum(before.sum(axis=1), 1e-12) - 1)
+        quiet = self._known is not None and bool(np.all(news < NOTICE))
         word = ""
         if self._pipeline.is_leader and not quiet:
             word = json.dumps(asdict(self._decide(now, steps_left)))
@@ -134,7 +136,8 @@ class Adapter:
         if not decision.moves or self._mode != "on":
             return None
         moved = self._move(self._pipeline.layout.with_counts(decision.partition), decision.memory)
-        self._pace.append((self._moving_bytes(moved), moved.seconds))
+        size = sum(self._bytes[transfer.layer] for transfer in moved.difference.transfers)
+        self._pace.append((size, moved.seconds))
         self.forget_times()
         return moved
 
@@ -143,9 +146,6 @@ class Adapter:
         self._window.clear()
         self._seconds.clear()
         self._skip, self._known = 1, None
-
-    def _moving_bytes(self, moved: Moved) -> int:
-        return sum(self._bytes[transfer.layer] for transfer in moved.difference.transfers)
 
     def _decide(self, times: Array, steps_left: int) -> Decision:
         """Rank 0's answer to new times."""
@@ -282,12 +282,6 @@ def _plannable(pipeline: Pipeline) -> Pipe:
             "use adapt: off"
         )
     return pipe
-
-
-def _news(now: Array, before: Array) -> Array:
-    """By what share each stage's time has changed."""
-    change: Array = np.abs(now.sum(axis=1) / np.maximum(before.sum(axis=1), 1e-12) - 1)
-    return change
 
 
 def _layers(layout: PlannedLayout, choice: Choice) -> tuple[int, ...]:

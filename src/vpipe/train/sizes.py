@@ -33,7 +33,16 @@ def bounds(config: PipelineConfig) -> tuple[int, int]:
     assert text is not None
     least, most = (int(part) for part in text.split(":"))
     parallel, ranks = config.parallel, config.num_ranks
-    _refuse(config)
+    remedy = "; remove launch.elastic (--elastic)"
+    if parallel.transport == "inprocess" or config.num_ranks == 1:
+        raise UserError(f"--elastic needs a process for every rank, and at least two, but this run has one{remedy}")
+    if catalog.get(parallel.scheduler).runs_threads:
+        raise UserError(
+            f"parallel.scheduler {parallel.scheduler} runs worker threads, which cannot be interrupted; --elastic "
+            "takes the other schedules, such as --scheduler 1f1b"
+        )
+    if parallel.use_orion_scheduler:
+        raise UserError(f"--elastic leads ranks without Orion, but parallel.use_orion_scheduler is true{remedy}")
     if not least <= ranks <= most:
         raise UserError(
             f"launch.elastic is {text}, but the run has {ranks} ranks; give MIN:MAX so that MIN <= {ranks} <= MAX"
@@ -116,17 +125,3 @@ def refuse_devices(config: PipelineConfig) -> None:
 def all_of(config: PipelineConfig) -> list[PipelineConfig]:
     """The config with the ranks it begins with, the fewest and the most."""
     return [resized(config, num_ranks) for num_ranks in dict.fromkeys((config.num_ranks, *bounds(config)))]
-
-
-def _refuse(config: PipelineConfig) -> None:
-    parallel = config.parallel
-    remedy = "; remove launch.elastic (--elastic)"
-    if parallel.transport == "inprocess" or config.num_ranks == 1:
-        raise UserError(f"--elastic needs a process for every rank, and at least two, but this run has one{remedy}")
-    if catalog.get(parallel.scheduler).runs_threads:
-        raise UserError(
-            f"parallel.scheduler {parallel.scheduler} runs worker threads, which cannot be interrupted; --elastic "
-            "takes the other schedules, such as --scheduler 1f1b"
-        )
-    if parallel.use_orion_scheduler:
-        raise UserError(f"--elastic leads ranks without Orion, but parallel.use_orion_scheduler is true{remedy}")

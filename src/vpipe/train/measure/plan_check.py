@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -192,10 +193,8 @@ def _empty() -> int:
 
 def _forget_peak() -> None:
     """Let the peak count from here: building a model may need more for a moment than training it."""
-    try:
+    with suppress(OSError):  # then it counts from the start
         Path(f"/proc/{os.getpid()}/clear_refs").write_text("5")
-    except OSError:
-        return  # then it counts from the start
 
 
 def _peak() -> int:
