@@ -460,7 +460,7 @@ CASES: dict[str, Case] = {
     "launch.container.binds": Case(launched, ["/data"], PROCESSES | DOCKER, "/data"),
     "launch.slurm.nodes": Case(submitted, 2, {}, "--nodes=2"),
     "launch.slurm.ntasks_per_node": Case(submitted, 1, {}, "refused: --nodes 1 x ntasks_per_node 1"),
-    "launch.slurm.options": Case(submitted, {"partition": "gpu", "mem": "8G"}, {}, "--partition=gpu\n#SBATCH --mem=8G"),
+    "launch.slurm.options": Case(submitted, {"partition": "gpu", "mem": "8G"}, {}, "--mem=8G\n#SBATCH --partition=gpu"),
     "launch.slurm.requeue": Case(submitted, False, {}, "--no-requeue"),
     "launch.threads": Case(threads, 2, SHORT, "2"),
     "launch.grace": Case(launched, 123.0, PROCESSES, "123.0"),

@@ -18,7 +18,7 @@ import yaml
 from train_runs import Run, run, tiny
 
 from vpipe.cli import train as cli
-from vpipe.config import PipelineConfig
+from vpipe.config import PipelineConfig, load
 from vpipe.errors import UserError
 from vpipe.launch import kubernetes, slurm
 from vpipe.records import parsed
@@ -254,8 +254,7 @@ def of_slurm(file: Path) -> list[str]:
 
 def of_kubernetes(file: Path) -> list[str]:
     """What each pod starts."""
-    asked = kubernetes.KubernetesJob("vpipe", "image", file.read_text(), 1)
-    *_, jobs = yaml.safe_load_all(kubernetes.manifest(asked))
+    *_, jobs = yaml.safe_load_all(kubernetes.manifest(load(file).config, "image", "vpipe", {}))
     (pod,) = jobs["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     return [str(file), *pod["command"][pod["command"].index("train") + 2 :]]
 

@@ -62,7 +62,7 @@ def command(
         session = open_session(chosen)
         reference = parity.choose_reference(reference, session)
         expected = parity.sequential(session, steps, reference)
-        result = parity.compare(Path(directory), expected, steps)
+        result = parity.compare(Path(directory), expected)
     if as_json:
         facts = {
             "equal": result.equal,

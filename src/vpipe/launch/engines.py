@@ -90,18 +90,8 @@ def _to_kubernetes(config: PipelineConfig, path: str, given: Mapping[str, Any], 
                 f"plugins: {plugin} is a file of this machine, which no pod has; install it in the image as a module "
                 "and name that: plugins: [package.module]"
             )
-    asked = kubernetes.KubernetesJob(
-        name=given.get("name") or kubernetes.name_of(f"vpipe-{Path(path).stem}"),
-        image=image,
-        config=config.to_yaml(),
-        num_ranks=config.num_ranks,
-        run_directory=config.observe.directory,
-        gpus=given.get("gpus_per_task", 0),
-        cpus=given.get("cpus_per_task"),
-        memory=given.get("memory"),
-        volume=given.get("volume"),
-    )
-    show(kubernetes.manifest(asked).rstrip("\n"))
+    name = given.get("name") or kubernetes.name_of(f"vpipe-{Path(path).stem}")
+    show(kubernetes.manifest(config, image, name, given).rstrip("\n"))
     return 0
 
 

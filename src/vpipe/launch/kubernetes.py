@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
+from vpipe.config import PipelineConfig
 from vpipe.door import SECRET
 from vpipe.errors import UserError
 from vpipe.launch import command_words as valid
@@ -25,43 +26,9 @@ from vpipe.rundir.lineage import new_id
 GROUP = "ranks"
 FOLDER = "/vpipe"
 TOKENS, TOKEN = "vpipe-tokens", "HF_TOKEN"
+RESTARTS = 3
 PORT = 29500
 """Every pod has an address of its own, so that one port serves all jobs."""
-
-
-@dataclass(frozen=True)
-class KubernetesJob:
-    """What is asked of Kubernetes."""
-
-    name: str
-    image: str
-    config: str
-    """The resolved config, as YAML."""
-    num_ranks: int
-    arguments: tuple[str, ...] = ()
-    """More words for ``vpipe train``."""
-    run_directory: str = "runs"
-    gpus: int = 0
-    cpus: int | None = None
-    memory: str | None = None
-    restarts: int = 3
-    volume: str | None = None
-    """A PersistentVolumeClaim for data, runs and checkpoints, mounted as the working directory."""
-    run: str = field(default_factory=new_id)
-    """Names the run directory: jobs of one name, one after the other, are not one run."""
-
-    def __post_init__(self) -> None:
-        valid.image(self.image)
-        if self.volume is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", self.volume):
-            raise UserError(
-                f"--with volume={valid.shown(self.volume)} is no name of a PersistentVolumeClaim: small letters, "
-                "digits, dashes and dots that begin and end with a letter or digit"
-            )
-        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", self.name):
-            raise UserError(
-                f"--with name={valid.shown(self.name)} is no name for Kubernetes; take up to 40 small letters, digits "
-                "and dashes that begin and end with a letter or digit"
-            )
 
 
 def name_of(text: str) -> str:
@@ -69,73 +36,91 @@ def name_of(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "vpipe"
 
 
-def manifest(asked: KubernetesJob) -> str:
-    """The documents: the config, and the set of jobs."""
-    own = {"apiVersion": "v1", "metadata": {"name": asked.name}}
-    config = own | {"kind": "ConfigMap", "data": {"config.yaml": asked.config}}
+def manifest(config: PipelineConfig, image: str, name: str, asked: Mapping[str, Any]) -> str:
+    """The documents: the config, and the set of jobs. ``asked`` may have gpus_per_task, cpus_per_task, memory, and
+    volume, a PersistentVolumeClaim for data, runs and checkpoints, mounted as the working directory."""
+    valid.image(image)
+    volume = asked.get("volume")
+    if volume is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", volume):
+        raise UserError(
+            f"--with volume={valid.shown(volume)} is no name of a PersistentVolumeClaim: small letters, "
+            "digits, dashes and dots that begin and end with a letter or digit"
+        )
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", name):
+        raise UserError(
+            f"--with name={valid.shown(name)} is no name for Kubernetes; take up to 40 small letters, digits "
+            "and dashes that begin and end with a letter or digit"
+        )
+    own = {"apiVersion": "v1", "metadata": {"name": name}}
+    text = own | {"kind": "ConfigMap", "data": {"config.yaml": config.to_yaml()}}
     # By this the pods know each other. A Secret of the user's, ``vpipe-tokens``, may hold HF_TOKEN.
     secret = own | {"kind": "Secret", "stringData": {SECRET: secrets.token_hex(32)}}
-    return yaml.safe_dump_all([config, secret, _job_set(asked)], sort_keys=False, width=120)
+    jobs = _job_set(config.num_ranks, name, _pod(config, image, name, asked))
+    return yaml.safe_dump_all([text, secret, jobs], sort_keys=False, width=120)
 
 
-def _job_set(asked: KubernetesJob) -> dict[str, Any]:
+def _job_set(num_ranks: int, name: str, pod: dict[str, Any]) -> dict[str, Any]:
     job = {
-        "parallelism": asked.num_ranks,
-        "completions": asked.num_ranks,
+        "parallelism": num_ranks,
+        "completions": num_ranks,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "template": {"spec": _pod(asked)},
+        "template": {"spec": pod},
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": asked.name},
+        "metadata": {"name": name},
         "spec": {
-            "network": {"enableDNSHostnames": True, "subdomain": asked.name},
-            "failurePolicy": {"maxRestarts": asked.restarts},
+            "network": {"enableDNSHostnames": True, "subdomain": name},
+            "failurePolicy": {"maxRestarts": RESTARTS},
             "replicatedJobs": [{"name": GROUP, "replicas": 1, "template": {"spec": job}}],
         },
     }
 
 
-def _pod(asked: KubernetesJob) -> dict[str, Any]:
-    volumes: list[dict[str, Any]] = [{"name": "config", "configMap": {"name": asked.name}}]
+def _pod(config: PipelineConfig, image: str, name: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    volume = asked.get("volume")
+    directory = (
+        f"{config.observe.directory}/{name}-{new_id()}"  # jobs of one name, one after the other, are not one run
+    )
+    volumes: list[dict[str, Any]] = [{"name": "config", "configMap": {"name": name}}]
     mounts: list[dict[str, Any]] = [{"name": "config", "mountPath": f"{FOLDER}/config", "readOnly": True}]
-    if asked.volume is not None:
-        volumes.append({"name": "work", "persistentVolumeClaim": {"claimName": asked.volume}})
+    if volume is not None:
+        volumes.append({"name": "work", "persistentVolumeClaim": {"claimName": volume}})
         mounts.append({"name": "work", "mountPath": f"{FOLDER}/work"})
     container: dict[str, Any] = {
         "name": "rank",
-        "image": asked.image,
+        "image": image,
         "command": [
-            *("python3", AS_MODULE, "vpipe", "train", f"{FOLDER}/config/config.yaml", *asked.arguments),
-            *("--output-dir", f"{asked.run_directory}/{asked.name}-{asked.run}", "--resume", "latest"),
+            *("python3", AS_MODULE, "vpipe", "train", f"{FOLDER}/config/config.yaml"),
+            *("--output-dir", directory, "--resume", "latest"),
         ],
-        "env": _variables(asked),
+        "env": _variables(config.num_ranks, name),
         "volumeMounts": mounts,
     }
-    if asked.volume is not None:
+    if volume is not None:
         container["workingDir"] = f"{FOLDER}/work"
-    limits = {"nvidia.com/gpu": asked.gpus or None, "cpu": asked.cpus, "memory": asked.memory}
-    kept = {name: str(value) for name, value in limits.items() if value is not None}
+    limits = {"nvidia.com/gpu": "gpus_per_task", "cpu": "cpus_per_task", "memory": "memory"}
+    kept = {limit: str(asked[key]) for limit, key in limits.items() if asked.get(key)}
     if kept:
         container["resources"] = {"limits": kept}
     return {"restartPolicy": "Never", "containers": [container], "volumes": volumes}
 
 
-def _variables(asked: KubernetesJob) -> list[dict[str, Any]]:
+def _variables(num_ranks: int, name: str) -> list[dict[str, Any]]:
     """torch's words: the pod's number in its Job is the rank, and every pod is a machine of its own."""
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     fixed = {
-        "WORLD_SIZE": str(asked.num_ranks),
+        "WORLD_SIZE": str(num_ranks),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": f"{asked.name}-{GROUP}-0-0.{asked.name}",
+        "MASTER_ADDR": f"{name}-{GROUP}-0-0.{name}",
         "MASTER_PORT": str(PORT),
     }
     return [
         {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
         *({"name": name, "value": value} for name, value in fixed.items()),
-        {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": asked.name, "key": SECRET}}},
+        {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": name, "key": SECRET}}},
         {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": TOKENS, "key": TOKEN, "optional": True}}},
     ]

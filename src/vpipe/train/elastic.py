@@ -62,19 +62,14 @@ def train(config: dict[str, Any], directory: str, run: str, resume: str | None =
     if checked.launch.threads:
         torch.set_num_threads(checked.launch.threads)
     atexit.register(gc.freeze)  # an interpreter that has loaded torch spends a second on looking for garbage
-    rank = Rank(checked, Path(directory), run, Path(resume) if resume else None, quiet)
-    return rank.live()
+    return Rank(checked, Claim(Path(directory), run), Path(resume) if resume else None, quiet).live()
 
 
 class Rank:
-    """One process of an elastic run."""
+    """One process of an elastic run. ``claim`` is its run, ``resume`` where that began."""
 
-    def __init__(self, config: PipelineConfig, directory: Path, run: str, resume: Path | None, quiet: bool) -> None:
-        self._config = config
-        self._directory = directory
-        self._run = run
-        self._resume = resume
-        self._quiet = quiet
+    def __init__(self, config: PipelineConfig, claim: Claim, resume: Path | None, quiet: bool) -> None:
+        self._config, self._claim, self._resume, self._quiet = config, claim, resume, quiet
         self._control = Control.read(os.environ)
         self._shelves = [CopyShelf(pair) for pair in json.loads(os.environ[SHELVES])]
         self._staging = Staging()
@@ -143,9 +138,9 @@ class Rank:
         session.epoch, session.losses = order.epoch, int((order.facts or {}).get("losses", 0))
         took.mark("groups")
         if order.epoch == 1:
-            refuse_unseen(session.pipeline, Claim(self._directory, self._run))
+            refuse_unseen(session.pipeline, self._claim)
         console = make_console(config, self._quiet) if order.rank == 0 else None
-        trainer = Trainer(session, self._directory, StopRequests(session.pipeline), console, self._run)
+        trainer = Trainer(session, self._claim.directory, StopRequests(session.pipeline), console, self._claim.run)
         try:
             self._restore(trainer, order, found)
             took.mark("state")
@@ -198,7 +193,7 @@ class Rank:
     def _start(self, order: EpochOrder) -> Path | None:
         """Where to begin without copies: two machines may be lost at once."""
         section = self._config.checkpoint
-        folder = Path(section.directory) if section.directory else self._directory / CHECKPOINTS
+        folder = Path(section.directory) if section.directory else self._claim.directory / CHECKPOINTS
         return folder if order.epoch > 1 and checkpoints(folder) else self._resume
 
     @contextmanager

@@ -30,9 +30,7 @@ from vpipe.train.session import load_data, load_model
 
 def save(config: dict[str, Any], directory: str, run: str, **_: Any) -> None:
     """Write the newest generation that is whole, unless it is on the disk already."""
-    found = copies.newest(_shelves())
-    if found:
-        _write(found, PipelineConfig.from_dict(config), Path(directory), run)
+    _write(copies.newest(_shelves()), config, Path(directory), run)
 
 
 def save_together(config: dict[str, Any], directory: str, run: str, **_: Any) -> None:
@@ -47,8 +45,7 @@ def save_together(config: dict[str, Any], directory: str, run: str, **_: Any) ->
             shelf.leave(folder)
         pieces = sorted(folder.glob(f"*{PIECE}"))
         files = [stack.enter_context(piece.open("r+b")) for piece in pieces]
-        found = copies.newest([CopyShelf([file.fileno()]) for file in files])
-        if found and _write(found, PipelineConfig.from_dict(config), Path(directory), run):
+        if _write(copies.newest([CopyShelf([file.fileno()]) for file in files]), config, Path(directory), run):
             (folder / SAVED).touch()
             for piece in pieces:
                 piece.unlink()
@@ -67,8 +64,11 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _write(found: Sequence[Copy], checked: PipelineConfig, where: Path, run: str) -> bool:
-    """Make a checkpoint of a generation; whether it is on the disk."""
+def _write(found: Sequence[Copy], config: dict[str, Any], where: Path, run: str) -> bool:
+    """Make a checkpoint of a generation, if there is one; whether it is on the disk."""
+    if not found:
+        return False
+    checked = PipelineConfig.from_dict(config)
     beat = Beat.read(where)
     if beat is not None and beat.run == run and beat.saved == found[0].iteration:
         return True

@@ -39,7 +39,6 @@ class Comparison:
     """What was compared, and the first difference."""
 
     num_tensors: int
-    num_steps: int
     difference: str | None
     largest: float
 
@@ -146,7 +145,7 @@ def _there(units: Units, device: torch.device) -> Units:
     return replace(units, batches=batches)
 
 
-def compare(directory: Path, expected: Mapping[str, Tensor], steps: int) -> Comparison:
+def compare(directory: Path, expected: Mapping[str, Tensor]) -> Comparison:
     """Every tensor that the ranks wrote against the replay's, in the order of steps."""
     found: dict[str, Tensor] = {}
     for file in sorted(directory.glob("rank*.safetensors")):
@@ -160,4 +159,4 @@ def compare(directory: Path, expected: Mapping[str, Tensor], steps: int) -> Comp
             largest = max(largest, distance)
             step, rest = name.split("/", 1)
             first = first or f"step {step}: {rest.replace('/', ' ')} differs by up to {distance:.3g}"
-    return Comparison(len(expected), steps, first, largest)
+    return Comparison(len(expected), first, largest)
