@@ -1,10 +1,13 @@
 """A plug-in for tests of elastic runs: a GPT with weights that no optimizer changes and that change all the same. Half of
-its layers are frozen by turns, and each feed-forward has a frozen average that its own forward writes."""
+its layers are frozen by turns, and each feed-forward has a frozen average that its own forward writes, and
+generators of its own."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,11 +20,13 @@ class Taught(gpt.FeedForward):
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self.teacher = nn.Parameter(torch.zeros(16), requires_grad=False)
+        self.numbers, self.dice = np.random.default_rng(3), random.Random(4)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and torch.is_grad_enabled():
             with torch.no_grad():
                 self.teacher += 0.001 * x.detach().mean() + 0.001
+            return super().forward(x) * (0.9 + 0.1 * self.numbers.random() * self.dice.random()) + self.teacher.clone()
         return super().forward(x) + self.teacher.clone()
 
 

@@ -50,7 +50,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "loss": ("function", "module", "added"),
     "norm": ("none", "batch", "read"),
     "dropout": (False, True),
-    "generator": (False, True),
+    "generator": (False, "torch", "python", "numpy"),
     "numbers": (False, True),
     "inplace": ("none", "view", "batch", "buffer"),
     "skip": ("none", "direct", "residual", "twice", "alias"),
@@ -82,9 +82,7 @@ def impossible(case: Case) -> bool:
         (case["schedule"] in BOTH_WAYS and case["ranks"] == 1)
         or (case["schedule"] == "pipedream-2bw" and case["units"] < case["ranks"] - 1)
         or (case["moves"] in ("counts", "ranks") and case["ranks"] == 1)
-        or (
-            case["moves"] in ("resume", "copies") and (case["generator"] or case["processes"] or case["hook"] != "none")
-        )
+        or (case["moves"] in ("resume", "copies") and (case["processes"] or case["hook"] != "none"))
         or (case["rows"] != "even" and (asynchronous or case["replicas"] > 1))
         or (asynchronous and (case["replicas"] > 1 or case["hook"] != "none" or case["moves"] == "counts"))
         or (asynchronous and case["nonfinite"] and case["schedule"] == "pipedream-2bw")
@@ -141,7 +139,7 @@ REFUSED: Sequence[tuple[Callable[[Case], bool], str]] = (
     ),
     (lambda c: c["workers"] and c["schedule"] in BOTH_WAYS and c["replicas"] > 1, "need executor='plain'"),
     (
-        lambda c: c["processes"] and c["moves"] == "ranks" and (c["hook"] != "none" or c["generator"]),
+        lambda c: c["processes"] and c["moves"] == "ranks" and c["hook"] != "none",
         "the layers stay where they are",
     ),
 )
@@ -156,7 +154,7 @@ def layers_of(case: Case) -> list[tuple[str, str, str]]:
     inner += ["nn.Identity()", "nn.SiLU(inplace=True)"] if case["inplace"] == "view" else []
     inner += ["Counter()"] if case["inplace"] == "buffer" else []
     inner += ["nn.Dropout(0.3)"] if case["dropout"] else []
-    inner += ["Noise()"] if case["generator"] else []
+    inner += [f'Noise("{case["generator"]}")'] if case["generator"] else []
     inner += ["Chance()"] if case["numbers"] else []
     inner += {"none": [], "own": ["Own()"], "deferred": ["Own(Deferred)"]}[case["function"]]
     inner += ["Teacher()"] if case["teacher"] else []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,14 +38,19 @@ class Norm(nn.Module):
 
 
 class Noise(nn.Module):
-    """Draws from a generator of its own."""
+    """Draws from a generator of its own: torch's, Python's or numpy's."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(7)
+        made = {"torch": torch.Generator().manual_seed, "python": random.Random, "numpy": np.random.default_rng}
+        self.generator, self.kind = made[kind](7), kind
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * (torch.rand(x.shape, generator=self.generator) > 0.3) if self.training else x
+        if not self.training:
+            return x
+        if self.kind == "torch":
+            return x * (torch.rand(x.shape, generator=self.generator) > 0.3)
+        return x * (0.5 + self.generator.random())
 
 
 class Chance(nn.Module):

@@ -7,10 +7,12 @@ which weight version a unit reads.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -193,7 +195,7 @@ class Plain:
 
     def _generators(self) -> list[torch.Generator]:
         parts = [part for module in self.modules for part in module.modules()]
-        return [each for part in parts for each in vars(part).values() if is_generator(each)]
+        return [each for part in parts for each in vars(part).values() if isinstance(each, torch.Generator)]
 
     def _update(self, bounds: Sequence[tuple[int, int]] = ()) -> None:
         """Clip by the norm of all gradients, or stage by stage, and step; where they are not finite, do not."""
@@ -223,7 +225,7 @@ class Plain:
 
 
 def is_generator(value: Any) -> bool:
-    return isinstance(value, torch.Generator)
+    return isinstance(value, torch.Generator | random.Random | np.random.Generator)
 
 
 def added(parts: Sequence[Tensor]) -> Tensor | None:

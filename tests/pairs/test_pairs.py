@@ -44,7 +44,7 @@ ONCE_WRONG = [
     "schedule=zb-v tie=declared clip=0.05 rows=uneven autocast=True scale=8.0",
     "schedule=hanayo norm=batch dropout=True memory=recompute moves=counts",
     "memory=recompute inplace=view",
-    "memory=recompute generator=True",
+    "memory=recompute generator=torch",
     "norm=read",
     "skip=residual ranks=4",
     "skip=alias ranks=4",
@@ -66,7 +66,7 @@ def test_every_value_alone_and_every_refusal() -> None:
         "schedule=pipedream tie=declared",
         "schedule=pipedream accumulate=2",
         "numbers=True",
-        "generator=True replicas=2",
+        "generator=torch replicas=2",
     ]
     expected = [cases.parsed(words.split()) for words in refused]
     assert all(cases.expectation(case) for case in expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -22,6 +24,7 @@ from vpipe.cli import train as cli
 from vpipe.errors import UserError
 from vpipe.interfaces import DatasetInterface, ModelInterface, StageInterface
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY, SCHEDULE_REGISTRY, STAGE_REGISTRY, load_plugins
+from vpipe.runtime.moves import layer_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,16 +140,20 @@ def test_a_layer_without_tensors_is_in_checkpoints(tmp_path: Path) -> None:
     assert equal(again.weights, whole.weights)
 
 
-def test_a_generator_that_checkpoints_do_not_hold_is_warned_of(tmp_path: Path) -> None:
-    """A resumed run drew from its beginning without a word."""
+@pytest.mark.parametrize("kind", [torch.Generator, random.Random, np.random.default_rng, np.random.RandomState])
+def test_a_resumed_run_draws_on_from_a_layers_own_generator(kind: Callable[[], Any], tmp_path: Path) -> None:
+    """It drew from the generator's beginning. A checkpoint without its state says so."""
 
     class Noisy(nn.Linear):
         def __init__(self) -> None:
             super().__init__(16, 16)
-            self.generator = torch.Generator().manual_seed(1)
+            self.generator = kind().manual_seed(1) if kind is torch.Generator else kind(1)  # type: ignore[call-arg]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + 0.1 * torch.randn(x.shape, generator=self.generator)
+            if kind is torch.Generator:
+                return super().forward(x) + 0.1 * torch.randn(x.shape, generator=self.generator)
+            draw = self.generator.gauss if kind is random.Random else self.generator.normal
+            return super().forward(x) + 0.1 * draw(0, 1)
 
     @MODEL_REGISTRY.register("noisy")
     class Model(ModelInterface):
@@ -159,9 +166,16 @@ def test_a_generator_that_checkpoints_do_not_hold_is_warned_of(tmp_path: Path) -
     DATASET_REGISTRY.register("numbers")(Numbers)
     STAGE_REGISTRY.register("noisy")(Squares)
     changes = {"model": {"name": "noisy"}, "dataset": {"name": "numbers", "extra": {}}, "checkpoint": {"interval": 3}}
-    said = run(tiny(**changes), tmp_path).said
-    assert said.count("warning: layer 2 draws from a generator of its own") == 1
-    assert "layer 1 draws" not in said
+    through = run(tiny(**changes), tmp_path / "through")
+    sixth = tmp_path / "through" / "checkpoints" / "iteration-000006"
+    again = run(tiny(**changes), tmp_path / "again", resume=sixth)
+    assert again.losses == through.losses[6:]
+    assert equal(again.weights, through.weights)
+    module = again.trainer.session.pipeline.modules()[2]
+    with pytest.warns(UserWarning, match=r"no state of the generator 'generator' of Noisy was kept: it begins anew"):
+        layer_state.load_into(module, None, {})
+    with pytest.raises(UserError, match=r"'generator' of Noisy is not the state of a .*give the layer the kind of"):
+        layer_state.load_into(module, None, {"generator/.generator": torch.zeros(3, dtype=torch.uint8)})
 
 
 def test_documents_are_python() -> None:

@@ -31,23 +31,29 @@ Slot = tuple[nn.Module, str]
 Keep = Callable[[], Any] | None
 
 
-def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """The generators that layers keep as attributes: torch's, Python's and numpy's."""
+def named_generators(module: nn.Module) -> dict[str, Any]:
+    """The generators that a layer's parts keep as attributes, by path: torch's, Python's and numpy's."""
     numpy = sys.modules.get("numpy")
     kinds = (torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
-    values = [value for module in modules for part in module.modules() for value in vars(part).values()]
-    return list({id(value): value for value in values if isinstance(value, kinds)}.values())
+    parts = module.named_modules()
+    return {f"{path}.{at}": value for path, part in parts for at, value in vars(part).items() if isinstance(value, kinds)}
 
 
-def _state_of(generator: Any) -> Any:
+def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The generators of some layers, each once."""
+    return list({id(value): value for module in modules for value in named_generators(module).values()}.values())
+
+
+def state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
-        generator.setstate(state)
+        version, numbers, gauss = state
+        generator.setstate((version, tuple(numbers), gauss))
     elif hasattr(generator, "set_state"):
         generator.set_state(state)
     else:
@@ -88,7 +94,7 @@ class FoundState:
             for slot, buffer in found.items()
             if buffer is not None and buffer.layout is strided
         ]
-        self._generators = [(generator, _state_of(generator)) for generator in generators]
+        self._generators = [(generator, state_of(generator)) for generator in generators]
 
     def settle(self, changing: Collection[Slot]) -> FoundState:
         """The forward is over: let go of the copies of what it has not changed. ``changing`` are buffers that forwards
@@ -124,7 +130,7 @@ class FoundState:
             part._buffers.clear()
             part._buffers.update(found)
         for generator, state in self._generators:
-            _set_state(generator, state)
+            set_state(generator, state)
 
 
 class ChangingBuffers:

@@ -1,6 +1,6 @@
 """The state of a layer: all that training has made of it, as tensors by path, for checkpoints, copies and moves.
 
-    param/<name>   buffer/<name>   optimizer/<name of the parameter>/<path>
+    param/<name>   buffer/<name>   optimizer/<name of the parameter>/<path>   generator/<path>
 
 A checkpoint and a copy in memory hold these tensors (``state_paths`` has what an optimizer keeps). A layer that moves
 takes along what a resumed run makes anew, too: buffers that no checkpoint keeps, gradients that wait for an update,
@@ -11,6 +11,9 @@ where strides differ. What cannot travel (a hook is code of one process) is refu
 
 from __future__ import annotations
 
+import json
+import random
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,13 +23,17 @@ from torch.optim import Optimizer
 
 from vpipe.errors import UserError
 from vpipe.runtime import crossing
-from vpipe.runtime.buffers import generators_of
+from vpipe.runtime.buffers import named_generators, set_state
+from vpipe.runtime.buffers import state_of as generator_state
 from vpipe.runtime.device import is_host
 from vpipe.runtime.moves.state_paths import HOSTED, flatten, unflatten
 from vpipe.runtime.transport.wire import Envelope, pack, unpack, unpack_head
 
 _BLOCK = Envelope(-2, 0, 0, 0, 0)
 LayerState = dict[str, Any]
+GENERATOR = "generator/"
+_PAGE = 4096
+"""What a state of numbers is filled up to, so that its tensor has the same size after every update."""
 
 
 def tensors_of(module: nn.Module, optimizer: Any, *, complete: bool = False) -> dict[str, Tensor]:
@@ -40,7 +47,34 @@ def tensors_of(module: nn.Module, optimizer: Any, *, complete: bool = False) -> 
         for path, tensor in flatten(states.get(parameter, {}), type(optimizer).__name__).items():
             stays = is_host(tensor.device) > is_host(parameter.device) and path != "step" and ":" not in path
             tensors[f"optimizer/{name}/{path}{HOSTED if stays else ''}"] = tensor.detach()
+    for path, generator in named_generators(module).items():
+        if not isinstance(generator, random.SystemRandom):  # it has no state
+            tensors[GENERATOR + path] = _written(generator_state(generator))
     return tensors
+
+
+def _written(state: Any) -> Tensor:
+    if isinstance(state, Tensor):
+        return state
+    text = json.dumps(state, default=lambda array: array.tolist()).encode()
+    return torch.frombuffer(bytearray(text.ljust(-(-len(text) // _PAGE) * _PAGE)), dtype=torch.uint8)
+
+
+def _set_generators(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Let a layer's own generators go on where they stood."""
+    for path, generator in named_generators(module).items():
+        told, where = tensors.get(GENERATOR + path), f"the generator {path.strip('.')!r} of {type(module).__name__}"
+        try:
+            if told is None and not isinstance(generator, random.SystemRandom):
+                warnings.warn(f"no state of {where} was kept: it begins anew", stacklevel=2)
+            elif told is not None:
+                is_torch = isinstance(generator, torch.Generator)
+                set_state(generator, told.cpu().clone() if is_torch else json.loads(bytes(told.tolist())))
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            raise UserError(
+                f"what was kept of {where} is not the state of a {type(generator).__name__} ({error}); give the layer "
+                "the kind of generator that it had"
+            ) from error
 
 
 def load_into(module: nn.Module, optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -50,7 +84,9 @@ def load_into(module: nn.Module, optimizer: Any, tensors: Mapping[str, Tensor]) 
     kept = {key: tensor.clone() for key, tensor in tensors.items() if key.startswith("optimizer/")}
     with torch.no_grad():
         for key in tensors.keys() - kept.keys():
-            places[key].copy_(tensors[key])
+            if not key.startswith(GENERATOR):
+                places[key].copy_(tensors[key])
+    _set_generators(module, tensors)
     if hasattr(optimizer, "state"):
         load_states(module, optimizer, kept)
 
@@ -103,7 +139,7 @@ def _with_extra(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def refuse_hooks(layer: int, module: nn.Module) -> None:
-    """A layer that leaves its process cannot take hooks or generators along."""
+    """A layer that leaves its process cannot take hooks along."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     found = [type(part).__name__ for part in module.modules() if any(getattr(part, name) for name in hooks)]
     found += [name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -111,11 +147,6 @@ def refuse_hooks(layer: int, module: nn.Module) -> None:
         raise UserError(
             f"layer {layer} has a hook ({found[0]}), which is code of this process and cannot move to another; "
             "remove it before the move and register it where the layer is then"
-        )
-    if generators_of([module]):
-        raise UserError(
-            f"layer {layer} has a generator of its own ({type(module).__name__}), whose state does not move to another "
-            "process; draw from torch's default generator, which is seeded for every unit and layer"
         )
 
 
@@ -154,6 +185,7 @@ def put(state: LayerState, module: nn.Module, device: torch.device) -> None:
         if kind == "buffer":
             owner, _, slot = path.rpartition(".")
             module.get_submodule(owner)._buffers[slot] = tensor.to(device)
+    _set_generators(module, state["tensors"])
     for path, extra in state["extra"].items():
         module.get_submodule(path).set_extra_state(extra)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.errors import UserError
-from vpipe.runtime.buffers import generators_of
+from vpipe.runtime.buffers import generators_of, set_state, state_of
 from vpipe.runtime.device import place
 from vpipe.runtime.microbatches import units_of
 from vpipe.runtime.moves import layer_state
@@ -324,7 +324,7 @@ class Checkable:
         modules = [held.module for held in pipeline.held_layers()]
         gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
         buffers = [(each, each.clone()) for module in modules for each in module.buffers()]
-        generators = [(each, each.get_state()) for each in generators_of(modules) if isinstance(each, torch.Generator)]
+        generators = [(each, state_of(each)) for each in generators_of(modules)]
         before = pipeline.num_units, pipeline.num_updates
         pipeline.zero_grad()
         try:
@@ -337,4 +337,4 @@ class Checkable:
                 for buffer, kept in buffers:
                     buffer.copy_(kept)
             for generator, state in generators:
-                generator.set_state(state)
+                set_state(generator, state)

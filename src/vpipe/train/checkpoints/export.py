@@ -57,7 +57,7 @@ def _tensors(found: Checkpoint) -> dict[str, Tensor]:
         f"{layer}.{key.split('/', 1)[1]}": tensor
         for layer in range(len(found.manifest.files.keys() - {TOKENIZER}))
         for key, tensor in found.read(layer).items()
-        if not key.startswith("optimizer/")
+        if not key.startswith(("optimizer/", "generator/"))
     }
 
 

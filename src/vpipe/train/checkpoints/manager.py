@@ -20,7 +20,6 @@ from vpipe.rundir.layout import CHECKPOINTS, TOKENIZER
 from vpipe.rundir.lineage import Line, LineageEntry
 from vpipe.rundir.manifest import DamagedCheckpoint, Standing
 from vpipe.rundir.reader import RunDirectory
-from vpipe.runtime.buffers import generators_of
 from vpipe.runtime.moves import layer_state
 from vpipe.runtime.updates.update import LossScale
 from vpipe.train.checkpoints.checkpoint import Checkpoint
@@ -207,14 +206,7 @@ class CheckpointManager:
         )
 
     def _warn_of_what_is_left_out(self) -> None:
-        """A file holds what belongs to a layer's tensors: not what an optimizer counts for all its weights, and not the
-        state of a generator."""
-        for held in self._session.pipeline.held_layers():
-            if generators_of([held.module]):
-                self._say(
-                    f"warning: layer {held.layer} draws from a generator of its own, whose state checkpoints do not "
-                    "hold: a resumed run begins it anew; draw from torch's, which is seeded for every unit and layer"
-                )
+        """A file holds what belongs to a layer: not what an optimizer counts for all its weights."""
         for made in self._session.pipeline.optimizers.values():
             for group in made.param_groups:
                 for name in sorted(group.keys() - {"params", "lr"}):
