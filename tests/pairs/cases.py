@@ -47,7 +47,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "accumulate": (1, 2),
     "replicas": (1, 2),
     "tie": ("none", "declared", "module"),
-    "loss": ("function", "module", "added"),
+    "loss": ("function", "module", "added", "counting"),
     "norm": ("none", "batch", "read"),
     "dropout": (False, True),
     "generator": (False, "torch", "python", "numpy"),
@@ -218,7 +218,7 @@ def pipeline_of(case: Case) -> list[str]:
         lines += ["    made[-1] = made[-2]"]
     lines += [f'    return hooked(made, "{case["hook"]}")' if case["hook"] != "none" else "    return made", ""]
     autocast = "autocast" if case["autocast"] else "nullcontext"
-    loss = "ScaledLoss()" if case["loss"] == "module" else "loss_of"
+    loss = {"module": "ScaledLoss()", "counting": "CountingLoss()"}.get(case["loss"], "loss_of")
     options = [f'schedule="{case["schedule"]}"', f"num_ranks={case['ranks'] * case['replicas']}"]
     options += [f"num_microbatches={case['units']}", f"optimizer={case['optimizer']}", f"seed={SEED}"]
     options += [f"replicas={case['replicas']}"] if case["replicas"] > 1 else []

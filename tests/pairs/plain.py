@@ -191,7 +191,7 @@ class Plain:
         return copies
 
     def _buffers(self) -> Iterable[tuple[str, Tensor]]:
-        return ((f"{i}.{name}", t) for i, m in enumerate(self.modules) for name, t in m.named_buffers())
+        return ((f"{i}.{name}", t) for i, m in enumerate(self.owners()) for name, t in m.named_buffers())
 
     def _generators(self) -> list[torch.Generator]:
         parts = [part for module in self.modules for part in module.modules()]

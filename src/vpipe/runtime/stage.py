@@ -91,12 +91,13 @@ class Stage:
         self.modules = dict(modules)
         self.is_last = index == flow.num_stages - 1
         self.owned = dict(modules)
-        """The layers, and at the last stage, under the number after the last layer, a loss that has parameters."""
+        """The layers, and at the last stage, under the number after the last layer, a loss that has a state: parameters,
+        buffers, generators."""
         self.called = dict(modules)
         """The same with any loss that is a module."""
         if self.is_last and isinstance(loss, nn.Module):
             self.called[len(flow.layers)] = loss
-            if any(True for _ in loss.parameters()):
+            if [*loss.parameters(), *loss.buffers(), *generators_of([loss])]:
                 self.owned[len(flow.layers)] = loss
         self.weights = VersionedWeights(self.owned, options.swap) if options.versioned else Weights(self.owned)
         self.units: dict[int, Unit] = {}
