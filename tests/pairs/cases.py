@@ -13,8 +13,10 @@ from __future__ import annotations
 import random
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
+from textwrap import indent
 from typing import Any
 
 import parts
@@ -30,6 +32,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "schedule": (
         *("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "chimera", "hanayo", "looped-bfs", "v-min"),
         *("pipedream", "pipedream-2bw", "zb-h2", "dualpipe", "interleaved-zb", "eager-1f1b"),
+        "own",
     ),
     "ranks": (2, 1, 4),
     "units": (4, 2, 5),
@@ -39,25 +42,25 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "memory": ("keep", "recompute", "half", "swap", "both", "alternate"),
     "workers": (False, True),
     "optimizer": ("sgd", "momentum", "adam"),
-    "rates": (False, True),
+    "rates": (False, True, "function"),
     "clip": (None, 0.05),
     "scale": (None, 8.0),
     "nonfinite": (False, True),
-    "autocast": (False, True, "around"),
+    "autocast": (False, True, "around", "whole"),
     "accumulate": (1, 2),
     "replicas": (1, 2),
-    "tie": ("none", "declared", "module"),
+    "tie": ("none", "declared", "module", "three"),
     "loss": ("function", "module", "added", "counting"),
     "norm": ("none", "batch", "read"),
     "dropout": (False, True),
     "generator": (False, "torch", "python", "numpy"),
     "numbers": (False, True),
-    "inplace": ("none", "view", "batch", "buffer"),
+    "inplace": ("none", "view", "batch", "buffer", "same", "kept"),
     "skip": ("none", "direct", "residual", "twice", "alias"),
     "values": ("tensor", "tuple", "dict"),
-    "frozen": ("none", "first", "turns"),
+    "frozen": ("none", "first", "turns", "once"),
     "hook": ("none", "tensor", "accumulated"),
-    "function": ("none", "own", "deferred"),
+    "function": ("none", "own", "deferred", "branches", "chunks"),
     "teacher": (False, True),
     "compiled": (False, True),
     "evaluates": (False, True),
@@ -85,13 +88,14 @@ def impossible(case: Case) -> bool:
         or (case["moves"] in ("resume", "copies") and (case["processes"] or case["hook"] != "none"))
         or (case["rows"] != "even" and (asynchronous or case["replicas"] > 1))
         or (asynchronous and (case["replicas"] > 1 or case["hook"] != "none" or case["moves"] == "counts"))
+        or (asynchronous and case["rates"] == "function")
         or (asynchronous and case["nonfinite"] and case["schedule"] == "pipedream-2bw")
         or (
             case["devices"] and any(case[name] for name in ("processes", "workers", "autocast", "generator", "dropout"))
         )
         or (case["processes"] and case["ranks"] * case["replicas"] not in (2, 4))
         # The scheduler of an optimizer that stays behind turns nothing, and a warning says so: tests/runtime/test_runtime_move.py.
-        or (case["processes"] and case["rates"] and case["moves"] == "ranks")
+        or (case["processes"] and case["rates"] is True and case["moves"] == "ranks")
         or (case["tie"] == "module" and (case["values"] != "tensor" or case["hook"] != "none"))
         or (case["frozen"] != "none" and case["tie"] != "none")
         or (
@@ -152,11 +156,13 @@ def layers_of(case: Case) -> list[tuple[str, str, str]]:
     inner = [linear]
     inner += {"none": [], "batch": ["Norm()"], "read": ["Norm(reads=True)"]}[case["norm"]]
     inner += ["nn.Identity()", "nn.SiLU(inplace=True)"] if case["inplace"] == "view" else []
-    inner += ["Counter()"] if case["inplace"] == "buffer" else []
+    inner += {"buffer": ["Counter()"], "same": ["Counter(0.0)"]}.get(case["inplace"], [])
     inner += ["nn.Dropout(0.3)"] if case["dropout"] else []
     inner += [f'Noise("{case["generator"]}")'] if case["generator"] else []
     inner += ["Chance()"] if case["numbers"] else []
-    inner += {"none": [], "own": ["Own()"], "deferred": ["Own(Deferred)"]}[case["function"]]
+    function = {"own": "Own()", "deferred": "Own(Deferred)", "branches": "Branches()"}
+    function["chunks"] = "Apply(chunks, nn.Linear(D, 2 * D))"
+    inner += [function[case["function"]]] if case["function"] != "none" else []
     inner += ["Teacher()"] if case["teacher"] else []
     inner += ["Auxiliary(add)"] if case["loss"] == "added" else []
     inner += [f"nn.Sequential({linear}, nn.Tanh())"]
@@ -175,6 +181,9 @@ def layers_of(case: Case) -> list[tuple[str, str, str]]:
     elif case["skip"] != "none":
         layers.append((f"Apply(lambda x, linear: (x, linear(x)), {linear})", one, '("x", "h")'))
     layers += [(each, one, one) for each in inner]
+    if case["inplace"] == "kept":
+        both = [("Apply(lambda x: (x, x.tanh()))", one, '("x", "k")'), ("Apply(negated)", '("x", "k")', one)]
+        layers += [(linear, one, one), *both, (linear, one, one), (linear, one, one), *both]
     if case["skip"] in ("direct", "alias"):
         layers.append(("Apply(lambda x, h: x + h)", '("x", "h")', one))
     if case["skip"] == "alias":
@@ -200,8 +209,9 @@ def counts_of(case: Case, num_layers: int, cut: str) -> list[int] | None:
 
 def ties_of(case: Case, num_layers: int) -> list[list[str]]:
     name = "parts.0.{}" if case["inplace"] == "batch" else "{}"
-    if case["tie"] == "declared":
-        return [["0." + name.format("weight"), f"{num_layers - 1}.weight"]]
+    if case["tie"] in ("declared", "three"):
+        owners = [num_layers - 1] if case["tie"] == "declared" else [num_layers - 2, num_layers - 1]
+        return [["0." + name.format("weight"), *(f"{owner}.weight" for owner in owners)]]
     if case["tie"] == "module":
         return [[f"{layer}.{kind}" for layer in (num_layers - 2, num_layers - 1)] for kind in ("weight", "bias")]
     return []
@@ -217,7 +227,7 @@ def pipeline_of(case: Case) -> list[str]:
     if case["tie"] == "module":
         lines += ["    made[-1] = made[-2]"]
     lines += [f'    return hooked(made, "{case["hook"]}")' if case["hook"] != "none" else "    return made", ""]
-    autocast = "autocast" if case["autocast"] else "nullcontext"
+    autocast = "autocast" if case["autocast"] in (True, "around") else "nullcontext"
     loss = {"module": "ScaledLoss()", "counting": "CountingLoss()"}.get(case["loss"], "loss_of")
     options = [f'schedule="{case["schedule"]}"', f"num_ranks={case['ranks'] * case['replicas']}"]
     options += [f"num_microbatches={case['units']}", f"optimizer={case['optimizer']}", f"seed={SEED}"]
@@ -227,7 +237,7 @@ def pipeline_of(case: Case) -> list[str]:
     options += ["autocast=autocast"] if case["autocast"] is True else []
     options += ['executor="threaded"'] if case["workers"] else []
     options += ['device="emu"'] if case["devices"] else []
-    if case["tie"] == "declared":
+    if case["tie"] in ("declared", "three"):
         owners = ", ".join(f"({n.split('.')[0]}, {n.split('.', 1)[1]!r})" for n in ties[0])
         options += [f"tied=[TiedWeight(({owners}))]"]
     memory = MEMORY[case["memory"]]
@@ -246,13 +256,15 @@ def pipeline_of(case: Case) -> list[str]:
     lines += ["count = pipe.program().num_microbatches", f"around = {autocast}"]
     if case["moves"] == "copies":
         lines += ["copies = Copies()"]
-    if case["rates"]:
+    if case["rates"] == "function":
+        lines += ["pipe.set_learning_rate(rate_of)"]
+    elif case["rates"]:
         lines += ["rates = [rate(each) for each in (plain.optimizer, *pipe.optimizers.values())]"]
     return lines
 
 
 def frozen_of(case: Case, step: int) -> list[str]:
-    if case["frozen"] == "none":
+    if case["frozen"] == "none" or (case["frozen"] == "once" and step > 0):
         return []
     first = case["frozen"] == "first"
     frozen, thawed = ([0], [2]) if first or step % 2 == 0 else ([2], [0])
@@ -270,6 +282,7 @@ def step_of(case: Case, step: int) -> list[str]:
         told = [str(number), rows, *([str(length)] if length or case["nonfinite"] else [])]
         told += [str(step != 1)] if case["nonfinite"] else []
         lines += [f"x, y = batch({', '.join(told)})", "state = torch.get_rng_state()"]
+        lines += [f"set_rate(plain.optimizer, rate_of({step}))"] if case["rates"] == "function" else []
         update = f", update={part == times - 1}, weight={1 / times}" if times > 1 else ""
         expected = f"plain.step(units(x, y, count), orders(pipe){update})"
         if case["schedule"] in ASYNCHRONOUS:
@@ -290,7 +303,7 @@ def step_of(case: Case, step: int) -> list[str]:
 
 def between(case: Case, step: int) -> list[str]:
     lines = []
-    if case["rates"]:
+    if case["rates"] is True:
         lines += ["for each in rates:", "    each.step()"]
     if case["modes"]:
         lines += [f"set_modes(pipe.modules().values(), {step % 2 == 1})", f"set_modes(plain.modules, {step % 2 == 1})"]
@@ -319,7 +332,11 @@ def between(case: Case, step: int) -> list[str]:
 
 
 def rates_again(case: Case) -> list[str]:
-    return ["rates[1:] = [rate(each) for each in pipe.optimizers.values()]"] if case["rates"] else []
+    again = {
+        True: "rates[1:] = [rate(each) for each in pipe.optimizers.values()]",
+        "function": "pipe.set_learning_rate(rate_of)",
+    }
+    return [again[case["rates"]]] if case["rates"] else []
 
 
 HEAD = """import random
@@ -347,6 +364,8 @@ swap.MIN_BYTES = 64  # of what is swapped: these models are small
 def program_of(case: Case) -> str:
     """The case as a script."""
     steps = [line for step in range(STEPS) for line in ["", *step_of(case, step)]]
+    if case["autocast"] == "whole":
+        steps = ["", "with autocast():", indent("\n".join(steps), "    ")]
     end = ["", "same_state(pipe, plain)"] + (["copies.close()"] if case["moves"] == "copies" else []) + ["pipe.close()"]
     return "\n".join([f'"""{command(case)}"""', "", HEAD, *pipeline_of(case), *steps, *end, 'print("equal")']) + "\n"
 
@@ -355,7 +374,9 @@ def run(program: str) -> str:
     """What went wrong in a program, in one line; empty where it is equal."""
     names: dict[str, Any] = {"__name__": "case", "print": lambda *_: None}
     try:
-        exec(compile(program, "<case>", "exec"), names)  # noqa: S102 - our own text
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            exec(compile(program, "<case>", "exec"), names)  # noqa: S102 - our own text
     except UserError as error:
         return f"refused: {error.sentence}"
     except Mismatch as error:
@@ -366,7 +387,7 @@ def run(program: str) -> str:
         torch._dynamo.reset() if "torch.compile" in program else None
         if "pipe" in names:
             names["pipe"].close()
-    return ""
+    return next((f"WRONG: {each.message}" for each in warned if "do not wait for W" in str(each.message)), "")
 
 
 def run_in_a_rank(program: str) -> str:

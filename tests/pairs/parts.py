@@ -61,16 +61,17 @@ class Chance(nn.Module):
 
 
 class Counter(nn.Module):
-    """A buffer that every forward changes in place and reads."""
+    """A buffer that every forward changes in place and reads; with ``rate`` 0 it is written and stays what it was."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float = 0.2) -> None:
         super().__init__()
+        self.rate = rate
         self.register_buffer("seen", torch.ones(D))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
-                self.seen.mul_(0.8).add_(x.detach().float().reshape(-1, D).mean(0).abs(), alpha=0.2)
+                self.seen.mul_(1 - self.rate).add_(x.detach().float().reshape(-1, D).mean(0).abs(), alpha=self.rate)
         return x * self.seen
 
 
@@ -110,6 +111,18 @@ class Own(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             return self.function.apply(x.float(), self.weight)
+
+
+class Branches(nn.Module):
+    """Uses its weight in another way where the data say so: then no unit's graph need be that of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y + 0.1 * x * self.linear.weight.sum() if x.detach().float().sum() > 0 else y
 
 
 class Teacher(nn.Module):
@@ -190,6 +203,16 @@ def in_place(x: Tensor, linear: nn.Module) -> Tensor:
     return linear(x.mul_(0.9))
 
 
+def negated(x: Tensor, k: Tensor) -> Tensor:
+    return x.mul_(-0.9) + k
+
+
+def chunks(x: Tensor, linear: nn.Module) -> Tensor:
+    """The second half is saved as a view, which does not begin where its memory does."""
+    one, other = linear(x).chunk(2, -1)
+    return one * other
+
+
 def residual(x: Tensor, h: Tensor, linear: nn.Module) -> Tensor:
     return x + h + linear(h)
 
@@ -203,12 +226,13 @@ def clamped(parameter: nn.Parameter) -> None:
 
 
 def hooked(layers: list[Any], kind: str) -> list[Any]:
-    """The same layers; the first weight has a hook."""
-    weight = next(layers[0][0].parameters())
-    if kind == "tensor":
-        weight.register_hook(half)
-    else:
-        weight.register_post_accumulate_grad_hook(clamped)
+    """The same layers; a weight of the first and of the last has a hook."""
+    for module, *_ in (layers[0], layers[-1]):
+        weight = next(module.parameters())
+        if kind == "tensor":
+            weight.register_hook(half)
+        else:
+            weight.register_post_accumulate_grad_hook(clamped)
     return layers
 
 
@@ -220,6 +244,15 @@ clipped_adam = partial(torch.optim.AdamW, lr=0.01, foreach=False)
 
 def rate(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def rate_of(update: float) -> float:
+    return 0.1 / (1 + update)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def parts_of(modules: Iterable[nn.Module], kind: Any) -> Iterable[Any]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,7 @@ class Plain:
         for module in self.owners():
             module.eval()
         total = 0.0
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), uncached(), self.autocast():
             for inputs, targets, share in units:
                 total += share * float(self.loss(self.forward(self.modules, inputs, None), targets))
         for module, mode in modes:
@@ -99,7 +99,7 @@ class Plain:
         state = torch.get_rng_state()
         self.added.clear()
         loss_of = modules[-1] if isinstance(self.loss, nn.Module) else self.loss
-        with self.autocast():
+        with uncached(), self.autocast():
             loss = loss_of(self.forward(modules, inputs, number), targets)
         torch.set_rng_state(state)
         parts = [float(extra.detach()) for extra in self.added] + [float(loss.detach())]
@@ -221,7 +221,17 @@ class Plain:
                 nn.utils.clip_grads_with_norm_(part.values(), self.clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        torch.clear_autocast_cache()  # an autocast around all of this keeps casts of the weights of before
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Let an autocast around keep no casts: the next update makes them those of old weights."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def is_generator(value: Any) -> bool:

@@ -16,12 +16,28 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vpipe import Pipeline
+from vpipe.registry import SCHEDULE_REGISTRY
 from vpipe.rundir.manifest import Standing
 from vpipe.runtime.moves import layer_state
+from vpipe.schedule.action import Action, Kind
+from vpipe.schedule.placement import loop
+from vpipe.schedule.program import Program
 from vpipe.train.checkpoints import layer_file
 from vpipe.train.copies import CopyShelf, Part, newest
 
 State = dict[int, dict[str, Tensor]]
+
+
+def own_schedule(num_ranks: int, num_microbatches: int) -> Program:
+    """A schedule of the user's own: the gradients of the inputs in another order than those of the weights."""
+    units = range(num_microbatches)
+    order = [*((Kind.F, k) for k in units), *((Kind.I, k) for k in reversed(units)), *((Kind.W, k) for k in units)]
+    rows = [[*(Action(rank, kind, k) for kind, k in order), Action(rank, Kind.STEP)] for rank in range(num_ranks)]
+    return Program(tuple(map(tuple, rows)), loop(num_ranks), num_microbatches)
+
+
+if "own" not in SCHEDULE_REGISTRY:
+    SCHEDULE_REGISTRY.register("own")(own_schedule)
 
 
 def orders(pipe: Pipeline) -> list[list[tuple[int, ...]]]:

@@ -35,8 +35,8 @@ def named_generators(module: nn.Module) -> dict[str, Any]:
     """The generators that a layer's parts keep as attributes, by path: torch's, Python's and numpy's."""
     numpy = sys.modules.get("numpy")
     kinds = (torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
-    parts = module.named_modules()
-    return {f"{path}.{at}": value for path, part in parts for at, value in vars(part).items() if isinstance(value, kinds)}
+    found = ((f"{path}.{at}", each) for path, part in module.named_modules() for at, each in vars(part).items())
+    return {path: each for path, each in found if isinstance(each, kinds)}
 
 
 def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
@@ -232,8 +232,9 @@ class ChangingBuffers:
 
 
 def _differs(buffer: Tensor, before: Tensor, version: int) -> bool:
-    """Whether a buffer is not what it was: by value on the host, which would wait for a device."""
-    return not torch.equal(buffer, before) if is_host(buffer.device) else buffer._version != version
+    """Whether a buffer was written: by version (autograd minds a write of the same value, too), and on the host by
+    value, because ``.data`` is not counted."""
+    return buffer._version != version or (is_host(buffer.device) and not torch.equal(buffer, before))
 
 
 def _buffers_of(slots: Iterable[Slot]) -> dict[Slot, Tensor]:

@@ -48,15 +48,21 @@ class Holdings:
     num_updates: int
 
     def held_layers(self) -> Iterator[HeldLayer]:
-        """All layers of this process's ranks, replicas too, each with its module and optimizer."""
+        """All layers of this process's ranks, each with its module and optimizer; then those of further replicas."""
+        others: list[HeldLayer] = []
         for engine in self.engines:
             for index, stage in engine.stages.items():
                 is_first = engine.flow.layout.leader(index) == engine.rank
                 for layer, module in stage.owned.items():
-                    yield HeldLayer(layer, engine.rank, is_first, module, engine.updater.optimizers.get(index))
+                    held = HeldLayer(layer, engine.rank, is_first, module, engine.updater.optimizers.get(index))
+                    if is_first:
+                        yield held
+                    else:
+                        others.append(held)
+        yield from others
 
     def modules(self) -> dict[int, nn.Module]:
-        """Layer → module, of the layers that this process holds; a loss with parameters comes after the last."""
+        """Layer → module, of the layers that this process holds; a loss with a state comes after the last."""
         found: dict[int, nn.Module] = {}
         for held in self.held_layers():
             found.setdefault(held.layer, held.module)
@@ -67,21 +73,16 @@ class Holdings:
         """Stage → optimizer, of the stages that this process holds (replica 0 of each, where it holds several)."""
         found: dict[int, Optimizer] = {}
         for engine in self.engines:
+            ranks_of = engine.flow.layout.placement.ranks_of
             for stage, optimizer in engine.updater.optimizers.items():
-                found.setdefault(stage, optimizer)
+                if engine.rank == ranks_of[stage][0] or stage not in found:
+                    found[stage] = optimizer
         return StageOptimizers(sorted(found.items()))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """``"<layer>.<name>"`` → parameter, of the layers that this process holds."""
-        found: dict[str, nn.Parameter] = {}
-        for name, parameter in self._all_parameters():
-            found.setdefault(name, parameter)
-        return found
-
-    def _all_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for engine in self.engines:
-            for stage in engine.stages.values():
-                yield from stage.weights.parameters.items()
+        modules = self.modules()
+        return {f"{layer}.{name}": p for layer in modules for name, p in modules[layer].named_parameters()}
 
     def set_learning_rate(self, rate_of_update: Callable[[float], float]) -> None:
         """Let update ``n`` use ``rate_of_update(n)``. Updates are counted as the first stage makes them: a stage that
@@ -130,11 +131,11 @@ class Holdings:
 
     def gradients(self) -> dict[str, Tensor]:
         """``"<layer>.<name>"`` → accumulated gradient, of the layers that this process holds."""
-        return {name: p.grad for name, p in self._all_parameters() if p.grad is not None}
+        return {name: p.grad for name, p in self.parameters().items() if p.grad is not None}
 
     def zero_grad(self) -> None:
-        for _, parameter in self._all_parameters():
-            parameter.grad = None
+        for held in self.held_layers():
+            held.module.zero_grad()
 
     def _lead_replicas(self) -> None:
         """Let replicas of this process train as the first does, which is the one that the user sees: by its modes, its

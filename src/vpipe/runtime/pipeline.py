@@ -252,7 +252,9 @@ class Pipeline(Holdings, Checkable):
         program = self.programs.forward(self.programs.num_units)
         job = self._job(inputs, targets, program, training=False, wants_loss=wants_loss)
         self._require_whole()
-        modules = [each for engine in self.engines for stage in engine.stages.values() for each in stage.called.values()]
+        modules = [
+            each for engine in self.engines for stage in engine.stages.values() for each in stage.called.values()
+        ]
         with self._thread.undisturbed(self.devices), torch.no_grad(), evaluating(modules):
             return self._run(program, job)
 

@@ -91,8 +91,8 @@ class Stage:
         self.modules = dict(modules)
         self.is_last = index == flow.num_stages - 1
         self.owned = dict(modules)
-        """The layers, and at the last stage, under the number after the last layer, a loss that has a state: parameters,
-        buffers, generators."""
+        """The layers, and at the last stage, under the number after the last layer, a loss that has a state:
+        parameters, buffers, generators."""
         self.called = dict(modules)
         """The same with any loss that is a module."""
         if self.is_last and isinstance(loss, nn.Module):

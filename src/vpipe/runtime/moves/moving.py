@@ -252,9 +252,9 @@ class Move:
         """Let the optimizer objects of a stage that stays in this process go on with what has come, because others hold
         them: a learning-rate scheduler, the user."""
         for index in range(self.layout.num_stages):
-            now = [engine for engine in engines if index in engine.updater.optimizers]
+            now = _holders(engines, index)
             made = [(each.updater.optimizers[index].state, each.updater.optimizers[index].param_groups) for each in now]
-            before = [each.updater.optimizers[index] for each in self._old if index in each.updater.optimizers]
+            before = [each.updater.optimizers[index] for each in _holders(self._old, index)]
             for engine, known, (state, groups) in zip(now, before, made, strict=False):
                 known.state, known.param_groups = state, groups
                 engine.updater.optimizers[index] = known
@@ -288,6 +288,12 @@ class Move:
 
 def _optimizer(engine: Engine, layer: int) -> torch.optim.Optimizer | None:
     return engine.updater.optimizers.get(engine.flow.layout.stage_of(layer))
+
+
+def _holders(engines: list[Engine], stage: int) -> list[Engine]:
+    """Those that have an optimizer of a stage, replica 0 first."""
+    found = [engine for engine in engines if stage in engine.updater.optimizers]
+    return sorted(found, key=lambda engine: engine.flow.layout.placement.ranks_of[stage].index(engine.rank))
 
 
 def admitted(engines: list[Engine], new: Layout) -> Layout:
