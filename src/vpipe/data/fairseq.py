@@ -1,4 +1,4 @@
-"""fairseq's binarised sentences: ``<prefix>.idx`` + ``<prefix>.bin``, and ``dict.<lang>.txt``. Read and write.
+"""fairseq's binarised sentences: ``<prefix>.idx`` + ``<prefix>.bin``, and ``dict.<lang>.txt``.
 
     idx   "TNTIDX\\0\\0"  u64 version=1  u64 dtype code  u64 element size  u64 n  u64 s
           i64 dim_offsets[n+1]  i64 data_offsets[n+1]  i64 sizes[s]          (offsets count elements)

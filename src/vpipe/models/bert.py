@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe.layer import Layer, TiedWeight
-from vpipe.models.gpt import Make, initialised
+from vpipe.models.gpt import Make, attended, heads, initialised
 from vpipe.models.losses import PretrainingLoss
 from vpipe.models.model import Model, fits, head_size_of, positive, seed_layers, tie
 
@@ -60,14 +60,10 @@ class Attention(nn.Module):
         self.norm = nn.LayerNorm(hidden_size, EPS)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        batch, length, hidden = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.num_heads, hidden // self.num_heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = (heads(part, self.num_heads) for part in self.qkv(x).chunk(3, -1))
         visible = mask.bool()[:, None, None, :]
-        rate = self.rate if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=rate)
-        mixed = self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
-        y: Tensor = self.norm(x + self.dropout(mixed))
+        mixed = attended(query, key, value, self.rate if self.training else 0.0, visible)
+        y: Tensor = self.norm(x + self.dropout(self.out(mixed)))
         return y
 
 

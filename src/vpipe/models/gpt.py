@@ -45,6 +45,21 @@ class Embedding(nn.Module):
         return embedded
 
 
+def heads(x: Tensor, num_heads: int) -> Tensor:
+    """``(batch, length, channels)`` as ``(batch, num_heads, length, channels of a head)``."""
+    batch, length, _ = x.shape
+    return x.view(batch, length, num_heads, -1).transpose(1, 2)
+
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, mask: Tensor | None = None, *, causal: bool = False
+) -> Tensor:
+    """What all heads make of the values, side by side; several query heads may share a key and value head."""
+    shared = key.shape[1] != query.shape[1]
+    mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, enable_gqa=shared)
+    return mixed.transpose(1, 2).flatten(2)
+
+
 class Attention(nn.Module):
     """Pre-norm causal self-attention with its residual: ``x + out(attend(norm(x)))``."""
 
@@ -52,19 +67,15 @@ class Attention(nn.Module):
         self, hidden_size: int, num_heads: int, head_size: int, dropout: float, std: float, residual_std: float
     ) -> None:
         super().__init__()
-        self.num_heads, self.head_size, self.rate = num_heads, head_size, dropout
+        self.num_heads, self.rate = num_heads, dropout
         self.norm = nn.LayerNorm(hidden_size)
         self.qkv = initialised(nn.Linear(hidden_size, 3 * num_heads * head_size), std)
         self.out = initialised(nn.Linear(num_heads * head_size, hidden_size), residual_std)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        qkv = self.qkv(self.norm(x)).view(batch, length, 3, self.num_heads, self.head_size)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        rate = self.rate if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=rate, is_causal=True)
-        mixed = mixed.transpose(1, 2).reshape(batch, length, self.num_heads * self.head_size)
+        query, key, value = (heads(part, self.num_heads) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        mixed = attended(query, key, value, self.rate if self.training else 0.0, causal=True)
         return x + self.dropout(self.out(mixed))  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe.errors import UserError
-from vpipe.models.gpt import Head, causal, initialised
+from vpipe.models.gpt import Head, attended, causal, heads, initialised
 from vpipe.models.model import Model, head_size_of, positive
 
 
@@ -73,17 +73,11 @@ class Attention(nn.Module):
         self.out = linear(num_heads * head_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
         normed = self.norm(x)
-        query = self.query(normed).view(batch, length, self.num_heads, self.head_size).transpose(1, 2)
-        key = self.key(normed).view(batch, length, self.num_kv_heads, self.head_size).transpose(1, 2)
-        value = self.value(normed).view(batch, length, self.num_kv_heads, self.head_size).transpose(1, 2)
-        cos, sin = rotary_angles(length, self.head_size, self.theta, query)
-        shared = self.num_kv_heads != self.num_heads
-        mixed = F.scaled_dot_product_attention(
-            rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True, enable_gqa=shared
-        )
-        return x + self.out(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+        query, key = heads(self.query(normed), self.num_heads), heads(self.key(normed), self.num_kv_heads)
+        value = heads(self.value(normed), self.num_kv_heads)
+        cos, sin = rotary_angles(x.shape[1], self.head_size, self.theta, query)
+        return x + self.out(attended(rotate(query, cos, sin), rotate(key, cos, sin), value, causal=True))  # type: ignore[no-any-return]
 
 
 class SwiGLU(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe.layer import Layer, TiedWeight
-from vpipe.models.gpt import Head
+from vpipe.models.gpt import Head, attended, heads
 from vpipe.models.losses import TokenLoss
 from vpipe.models.model import Model, head_size_of, positive, seed_layers, tie
 
@@ -62,24 +62,17 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (xavier(hidden_size, hidden_size) for _ in range(4))
         self.dropout = nn.Dropout(dropout)
 
-    def heads(self, x: Tensor) -> Tensor:
-        batch, length, hidden_size = x.shape
-        return x.view(batch, length, self.num_heads, hidden_size // self.num_heads).transpose(1, 2)
-
     def forward(
         self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         normed = self.norm(x)
         seen = normed if memory is None else memory
-        mixed = F.scaled_dot_product_attention(
-            self.heads(self.query(normed)),
-            self.heads(self.key(seen)),
-            self.heads(self.value(seen)),
-            attn_mask=None if mask is None else mask[:, None, None, :],
-            dropout_p=self.rate if self.training else 0.0,
-            is_causal=is_causal,
+        query, key, value = (
+            heads(part, self.num_heads) for part in (self.query(normed), self.key(seen), self.value(seen))
         )
-        return x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+        visible = None if mask is None else mask[:, None, None, :]
+        mixed = attended(query, key, value, self.rate if self.training else 0.0, visible, causal=is_causal)
+        return x + self.dropout(self.out(mixed))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):

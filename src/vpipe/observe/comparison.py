@@ -32,6 +32,13 @@ COLUMNS = (
     "directory",
 )  # fmt: skip
 
+MEDIANS = {name: name for name in ("iterations", "updates", "mfu", "bubble", "final_loss", "evaluation_loss")} | {
+    "seconds": "time_per_iteration_seconds",
+    "memory": "tensor_memory",
+    "process_memory": "peak_memory",
+}
+"""Figure of a group → key of its runs."""
+
 
 def equality(results: Sequence[ResultDocument]) -> dict[str, str]:
     """Run → ``equal``, or where it first differs from its group's first run; only synchronous runs have a verdict."""
@@ -113,18 +120,8 @@ def groups(results: Sequence[ResultDocument]) -> list[dict[str, Any]]:
                 "failed": [str(each.get("reason")) for each in members if each.get("status") != "done"],
                 "throughput": median(rates) if rates else None,
                 "spread": stdev(rates) if len(rates) > 1 else None,
-                "iterations": _median(done, "iterations"),
-                "updates": _median(done, "updates"),
-                "seconds": _median(done, "time_per_iteration_seconds"),
-                "mfu": _median(done, "mfu"),
-                "bubble": _median(done, "bubble"),
-                "memory": _median(done, "tensor_memory"),
-                "process_memory": _median(done, "peak_memory"),
-                "final_loss": _median(done, "final_loss"),
-                "evaluation_loss": _median(done, "evaluation_loss"),
-                "staleness": first.get("staleness"),
-                "weight_versions": first.get("weight_versions"),
-                "idle_by_cause": first.get("idle_by_cause"),
+                **{name: _median(done, key) for name, key in MEDIANS.items()},
+                **{name: first.get(name) for name in ("staleness", "weight_versions", "idle_by_cause")},
                 "equal": wrong[0] if wrong else ("equal" if verdicts else None),
                 "curve": first.get("curve") or [],
             }

@@ -75,12 +75,7 @@ def answer(question: Mapping[str, str]) -> dict[str, Any]:
 
 def _program(question: Mapping[str, str], times: Mapping[str, Any]) -> Program:
     """Built by the catalogue, or read from what was edited."""
-    entry = get(question.get("schedule", ""))
-    ranks, units = whatif.count_of(question, "ranks"), whatif.count_of(question, "microbatches")
-    stages = whatif.count_of(question, "stages_per_rank") if entry.any_stages_per_rank else None
-    size = 3 * ranks * units * (stages or entry.stages_per_rank)
-    if size > MAX_ACTIONS:
-        raise UserError(f"that would be about {size} actions; the playground draws at most {MAX_ACTIONS}")
+    entry, (ranks, units, stages) = whatif.asked(question, MAX_ACTIONS)
     text = question.get("rows", "")
     if len(text) > MAX_TEXT:
         raise UserError(f"the edited program has {len(text)} characters; at most {MAX_TEXT} fit into an address")

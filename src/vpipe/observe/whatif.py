@@ -12,11 +12,12 @@ from vpipe.observe.bubbles import attribute
 from vpipe.observe.measured import from_simulation
 from vpipe.observe.timelines import actions, timeline, typical
 from vpipe.observe.watcher import Watcher
+from vpipe.schedule.authors.authoring import Entry
 from vpipe.schedule.catalog import entries, get
 from vpipe.schedule.simulate import Simulation, simulate
 from vpipe.schedule.timeline import Costs, uniform
 
-MAX_ACTIONS = 40_000
+MAX_ACTIONS = 60_000
 TIMES = {"forward": "1", "input_grad": "1", "weight_grad": "1", "latency": "0"}
 
 
@@ -40,12 +41,7 @@ def answer(question: Mapping[str, str], watcher: Watcher | None = None) -> dict[
     ``costs=measured`` takes the costs that the run of ``watcher`` has measured, with the planner's best cut for the
     schedule; times are then seconds, and ``gain`` says how many times as fast as the run it would be.
     """
-    entry = get(question.get("schedule", ""))
-    ranks, microbatches = count_of(question, "ranks"), count_of(question, "microbatches")
-    stages = count_of(question, "stages_per_rank") if entry.any_stages_per_rank else None
-    size = 2 * ranks * microbatches * (stages or entry.stages_per_rank)
-    if size > MAX_ACTIONS:
-        raise UserError(f"that would be {size} actions; the page draws at most {MAX_ACTIONS}")
+    entry, (ranks, microbatches, stages) = asked(question, MAX_ACTIONS)
     program = entry.build(ranks, microbatches, stages)
     title = f"{entry.name}, {ranks} ranks, {microbatches} microbatches"
     found: dict[str, Any] = {"unitless": True}
@@ -57,6 +53,17 @@ def answer(question: Mapping[str, str], watcher: Watcher | None = None) -> dict[
     else:
         simulation = simulate(program, uniform(program.placement, **times_of(question)), blocking=entry.blocking)
     return found | drawn(simulation, title)
+
+
+def asked(question: Mapping[str, str], most: int) -> tuple[Entry, tuple[int, int, int | None]]:
+    """The schedule, and its ranks, microbatches and stages each; no more than ``most`` actions."""
+    entry = get(question.get("schedule", ""))
+    ranks, microbatches = count_of(question, "ranks"), count_of(question, "microbatches")
+    stages = count_of(question, "stages_per_rank") if entry.any_stages_per_rank else None
+    size = 3 * ranks * microbatches * (stages or entry.stages_per_rank)
+    if size > most:
+        raise UserError(f"that would be about {size} actions; the page draws at most {most}")
+    return entry, (ranks, microbatches, stages)
 
 
 def drawn(simulation: Simulation, title: str) -> dict[str, Any]:

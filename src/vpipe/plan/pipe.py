@@ -68,6 +68,10 @@ class Pipe:
             )
         return found
 
+    def __str__(self) -> str:
+        copies = f" x {max(self.replicas)}" if self.replicas else ""
+        return f"{self.entry.name} p={self.num_ranks}{copies} m={self.num_microbatches}"
+
     @property
     def num_stages(self) -> int:
         return self.num_ranks * self.stages_per_rank

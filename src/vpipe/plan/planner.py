@@ -96,24 +96,15 @@ def plan(
     outcome = _Outcome()
     cases = list(wanted.cases(profile, machine, counts))
     for number, case in enumerate(cases):
-        tell(number, len(cases), str(case))
-        if outcome.found and limits.over:
+        tell(number, len(cases), str(case if isinstance(case, UserError) else case[1]))
+        if outcome.plans and limits.over:
             break
         outcome.add(case, machine, options, limits, free_order=free_order)
     return outcome.best()
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A profile under a schedule with its numbers."""
-
-    profile: Profile
-    pipe: Pipe
-
-    def __str__(self) -> str:
-        pipe = self.pipe
-        copies = f" x {max(pipe.replicas)}" if pipe.replicas else ""
-        return f"{pipe.entry.name} p={pipe.num_ranks}{copies} m={pipe.num_microbatches}"
+_Case = tuple[Profile, Pipe]
+"""A profile under a schedule with its numbers."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +140,7 @@ class _Wanted:
             parts = shape.num_microbatches * (shape.pipelines if self.replicas is None else 1)
             profile = profile.scaled(_rows(self.batch_rows, parts))
         v = self.stages_per_rank if self.schedule != "auto" else None
-        return _Case(profile, Pipe.of(name, shape.num_ranks, shape.num_microbatches, v, shape.replicas))
+        return profile, Pipe.of(name, shape.num_ranks, shape.num_microbatches, v, shape.replicas)
 
     def _shapes(self, profile: Profile, machine: Machine, name: str, count: int) -> Iterator[Shape]:
         if self.replicas is None:
@@ -168,7 +159,7 @@ class _Outcome:
     """The plans of all cases, and why others have none."""
 
     def __init__(self) -> None:
-        self.found: list[Plan] = []
+        self.plans: list[Plan] = []
         self.misfits: list[Misfit] = []
         self.refusals: list[UserError] = []
 
@@ -179,13 +170,15 @@ class _Outcome:
             self.refusals.append(case)
             return
 
-        def made(order: Sequence[int], effort: float) -> Plan:
+        def planned(order: Sequence[int], effort: float) -> Plan:
             within = replace(limits, effort=limits.effort * effort)
-            answer = _plan(case.profile, case.pipe, machine.in_order(order), options, within)
+            answer = _plan(*case, machine.in_order(order), options, within)
             return replace(answer, order=tuple(order) if list(order) != sorted(order) else ())
 
         try:
-            self.found.append(orders(machine, made, limits) if free_order else made(range(machine.num_ranks), 1.0))
+            self.plans.append(
+                orders(machine, planned, limits) if free_order else planned(range(machine.num_ranks), 1.0)
+            )
         except Misfit as misfit:
             self.misfits.append(misfit)
         except UserError as error:
@@ -193,27 +186,23 @@ class _Outcome:
 
     def best(self) -> Plan:
         """The plan with the least time for a row, and how the others rank behind it."""
-        if not self.found and self.misfits:
+        if not self.plans and self.misfits:
             raise min(self.misfits, key=lambda misfit: misfit.missing).explained()
-        if not self.found:
+        if not self.plans:
             raise self.refusals[0]
-        self.found.sort(key=lambda each: float(f"{each.step_time / each.rows:.9g}"))  # equal ones as in the catalogue
-        several = {
-            "m": len({each.num_microbatches for each in self.found}) > 1,
-            "p": len({(each.num_ranks, each.replicas) for each in self.found}) > 1,
-        }
-        ranking = tuple((_name(each, several), each.step_time) for each in self.found)
-        return replace(self.found[0], ranking=ranking if len(self.found) > 1 else ())
+        self.plans.sort(key=lambda each: float(f"{each.step_time / each.rows:.9g}"))  # equal ones as in the catalogue
+        counts = len({each.num_microbatches for each in self.plans}) > 1
+        shapes = len({(each.num_ranks, each.replicas) for each in self.plans}) > 1
+        ranking = tuple((_name(each, counts, shapes), each.step_time) for each in self.plans)
+        return replace(self.plans[0], ranking=ranking if len(self.plans) > 1 else ())
 
 
-def _name(answer: Plan, several: dict[str, bool]) -> str:
-    name = answer.schedule
-    if several["p"]:
-        same = len(set(answer.replicas)) == 1
-        copies = f"x{answer.replicas[0]}" if same else "x" + ",".join(map(str, answer.replicas))
-        name += f" p={answer.num_ranks}{copies if answer.replicas else ''}"
-    name += f" m={answer.num_microbatches}" if several["m"] else ""
-    return name + (" (asynchronous)" if answer.asynchronous else "")
+def _name(plan: Plan, counts: bool, shapes: bool) -> str:
+    """A plan in a ranking: its schedule, and those of its numbers that others have not."""
+    copies = plan.replicas[:1] if len(set(plan.replicas)) == 1 else plan.replicas
+    shape = f" p={plan.num_ranks}{'x' * bool(copies)}{','.join(map(str, copies))}" if shapes else ""
+    count = f" m={plan.num_microbatches}" if counts else ""
+    return f"{plan.schedule}{shape}{count}{' (asynchronous)' if plan.asynchronous else ''}"
 
 
 def _plan(profile: Profile, pipe: Pipe, machine: Machine, options: Options, limits: Limits) -> Plan:
