@@ -106,15 +106,6 @@ def test_memory_over_time() -> None:
     assert list(zip(at.tolist(), held.tolist(), strict=True)) == [(0, 1), (1, 2), (6, 1), (6, 2), (9, 1), (12, 0)]
 
 
-def test_weights_over_time() -> None:
-    program = build("pipedream", 4, 12)
-    simulation = simulate(program)
-    _, held = simulation.weights(0)
-    assert held[0] == 1
-    assert held.max() == simulation.weight_versions[0] == 4
-    assert simulate(build("1f1b", 4, 8)).weights(0)[1].max() == 1
-
-
 def test_uneven_stages() -> None:
     program = build("gpipe", 3, 6)
     assert simulate(program, uniform(program.placement, scale=[1, 2, 1])).ideal == 36

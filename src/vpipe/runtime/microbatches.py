@@ -7,9 +7,8 @@ num_microbatches``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import isfinite
 from typing import Any
 
@@ -67,33 +66,16 @@ def check_rows(inputs: Any, targets: Any) -> None:
         )
 
 
-class CutBatch:
-    """The units of a batch, each made when it is asked for: most ranks ask for none."""
-
-    def __init__(self, value: Any, sizes: list[int]) -> None:
-        self._sizes = sizes
-        self._tensors: list[Tensor] = []
-        self._structure = flatten(value, self._tensors)
-
-    @cached_property
-    def _pieces(self) -> list[Sequence[Tensor]]:
-        sizes = self._sizes
-        return [torch.split(each, sizes) if each.dim() else [each] * len(sizes) for each in self._tensors]
-
-    def __getitem__(self, microbatch: int) -> Any:
-        return unflatten(self._structure, [piece[microbatch] for piece in self._pieces])
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[microbatch] for microbatch in range(len(self._sizes)))
-
-
-def split(value: Any, num_units: int) -> tuple[CutBatch | list[Any], list[float]]:
+def split(value: Any, num_units: int) -> tuple[list[Any], list[float]]:
     """The units of a batch and their weights."""
     rows = num_rows(value)
     if rows is None:
         return [value] * num_units, [1 / num_units] * num_units
     sizes = split_sizes(rows, num_units)
-    units = CutBatch(value, sizes)
+    tensors: list[Tensor] = []
+    structure = flatten(value, tensors)
+    columns = [torch.split(each, sizes) if each.dim() else [each] * num_units for each in tensors]
+    units = [unflatten(structure, pieces) for pieces in zip(*columns, strict=True)]
     if len(set(sizes)) == 1:
         return units, [1 / num_units] * num_units
     return units, [size / rows for size in sizes]

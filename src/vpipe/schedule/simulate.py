@@ -21,7 +21,7 @@ from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.flat import CODE, NONE, Bools, collector_paused
 from vpipe.schedule.lower import is_lowered, lower
 from vpipe.schedule.program import Program, Versions
-from vpipe.schedule.semantics import Lane, held_versions, live_versions, staleness, updates_once, version_table
+from vpipe.schedule.semantics import Lane, live_versions, staleness, updates_once
 from vpipe.schedule.timeline import Costs, Timeline, run, uniform
 
 Array = npt.NDArray[np.float64]
@@ -131,18 +131,6 @@ class Simulation:
         change = np.concatenate([amount[chosen] for _, amount, chosen in changes])
         order = np.lexsort((change, np.round(at, 9)))
         return at[order], np.cumsum(change[order])
-
-    def weights(self, rank: int) -> tuple[Array, Array]:
-        """Times and the weights held from each on: all versions, in the unit of ``StageCosts.weights``."""
-        size = [cost.weights for cost in self.costs.stages]
-        held = dict.fromkeys(self.program.placement.stages_of[rank], 1)
-        first = int(self.timeline.flat.row_start[rank])
-        at, amounts = [0.0], [sum(size[stage] for stage in held)]
-        for index, stage, count in held_versions(self.program.rows[rank], version_table(self.program)):
-            held[stage] = count
-            at.append(self.timeline.end[first + index])
-            amounts.append(sum(size[each] * held[each] for each in held))
-        return np.array(at), np.array(amounts)
 
     @cached_property
     def peak_activations(self) -> list[float]:

@@ -60,8 +60,6 @@ class StageCosts:
     """Of the link behind the stage, where links differ; ``None``: ``Costs.latency``."""
     latency_back: float | None = None
     """Of the link before the stage."""
-    weights: float = 0.0
-    """One version of the stage's weights."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,6 @@ def uniform(
                 recompute=forward * share * scale[stage],
                 activations=share,
                 transfer=transfer,
-                weights=share,
             )
         )
     return Costs(tuple(stages), latency, overhead)

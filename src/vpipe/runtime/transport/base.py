@@ -17,7 +17,7 @@ from vpipe.runtime.transport.wire import Envelope
 
 
 class Transport(Protocol):
-    """What a rank sees of the others."""
+    """What a rank sees of the others. Some transports have nothing to do when a program or step begins or ends."""
 
     rank: int
     num_ranks: int
@@ -25,9 +25,11 @@ class Transport(Protocol):
     def begin_program(self, program: Hashable, data: Callable[[], Hashable]) -> None:
         """Called before ``begin_step`` with what tells programs apart: messages of one look alike from step to step, as
         long as ``data`` is the same on every rank."""
+        return
 
     def begin_step(self, step: int) -> None:
         """Called once before the actions of a step; every message of the step before has been taken."""
+        return
 
     def post(self, envelope: Envelope, source_rank: int) -> None:
         """Make room for a message that will come."""
@@ -40,6 +42,7 @@ class Transport(Protocol):
 
     def end_step(self) -> None:
         """Wait until everything that was sent has left."""
+        return
 
     def all_gather(self, value: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Tensor]:
         """The flat tensors of all ``ranks``, in order. Every rank of the group calls it; ``sizes`` saves a round where
@@ -56,6 +59,7 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release what the transport holds."""
+        return
 
 
 def gather_text(transport: Transport, text: str) -> list[str]:

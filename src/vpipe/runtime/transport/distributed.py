@@ -12,7 +12,7 @@ every send waits.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.ranks.failure import PeerLost, reason
+from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.wire import Envelope, Packed, pack, unpack, unpack_head
 
 START_CAPACITY = 16 * 1024
@@ -51,7 +52,7 @@ class Channel(NamedTuple):
         return self.tag + 2 * _STAGES**2 * (1 + microbatch % 256)
 
 
-class DistributedTransport:
+class DistributedTransport(Transport):
     """One process's end, over an initialised process group."""
 
     def __init__(self, *, blocking: bool = False, timeout: float = 1800.0) -> None:
@@ -75,9 +76,6 @@ class DistributedTransport:
         """Who carries messages of main memory. (The process group finds it anew for every call, by the dispatcher.)"""
         world: Any = dist.group.WORLD
         return world._get_backend(torch.device("cpu"))
-
-    def begin_program(self, program: Hashable, data: Callable[[], Hashable]) -> None:
-        pass
 
     def begin_step(self, step: int) -> None:
         for channel, wanted in self._wanted.items():
@@ -203,6 +201,3 @@ class DistributedTransport:
 
     def fail(self, error: BaseException) -> None:
         membership.failed(error)
-
-    def close(self) -> None:
-        pass

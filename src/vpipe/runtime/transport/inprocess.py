@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vpipe.runtime.crossing import copied_value
+from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.routes import Route, route_of
 from vpipe.runtime.transport.wire import Envelope, mismatch
 
@@ -53,19 +54,13 @@ class Hub:
             self.changed.wait()
 
 
-class InProcessTransport:
+class InProcessTransport(Transport):
     """One rank's end of the hub."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub = hub
         self.rank = rank
         self.num_ranks = hub.num_ranks
-
-    def begin_program(self, program: Hashable, data: Callable[[], Hashable]) -> None:
-        pass
-
-    def begin_step(self, step: int) -> None:
-        pass
 
     def post(self, envelope: Envelope, source_rank: int) -> None:
         hub = self.hub
@@ -105,9 +100,6 @@ class InProcessTransport:
         """What the engine gets of it."""
         return value
 
-    def end_step(self) -> None:
-        pass
-
     def all_gather(self, value: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Tensor]:
         group = tuple(ranks)
         hub = self.hub
@@ -137,6 +129,3 @@ class InProcessTransport:
             if self.hub.failure is None and not isinstance(error, PeerFailed):
                 self.hub.failure = error
             self.hub.changed.notify_all()
-
-    def close(self) -> None:
-        pass
