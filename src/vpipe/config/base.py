@@ -38,11 +38,7 @@ class Section(BaseModel):
     )
 
 
-def listed(default: Any, expects: str, **limits: Any) -> Any:
-    """A field that is a list in the file and a tuple here."""
-    return Field(default, strict=False, json_schema_extra={"expects": expects}, **limits)
-
-
 def worded(default: Any, expects: str, **limits: Any) -> Any:
-    """A field whose type needs words: what it accepts is said by ``expects``."""
+    """A field whose type needs words: what it accepts is said by ``expects``. One that is a list in the file and a
+    tuple here is not ``strict``."""
     return Field(default, json_schema_extra={"expects": expects}, **limits)

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from vpipe.config.base import Section, Text, listed
+from vpipe.config.base import Section, Text, worded
 from vpipe.config.document import plain
 from vpipe.config.placement import ParallelConfig
 from vpipe.config.problems import ConfigError, expects, section_of
@@ -46,7 +46,7 @@ class PipelineConfig(Section):
     """What it shows and writes down."""
     launch: LaunchConfig = LaunchConfig()
     """Where its ranks run."""
-    plugins: tuple[Text, ...] = listed((), "a list of Python files or modules")
+    plugins: tuple[Text, ...] = worded((), "a list of Python files or modules", strict=False)
     """Your own code: Python files, or modules that can be imported, that register models, data sets, stages or
     schedules. Every rank imports them. A file lies relative to this one."""
 

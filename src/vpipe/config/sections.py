@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from vpipe.config.base import Count, FloatList, Interval, LayerCount, PlainName, Section, Size, Text, listed, worded
+from vpipe.config.base import Count, FloatList, Interval, LayerCount, PlainName, Section, Size, Text, worded
 
 
 class ModelConfig(Section):
@@ -98,8 +98,8 @@ class TrainingConfig(Section):
     optimizer_options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the optimizer by their names, such as {betas: [0.9, 0.95]} or, of sgd, {momentum: 0.9}; a registered
     one gets these and lr. The rate itself is learning_rate."""
-    parameter_groups: Annotated[tuple[dict[str, Any], ...], Field(strict=False, max_length=1000)] = listed(
-        (), "a list of mappings, each with match, and options of the optimizer, learning_rate or frozen"
+    parameter_groups: Annotated[tuple[dict[str, Any], ...], Field(strict=False, max_length=1000)] = worded(
+        (), "a list of mappings, each with match, and options of the optimizer, learning_rate or frozen", strict=False
     )
     """What is otherwise for some parameters: match is a pattern of names (`<layer>.<name>`, or Hugging Face's own),
     several with |, or `vectors` for those of fewer than two dimensions; then options of the optimizer (weight_decay,
@@ -114,8 +114,8 @@ class TrainingConfig(Section):
     """The learning rate rises from 0 during this part of the run: below 1 a share of all updates, else updates."""
     learning_rate_degree: Annotated[float, Field(gt=0, le=100)] = 0.5
     """For polynomial: the rate is learning_rate x (1 - progress)^degree, as BERT's."""
-    learning_rate_steps: Annotated[FloatList, Field(max_length=1000)] = listed(
-        (), "a list of rising numbers above 0: below 1 a share of all updates, else updates"
+    learning_rate_steps: Annotated[FloatList, Field(max_length=1000)] = worded(
+        (), "a list of rising numbers above 0: below 1 a share of all updates, else updates", strict=False
     )
     """For step: where the rate is multiplied by learning_rate_factor; below 1 a share of all updates, else updates."""
     learning_rate_factor: Annotated[float, Field(gt=0, le=1)] = 0.1

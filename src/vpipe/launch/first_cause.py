@@ -107,16 +107,12 @@ class Verdict:
             code = MISTAKE if report.kind == "user" else None
             return Ending.of(EndingKind.FAILED, why, code, rank=rank, details=report.traceback[-MOST_DETAILS:])
         sentence = why if why.startswith("rank ") else f"rank {rank} failed: {why}"
-        if rank in self._lost or self._seen_as(rank, "silent", "missing"):
+        if rank in self._lost or any(cause.get("kind") in ("silent", "missing") for cause in self._causes_of(rank)):
             return Ending.of(EndingKind.LOST, sentence, rank=rank)
         status = self.statuses.get(rank, 0)
         if status > 0:
             return Ending.of(EndingKind.FAILED, sentence, status, rank=rank)
         return Ending.of(EndingKind.KILLED, sentence, 128 - status if status else CODES[EndingKind.KILLED], rank=rank)
-
-    def _seen_as(self, rank: int, *kinds: str) -> bool:
-        """Whether another rank has found this one so."""
-        return any(cause.get("kind") in kinds for cause in self._causes_of(rank))
 
     def _causes_of(self, rank: int) -> list[dict[str, Any]]:
         """What the other ranks say that has become of this one."""

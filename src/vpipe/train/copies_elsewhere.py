@@ -116,7 +116,7 @@ def fetch(pipeline: Pipeline, generation: Generation) -> dict[int, Mapping[str, 
     return {layer: found[layer] for layer in pipeline.modules()}
 
 
-class Abroad:
+class RemoteCopies:
     """Sends this rank's copies to another machine, by ``copier`` beside training."""
 
     def __init__(self, order: EpochOrder, slot: int, copier: Copier) -> None:

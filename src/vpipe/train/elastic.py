@@ -43,11 +43,11 @@ from vpipe.runtime.ranks.failure import PeerLost
 from vpipe.store import STORE
 from vpipe.train import copies_elsewhere
 from vpipe.train.copies import SHELVES, Copier, CopyShelf, Fingerprints, Layers, Part, TensorKey
-from vpipe.train.copies_elsewhere import Abroad, Generation
+from vpipe.train.copies_elsewhere import Generation, RemoteCopies
 from vpipe.train.session import gather, load_data, open_session, schedule_of
 from vpipe.train.sizes import resized
 from vpipe.train.trainer import Trainer
-from vpipe.train.worker import StopRequests, make_console, refuse_unseen
+from vpipe.train.worker import refuse_unseen, trainer_of
 
 CONSEQUENCE = 0.5
 """Seconds within which an error must be explained by an abort; later it is this rank's own."""
@@ -76,7 +76,7 @@ class Rank:
         self._seen = Fingerprints()
         """Of what is frozen, when this epoch's last copy left the device."""
         self._data: DataSet | None = None
-        self._abroad: Abroad | None = None
+        self._remote: RemoteCopies | None = None
         self._copier, self._sending = Copier(), Copier()
         self._code = 0
 
@@ -139,8 +139,7 @@ class Rank:
         took.mark("groups")
         if order.epoch == 1:
             refuse_unseen(session.pipeline, self._claim)
-        console = make_console(config, self._quiet) if order.rank == 0 else None
-        trainer = Trainer(session, self._claim.directory, StopRequests(session.pipeline), console, self._claim.run)
+        trainer = trainer_of(session, self._claim, self._quiet)
         try:
             self._restore(trainer, order, found)
             took.mark("state")
@@ -155,9 +154,9 @@ class Rank:
         finally:
             self._control.heard = trainer.stop_requests.heard or self._control.heard  # the next epoch obeys
             trainer.checkpoints.abandon()
-            if self._abroad is not None:
-                self._abroad.close()
-                self._abroad = None
+            if self._remote is not None:
+                self._remote.close()
+                self._remote = None
         return trainer.ended.code
 
     def _device_variables(self, order: EpochOrder) -> dict[str, str]:
@@ -188,7 +187,7 @@ class Rank:
         elif (start := self._start(order)) is not None:
             trainer.resume(start)
         if (order.facts or {}).get("guest"):
-            self._abroad = Abroad(order, self._control.slot, self._sending)
+            self._remote = RemoteCopies(order, self._control.slot, self._sending)
 
     def _start(self, order: EpochOrder) -> Path | None:
         """Where to begin without copies: two machines may be lost at once."""
@@ -207,8 +206,8 @@ class Rank:
         """After an update: copy what it made of this rank's layers, and tell the launcher how far we are."""
         pipeline, kept = trainer.session.pipeline, trainer.checkpoints
         self._copier.settle()
-        if self._abroad is not None:
-            self._abroad.settle(pipeline)
+        if self._remote is not None:
+            self._remote.settle(pipeline)
         writers = sorted({*map(pipeline.layout.leader, range(pipeline.layout.num_stages))})
         if order.rank in writers:
             frozen = {
@@ -220,12 +219,12 @@ class Rank:
             part = Part(order.epoch, writers.index(order.rank), len(writers), tuple(pipeline.partition))
             shelf, standing = self._shelves[self._control.slot], kept.standing(trainer.progress)
             with self._control.undisturbed():
-                finish, abroad = self._begun(shelf, standing, part, kept.layers(), frozen), self._abroad
+                finish, remote = self._begun(shelf, standing, part, kept.layers(), frozen), self._remote
 
                 def whole() -> None:
                     finish()
-                    if abroad is not None:
-                        abroad.send(shelf)
+                    if remote is not None:
+                        remote.send(shelf)
 
                 self._copier.begin(whole)
         if took.ends():

@@ -31,7 +31,7 @@ from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.ranks import membership
 from vpipe.runtime.ranks.failure import Cause, PeerLost
 from vpipe.runtime.ranks.membership import Membership
-from vpipe.train.session import Materials, open_session
+from vpipe.train.session import Materials, Session, open_session
 from vpipe.train.trainer import Trainer
 
 SEEN_WITHIN = 5.0
@@ -138,23 +138,23 @@ def run(
                 told(claims[0])
         (taken,) = claims
         refuse_unseen(session.pipeline, taken)
-        console = make_console(config, quiet) if rank == 0 else None
-        stops = StopRequests(session.pipeline)
-        trainer = Trainer(session, taken.directory, stops, console, taken.run)
+        trainer = trainer_of(session, taken, quiet)
         if resume is not None:
             trainer.resume(Path(resume))
         page = dashboard.served(config, taken.directory, quiet) if rank == 0 else nullcontext()
-        with stops.listening(to_the_end=under_launcher()), page:
+        with trainer.stop_requests.listening(to_the_end=under_launcher()), page:
             trainer.run()
             if trainer.ended.code:
                 session.pipeline.gather("")  # a launcher ends the others with the first that ends so: all are ready
         return trainer.ended.code
 
 
-def make_console(config: PipelineConfig, quiet: bool) -> Console:
-    """What rank 0 speaks through."""
-    kind = QuietConsole if quiet else Console
-    return kind(line_format=config.observe.line_format, log_interval=config.observe.log_interval)
+def trainer_of(session: Session, claim: Claim, quiet: bool) -> Trainer:
+    """The trainer of a claimed run; rank 0's speaks."""
+    section, kind = session.config.observe, QuietConsole if quiet else Console
+    leads = session.pipeline.is_leader
+    console = kind(line_format=section.line_format, log_interval=section.log_interval) if leads else None
+    return Trainer(session, claim.directory, StopRequests(session.pipeline), console, claim.run)
 
 
 @contextmanager
