@@ -1,4 +1,4 @@
-"""Connections between processes of one run, on ports that anybody can reach: one way to let in whoever knows the
+"""Connections between processes of one run, on ports that any process can reach: one way to let in what knows the
 run's secret, and to keep all others from costing more than their own connection.
 
     host  → guest   a number that is used once

@@ -1,4 +1,4 @@
-"""The model contract: a model is a list of layers and a loss; and where the list is cut when nobody says.
+"""The model contract: a model is a list of layers and a loss; and where the list is cut by default.
 
 A pipeline cuts the list into stages, so it must know what flows between layers. A plain ``nn.Module`` takes what the
 previous one returned, as in ``nn.Sequential``. A model with skip connections or masks names what each layer reads and

@@ -37,7 +37,7 @@ def told_rank(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Which of several processes this is, in torch's words, or ``None`` where nobody has started several."""
+    """Which of several processes this is, in torch's words, or ``None`` where it is the only one."""
     return int(environ.get("RANK", "0")) if int(environ.get("WORLD_SIZE", "1")) > 1 else None
 
 

@@ -1,7 +1,7 @@
 """The store at which the ranks of a run meet: names and values in the memory of one process, behind a ``Door``.
 
 torch's own store asks no guest who it is, tells each of them all names, and some of its servers wait for one guest
-while all others wait for them. This one serves whoever knows the run's secret, all of them at once.
+while all others wait for them. This one serves all that know the run's secret, at once.
 
     guest → store   [what, arguments…]      store → guest   the answer; null where it did not come in time
 

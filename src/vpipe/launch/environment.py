@@ -57,7 +57,7 @@ _MANAGERS = ("mpirun", "mpiexec", "hydra_pmi_proxy", "pmi_proxy", "orted", "prte
 
 
 def adopt(environ: MutableMapping[str, str] | None = None, ask: Ask | None = None) -> None:
-    """Translate SLURM's or MPI's description of this process, if there is one and nobody has translated it yet.
+    """Translate SLURM's or MPI's description of this process, if there is one that is not translated yet.
 
     mpirun is asked first: inside a SLURM job it is srun that starts mpirun's helpers, whose task is not the rank.
     """

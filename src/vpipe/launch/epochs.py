@@ -1,7 +1,7 @@
 """Who trains with whom: the decisions of the launcher of an elastic run, without its sockets.
 
 A *slot* is a place for a process; a rank is what it is called in one epoch. The processes of all slots are in one of
-these states, and a new epoch begins when nobody is on the way:
+these states, and a new epoch begins when no process is on the way:
 
     STARTING ──ready──▶ READY ──order──▶ RUNNING ──finished──▶ FINISHED
                           ▲                 │ another one is lost: abort
@@ -82,7 +82,7 @@ class Crew:
     num_losses: int = 0
     in_vain: int = 0
     is_over: bool = False
-    """All have finished and were told to leave: nobody joins any more, whatever is asked for."""
+    """All have finished and were told to leave: no process joins any more, whatever is asked for."""
     unwelcome: set[int] = field(default_factory=set)
     """Slots of machines that are given back: their processes leave with the next epoch."""
 
@@ -137,13 +137,13 @@ class Crew:
 
     @property
     def has_newcomers(self) -> bool:
-        """Whether more could train than do, and nobody is on the way."""
+        """Whether more could train than do, and no process is on the way."""
         settled = all(state in (MemberState.READY, MemberState.RUNNING) for state in self.states.values())
         return settled and MemberState.RUNNING in self.states.values() and self.num_ranks > len(self.ranks)
 
     @property
     def superfluous(self) -> list[int]:
-        """The slots that nobody wants any more."""
+        """The slots that are not needed any more."""
         return [*self._candidates[self.wanted :], *sorted(self.unwelcome & self.states.keys())]
 
     @property

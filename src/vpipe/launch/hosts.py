@@ -79,7 +79,7 @@ def meeting_point(addresses: Sequence[str]) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on at this moment."""
+    """A port that is free at this moment."""
     with socket.socket(family_of(host)) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -4,7 +4,7 @@
     launcher ── fork, tell, signal, save ─────────────▶ place      here: a zygote's socket
              ◀── printed, said, reported, stopped, ended ──         far: lines to a node, which has a place of its own
 
-A *slot* is a place for one process. Whoever leads hears the same events from either kind.
+A *slot* is a place for one process. A ``Leader`` hears the same events from either kind.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a forked rank does before and after the user's code.
 
 It takes its place (environment, streams), then runs the script or function as ``python script.py`` would. An exception
-that nobody catches goes to the launcher as a report, not to the screen: with all reports in hand, the launcher can show
+that is not caught goes to the launcher as a report, not to the screen: with all reports in hand, the launcher can show
 the first cause and fold the rest.
 
 A rank of ours that has done its work leaves at once (``Departure``): an interpreter that has loaded torch takes two

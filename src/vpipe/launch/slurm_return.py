@@ -1,6 +1,6 @@
 """How a SLURM job comes back whose first node is lost, and with it the launcher of an elastic run.
 
-The nodes that are left have ended their ranks, because their lease was over, and cannot know why nobody leads them: the
+The nodes that are left have ended their ranks, because their lease was over, and cannot know why they are not led: the
 launcher may train on behind a cut network. SLURM knows. A node waits for its word and asks for nothing else:
 
     lease over ─▶ ranks end ─▶ SLURM: the first node is down? ─▶ copies of all nodes become a checkpoint ─▶ requeue

@@ -28,7 +28,7 @@ class Stopping:
         self.signum = 0
         """The signal that asked the run to stop."""
         self.kill_at = float("inf")
-        """When ranks that are left are killed, whoever ends them."""
+        """When ranks that are left are killed."""
         self.num_extensions = 0
         self._waited = 0.0
         self._out_of_patience = False

@@ -1,4 +1,4 @@
-"""A zygote that begins before anybody knows what it will run.
+"""A zygote that begins before it is known what it will run.
 
 Reading a config takes the launcher half a second of one core, importing torch takes the zygote more than one of
 another: the second need not wait for the first. What ``vpipe train`` will most probably need is therefore started
@@ -68,7 +68,7 @@ _begun: list[Started] = []
 
 
 def begin(num_ranks: int, threads: int) -> None:
-    """Start the zygote of so many ranks of ``vpipe train``, unless this process is a rank of somebody else's."""
+    """Start the zygote of so many ranks of ``vpipe train``, unless this process is a rank of another launcher's."""
     if not any(name in os.environ for name in STARTED_BY_OTHERS):
         _begun.append(spawn(settings(num_ranks, threads), preload=(*PRELOAD, WORKER)))
 
@@ -89,7 +89,7 @@ def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def dismiss() -> None:
-    """End a zygote that nobody has taken."""
+    """End a zygote that was not taken."""
     while _begun:
         started = _begun.pop()
         started.control.close()

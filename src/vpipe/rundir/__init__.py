@@ -1,4 +1,4 @@
-"""A run's paper: what lies in its directory, who may write there, and how it ended. No torch.
+"""The run directory: file names, locking, records of a run and how it ended. No torch.
 
 Words: docs/glossary.md.
 """

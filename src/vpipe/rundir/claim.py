@@ -182,7 +182,7 @@ def _fresh(parent: Path, mode: int) -> Path:
 
 def _point_latest(run: Path, runs: Path) -> None:
     """``runs/latest`` is the newest of the runs there, for 'vpipe report runs/latest'. A directory of that name is
-    somebody's own, and a file system without links has none."""
+    the user's own, and a file system without links has none."""
     link = runs.resolve() / LATEST
     if run.parent != link.parent or (link.exists() and not link.is_symlink()):
         return

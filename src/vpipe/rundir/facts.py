@@ -1,7 +1,7 @@
-"""What a run says that it runs: run.json, which the trainer writes (``journal``) and whoever shows a run reads.
+"""What a run says that it runs: run.json, which the trainer writes (``journal``) and pages read.
 
 The trainer tells every fact. A run of an earlier version may lack some: what is not told is ``None`` or empty. A fact
-that is not of its kind was written by nobody, and the file is refused.
+that is not of its kind was not written by a trainer, and the file is refused.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ How a run can end is one table, for the exit code, the terminal, summary.json an
 | killed | a process was killed, by the system or after the grace | nothing more | 137 (128 + signal) |
 | lost | a rank fell silent, or never came | nothing more | 69 |
 
-Whoever sees the end writes it: rank 0, then, with all reports in hand, the launcher. Where both were killed nobody
+Rank 0 writes the end, then, with all reports in hand, the launcher. Where both were killed neither
 writes, and a reader concludes it from the heartbeat that stopped (``state``).
 
 Words: docs/glossary.md.
@@ -108,14 +108,14 @@ class Ending:
 
     @classmethod
     def asked(cls, number: signal.Signals, iteration: int) -> Ending:
-        """The run ended because somebody asked for it."""
+        """The run ended because a signal asked for it."""
         kind = BY_SIGNAL[number]
         word = "stopped on request" if kind is EndingKind.STOPPED else "interrupted"
         code = None if kind is EndingKind.STOPPED else 128 + number
         return cls.of(kind, f"{word} ({number.name}) after iteration {iteration}", code, iteration=iteration)
 
     def unsaved(self, problem: str) -> Ending:
-        """The run came to its end, but not to the checkpoint that belongs to it: nobody may take it for one that
+        """The run came to its end, but not to the checkpoint that belongs to it: it must not be taken for one that
         did."""
         said = f"{self.sentence}, but its checkpoint could not be written: {problem}"
         return Ending.of(EndingKind.FAILED, said, UNSAVED, iteration=self.iteration)
@@ -167,7 +167,7 @@ EVERY = 1.0
 """Seconds between two beats."""
 LEAST_PATIENCE = 10.0
 UNKNOWN_UPDATE = 60.0
-"""Seconds for an update that nobody has measured yet."""
+"""Seconds for an update that is not measured yet."""
 ENDING = "ending"
 """The phase of a run that writes its last checkpoint and leaves."""
 SILENT_AFTER = 30.0
@@ -245,7 +245,7 @@ class Heart:
     """Writes the beat while a run lasts. A disk that is full costs the beat, not the run."""
 
     def __init__(self, directory: Path, run: str) -> None:
-        known = Beat.read(directory)  # whoever made the directory stays known as its launcher
+        known = Beat.read(directory)  # the process that made the directory stays known as its launcher
         self._directory = directory
         self.beat = Beat(run, launcher=known.launcher if known is not None and known.run == run else None)
         self._lock = threading.Lock()

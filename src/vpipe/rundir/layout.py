@@ -1,4 +1,4 @@
-"""The names in a run directory, stated once for whoever writes or reads them.
+"""The names in a run directory, stated once for writers and readers.
 
 config.yaml             the resolved config
 plan.json               optional: the plan that the run follows

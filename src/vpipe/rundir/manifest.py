@@ -149,7 +149,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 def on_line(directory: Path, line: Line, until: int | None = None) -> list[Path]:
     """The checkpoints of a line, oldest first. One whose manifest cannot be read is among them: it may be of this line,
-    and whoever reads it says what is wrong with it."""
+    and its reader says what is wrong with it."""
     found = []
     for path in checkpoints(directory):
         name = parse_name(path.name)

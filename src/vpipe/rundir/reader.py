@@ -1,4 +1,4 @@
-"""A run directory, read by whoever shows it. What it holds, ``rundir.layout`` says, for the trainer and for readers.
+"""A run directory, as pages and reports read it. ``rundir.layout`` says what it holds.
 
 A run that is still being written is a normal case: a last line without an end is waited for, and a file that does not
 exist yet is empty. A line that is broken in the middle is left out and counted in ``notes``. Only a directory without

@@ -1,4 +1,4 @@
-"""Who is in an elastic run, for whoever looks from outside; and what is wanted of it from there.
+"""The processes of an elastic run, for readers outside it; and what users ask of it from there.
 
 crew.json is written by the launcher with every change. wanted.json is written by ``vpipe scale`` (another number of
 ranks, machines to give back) and ``vpipe chaos`` (another layout); the launcher takes it within a second.
@@ -46,7 +46,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class OutsideWish:
-    """What somebody outside wants: another number of ranks, machines back, or layers elsewhere."""
+    """What a user outside wants: another number of ranks, machines back, or layers elsewhere."""
 
     num_ranks: int = 0
     wish: str = ""

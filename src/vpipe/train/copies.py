@@ -1,7 +1,7 @@
 """Copies of a run's state in memory that outlives the ranks.
 
 Every slot of an elastic run has two pieces of memory without a name (memfd). The launcher makes them, the zygote and
-all ranks inherit them: whoever is killed, the memory stays while one of them lives. After each update a rank writes
+all ranks inherit them: the memory stays while one of these processes lives. After each update a rank writes
 what a checkpoint would have of its layers into the older of its two pieces:
 
     ┌ head ───────────────────────────────────────────────┬ table ┬ tensors, aligned to 64 ─────

@@ -63,17 +63,17 @@ def agree(shelves: Sequence[CopyShelf]) -> Generation | None:
     ]
     member = membership.current()
     assert member is not None
-    everybody = [json.loads(facts["copies"]) for facts in member.exchange("copies", {"copies": json.dumps(told)})]
-    return chosen(everybody, seen)
+    seen_by_rank = [json.loads(facts["copies"]) for facts in member.exchange("copies", {"copies": json.dumps(told)})]
+    return chosen(seen_by_rank, seen)
 
 
 def chosen(
-    everybody: Sequence[Sequence[Sequence[Any]]], seen: Mapping[tuple[int, int, int], Copy]
+    seen_by_rank: Sequence[Sequence[Sequence[Any]]], seen: Mapping[tuple[int, int, int], Copy]
 ) -> Generation | None:
     """Of what all ranks see: the newest generation that has all its parts."""
     found: dict[tuple[int, int], dict[int, list[int]]] = {}
     facts: dict[tuple[int, int, int], Sequence[Any]] = {}
-    for rank, copies in enumerate(everybody):
+    for rank, copies in enumerate(seen_by_rank):
         for iteration, epoch, number, *rest in copies:
             found.setdefault((iteration, epoch), {}).setdefault(number, []).append(rank)
             facts[iteration, epoch, number] = rest

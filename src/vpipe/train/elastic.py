@@ -1,4 +1,4 @@
-"""What every rank of an elastic run does: train, be interrupted, and go on with whoever is there.
+"""What every rank of an elastic run does: train, be interrupted, and go on with the ranks that are left.
 
     ┌▶ order ─▶ meet (store, gloo, shared memory) ─▶ build ─▶ newest whole copy ─▶ train, a copy after each update ─┐
     └───────────────────────── abort: the sockets are shut, all of it is dropped ◀──────────────────────────────────┘
@@ -236,7 +236,7 @@ class Rank:
         self, shelf: CopyShelf, standing: Standing, part: Part, layers: Layers, frozen: Collection[TensorKey]
     ) -> Callable[[], object]:
         """A copy as far as the training thread must make it; the rest is for the copier. From a device everything
-        leaves by a stream of its own, and nobody but the copier waits until it has come."""
+        leaves by a stream of its own, and the copier alone waits until it has come."""
         if all(is_host(tensor.device) for tensors in layers.values() for tensor in tensors.values()):
             return shelf.begin(standing, part, layers, frozen)
         copied, arrivals = self._staging.copy(layers, self._seen.unchanged(layers, frozen))

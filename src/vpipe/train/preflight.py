@@ -72,7 +72,7 @@ class Findings:
         except UserError as error:
             self.note(error.sentence, *sections)
         except Exception:
-            return None  # somebody's own code: the ranks show where
+            return None  # the user's own code: the ranks show where
         return None
 
     def note(self, text: str, *sections: str, key: Key = ()) -> None:

@@ -296,7 +296,7 @@ def gather(config: PipelineConfig, data: DataSet | None = None) -> Materials:
 
 
 def open_session(config: PipelineConfig, materials: Materials | None = None) -> Session:
-    """Build everything that this rank needs; of ``materials`` where somebody has gathered them already."""
+    """Build everything that this rank needs; of ``materials`` where they are gathered already."""
     made = materials or gather(config)
     parallel, training = config.parallel, config.training
     model, spec, chosen = made.model, made.spec, made.cut

@@ -127,7 +127,7 @@ class Trainer:
         return TrainingProgress(self.iteration, self.position, self.examples, not self.soundness.streak, self.lowered)
 
     def run(self) -> dict[str, Any]:
-        """Train to the end, or until somebody asks to stop; the summary. ``ended`` says how."""
+        """Train to the end, or until a rank is asked to stop; the summary. ``ended`` says how."""
         training = self.session.config.training
         try:
             self.checkpoints.enter()

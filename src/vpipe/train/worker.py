@@ -38,7 +38,7 @@ SEEN_WITHIN = 5.0
 
 
 class StopRequests:
-    """Whether somebody has asked this run to stop: USR1 (a cluster's warning), TERM, Ctrl-C and HUP end it after the
+    """Requests to stop this run: USR1 (a cluster's warning), TERM, Ctrl-C and HUP end it after the
     update, on all ranks together, with a checkpoint. A second Ctrl-C ends it at once."""
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -52,7 +52,7 @@ class StopRequests:
 
     @contextmanager
     def listening(self, to_the_end: bool = False) -> Iterator[None]:
-        """Catch the signals while the body runs; where this is not the main thread, they are somebody else's.
+        """Catch the signals while the body runs; where this is not the main thread, they are not ours.
         ``to_the_end``: this process ends with the run, and until it is gone nothing but Ctrl-C ends it earlier. Signals
         reach ranks one after the other: for the last one to hear, the run may be over because others have heard."""
         try:

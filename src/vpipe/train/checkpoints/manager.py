@@ -255,7 +255,7 @@ class CheckpointManager:
                     tensors = {layer: found.read(layer) for layer in self._session.pipeline.modules()}
             except DamagedCheckpoint as error:
                 problem = str(error)
-            problem = self._session.pipeline.gather_first(problem)  # one rank's damage is everybody's
+            problem = self._session.pipeline.gather_first(problem)  # one rank's damage is that of all
             if not problem and found is not None:
                 self._restore(found.manifest.standing, tensors, found.manifest.config)
                 return found

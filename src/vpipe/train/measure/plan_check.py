@@ -98,7 +98,7 @@ def steps(config: dict[str, Any], directory: str, num_steps: int) -> int:
 
 
 def _tell(directory: Path, rank: int, done: int, total: int, name: str) -> None:
-    """Rank 0 says how far it is, for whoever waits; a reader sees the file before or after, never half of it."""
+    """Rank 0 says how far it is, for the launcher; a reader sees the file before or after, never half of it."""
     if rank == 0:
         writing.replace(directory / "progress.json", {"done": done, "total": total, "name": name})
 

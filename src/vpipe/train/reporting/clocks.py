@@ -1,6 +1,6 @@
 """The clocks of a run's ranks, aligned with rank 0's while it goes on (``observe.clock`` explains how).
 
-Ranks of one machine read one clock and ask nobody. Between machines clocks drift apart, so rank 0 also says after how
+Ranks of one machine read one clock and need not ask. Between machines clocks drift apart, so rank 0 also says after how
 many iterations all ask again: about every ``AGAIN`` seconds.
 
     every rank    before ─▶ barrier ─▶ gather: rank 0's time, read after the barrier ─▶ after
