@@ -76,6 +76,12 @@ def test_the_verdict_names_the_slow_rank_and_a_cut_that_is_as_quick_as_it_says(t
     even = Costs(tuple(StageCosts(*[4 * MS / program.num_stages] * 3) for _ in range(program.num_stages)))
     gain = steps[0].span * 1e-9 / simulate(program, even).makespan
     assert found["remedy"]["gain"] == pytest.approx(gain, rel=0.02)
+    hungry = verdict(
+        run_of(steps[0].program, [1, 3], tmp_path, "1f1b"), [replace(step, lead=20 * step.span) for step in steps]
+    )
+    assert hungry is not None
+    assert (hungry["cause"], hungry["remedy"]) == ("data", None), "another schedule does not read sooner"
+    assert "dataset.num_workers" in hungry["says"]
 
 
 def test_nothing_is_recommended_where_nothing_is_gained(tmp_path: Path) -> None:

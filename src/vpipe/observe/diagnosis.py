@@ -58,7 +58,7 @@ def verdict(run: RunDirectory, steps: Sequence[Measured]) -> dict[str, Any] | No
     simulation = chosen.simulation
     profile = estimate.profile_of(run, simulation.costs) if simulation else None
     best = max(_tried(run, profile), key=lambda each: round(each.gain, 2), default=None) if profile else None
-    if best is None or best.gain < WORTH:
+    if best is None or best.gain < WORTH or worst == "data":  # another schedule does not read sooner
         return found | {"says": f"{says} {_plain(worst, shares[worst])}".strip()}
     remedy = {"words": best.words, "command": best.command, "gain": best.gain}
     return found | {"says": f"{says} {best.words}", "remedy": remedy}

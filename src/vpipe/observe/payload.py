@@ -93,6 +93,9 @@ def recorded(run: RunDirectory, last: int | None = None) -> list[Measured]:
     return [join(run.program, ranks) for ranks in run.common_steps(last)]
 
 
+TESTED = ("iteration", "loss", "examples", "targets")
+
+
 def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Loss, throughput and the rest as columns, thinned out to what a screen can show."""
     train = [line for line in lines if line.get("kind") == "train"]
@@ -102,7 +105,7 @@ def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "count": len(train),
         "train": {name: [_number(line.get(name)) for line in thin] for name in names},
-        "evaluation": {name: [_number(line.get(name)) for line in tested] for name in ("iteration", "loss")},
+        "evaluation": {name: [_number(line.get(name)) for line in tested] for name in TESTED},
         "unit": unit(train[-1]) if train else "tokens",
         "skipped": max((int(line.get("skipped") or 0) for line in train), default=0),
     }

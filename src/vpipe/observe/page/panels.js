@@ -26,9 +26,10 @@ function tiles(data) {
   const rate = (data.summary || {}).throughput_tokens_per_second;
   const held = (data.memory || { ranks: [] }).ranks, most = (name) => Math.max(0, ...held.map((rank) => rank[name] || 0));
   const tested = last(evaluation.loss), total = data.facts.iterations, done = last(train.iteration) || 0;
-  const unit = data.facts.synchronous === false && prediction.units;
+  const unit = data.facts.synchronous === false && prediction.units, read = last(evaluation.examples || []);
+  const over = isNumber(read) ? ` over ${short(read)} examples, ${short(last(evaluation.targets))} targets` : "";
   return h("div.tiles", { id: "tiles" },
-    tile("loss", figure(last(train.loss)), isNumber(tested) ? "evaluation " + figure(tested) : "training"),
+    tile("loss", figure(last(train.loss)), isNumber(tested) ? "evaluation " + figure(tested) + over : "training"),
     tile(data.metrics.unit + " per second", short(isNumber(rate) ? rate : median(train.tokens_per_second.slice(2))), seconds(iterationSeconds(data)) + " per iteration", MEANINGS.iteration),
     unit ? tile("one unit, measured", seconds(prediction.measured_seconds / unit), unit + " units in " + seconds(prediction.measured_seconds), MEANINGS.step)
       : tile("one step, measured", seconds(prediction.measured_seconds), isNumber(prediction.error) ? "simulated " + signed(prediction.error) : "not simulated", MEANINGS.step),
