@@ -216,6 +216,7 @@ FORM_REGISTRY: Registry[Any] = Registry(
     "form of another system",
     built_in={
         "config": "vpipe.compat.vpipe_yaml:translate",
+        "any module": "vpipe.models.huggingface.module:cut_module",
         "graph profile": "vpipe.compat.graph_text:load_profile",
         "graph plan": "vpipe.compat.graph_orders:plan_file",
         "graph text": "vpipe.compat.graph_text:export_graph",
@@ -226,7 +227,7 @@ FORM_REGISTRY: Registry[Any] = Registry(
         "worker threads": "vpipe.compat.threaded:engine_maker",
     },
 )
-"""What the rest asks of ``compat``."""
+"""What the rest asks of packages that it does not import: of ``compat``, and how a module is cut."""
 
 
 def check_options(

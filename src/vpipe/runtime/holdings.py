@@ -46,6 +46,8 @@ class Holdings:
 
     engines: list[Engine]
     num_updates: int
+    keeps_names = False
+    """Whether ``state_dict`` has the names of the module that was cut, instead of ``"<layer>.<name>"``."""
 
     def held_layers(self) -> Iterator[HeldLayer]:
         """All layers of this process's ranks, each with its module and optimizer; then those of further replicas."""
@@ -116,18 +118,23 @@ class Holdings:
         return {stage: number for engine in self.engines for stage, number in engine.updater.num_updates.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """``"<layer>.<name>"`` → parameter or buffer, of the layers that this process holds."""
+        """``"<layer>.<name>"`` → parameter or buffer, of the layers that this process holds; of a module that was cut,
+        by its own names."""
         return {
-            f"{layer}.{name}": tensor
+            told: tensor
             for layer, module in self.modules().items()
-            for name, tensor in module.state_dict().items()
+            for told, tensor in self._named(layer, module).items()
         }
+
+    def _named(self, layer: int, module: nn.Module) -> dict[str, Tensor]:
+        own: dict[str, str] = module.own_names() if self.keeps_names else {}  # type: ignore[operator]
+        return {own.get(name, f"{layer}.{name}"): tensor for name, tensor in module.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load what this process holds; what belongs to other stages is passed over."""
         for held in self.held_layers():
-            prefix = f"{held.layer}."
-            held.module.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+            names = zip(held.module.state_dict(), self._named(held.layer, held.module), strict=True)
+            held.module.load_state_dict({name: state[told] for name, told in names if told in state})
 
     def gradients(self) -> dict[str, Tensor]:
         """``"<layer>.<name>"`` → accumulated gradient, of the layers that this process holds."""

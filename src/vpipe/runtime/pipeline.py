@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight
+from vpipe.registry import FORM_REGISTRY
 from vpipe.runtime import assembly
 from vpipe.runtime.builder import prepared
 from vpipe.runtime.device import is_host
@@ -94,7 +95,7 @@ class Pipeline(Holdings, Checkable):
 
     def __init__(
         self,
-        layers: Sequence[Layer | nn.Module | Callable[[], nn.Module]],
+        layers: nn.Module | Sequence[Layer | nn.Module | Callable[[], nn.Module]],
         loss_fn: Callable[[Any, Any], Tensor],
         *,
         schedule: str | Program | ScheduleSpec = "1f1b",
@@ -102,13 +103,17 @@ class Pipeline(Holdings, Checkable):
         seed: int = 0,
         check: int = 0,
         count: Callable[[Any], float] | None = None,
+        example: Any = None,
         **plain: Unpack[PlainKeywords],
     ) -> None:
         options = PipelineOptions.of(schedule, seed, plain)
+        if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential | nn.ModuleList):
+            layers, shared = FORM_REGISTRY.create("any module", layers, example)
+            tied, self.keeps_names = (*tied, *shared), True
+        self.builder = prepared(list(cast("Any", layers)), loss_fn, tied, options)
         self.seed = seed
         self.num_checks, self.checked = check, ""
         self._objective = Objective(loss_fn, count)
-        self.builder = prepared(layers, loss_fn, tied, options)
         self.num_microbatches = self.builder.spec.num_microbatches
         programs = self.builder.programs(self.builder.layout(options.partition))
         self.updates_per_step = programs.training().num_updates  # a wrong program is refused here, not by a step

@@ -69,9 +69,9 @@ def kind_of(root: nn.Module, path: str) -> str:
 def install_capture(root: nn.Module) -> None:
     """The library's hooks for values that it collects inside blocks, such as router logits; put there once, as its
     own forward does."""
-    from transformers.utils import output_capturing
-
     for _, model in library_models(root):
+        from transformers.utils import output_capturing
+
         if any(getattr(model.config.get_text_config(), name, False) for name in CAPTURED):
             output_capturing.maybe_install_capturing_hooks(model)
 

@@ -52,6 +52,12 @@ def layers(
     if not hasattr(config, "get_text_config"):
         raise UserError(f"a {type(model).__name__} is no model of transformers: it has no config")
     frame = framed(model, config, example)
+    cut, tied = cut_layers(frame)
+    return described(frame.task, config, sequence_length, ignored, layers=cut, tied=tied)
+
+
+def cut_layers(frame: Frame) -> tuple[list[Layer], tuple[TiedWeight, ...]]:
+    """The pieces as layers with the model's own modules, and which of their weights are one."""
     own = [whole_part(frame, piece) for piece in frame.plan.pieces]
     tied = tied_weights(own)
     later: dict[int, set[int]] = {}
@@ -59,14 +65,17 @@ def layers(
         for layer, name in weight.owners[1:]:
             later.setdefault(layer, set()).add(id(own[layer].get_parameter(name)))
     parts = [unshared(part, later[index]) if index in later else part for index, part in enumerate(own)]
-    cut = [described_layer(piece, part) for piece, part in zip(frame.plan.pieces, parts, strict=True)]
-    return described(frame.task, config, sequence_length, ignored, layers=cut, tied=tied)
+    return [described_layer(piece, part) for piece, part in zip(frame.plan.pieces, parts, strict=True)], tied
 
 
 def framed(model: nn.Module, config: Any, example: Mapping[str, Tensor] | None) -> Frame:
     """The cut of ``model``, tried with the first inputs that it takes."""
     task = task_of(model, config, example)
-    tries = examples(model, config, task, example, longest_sequence(config) or 512)
+    return tried(model, task, examples(model, config, task, example, longest_sequence(config) or 512))
+
+
+def tried(model: nn.Module, task: ModelTask, tries: Sequence[tuple[Mapping[str, Tensor], ...]]) -> Frame:
+    """The cut of ``model`` with the first of these inputs that it takes."""
     for attempt, given in enumerate(tries):
         try:
             return cut_frame(model, task, given)

@@ -78,6 +78,10 @@ class Part(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "spines"} | {"spines": []}
 
+    def own_names(self) -> dict[str, str]:
+        """Name here → name in the model, of everything that a checkpoint of this layer holds."""
+        return {name: hub_name(self.paths, name) for name in self.state_dict()}
+
     def own(self, path: str) -> Any:
         """This part's module, parameter or buffer that the model has at ``path``."""
         return getattr(self, self.attributes[path])
@@ -278,4 +282,4 @@ def hub_name(paths: Mapping[str, str], name: str) -> str:
 def hub_names(part: nn.Module) -> dict[str, str]:
     """Own name → original name, of everything that a checkpoint of this layer holds: for export to Hugging Face."""
     assert isinstance(part, Part)
-    return {name: hub_name(part.paths, name) for name in part.state_dict()}
+    return part.own_names()

@@ -16,7 +16,8 @@ from vpipe.models.losses import IGNORED, MaskedLoss, OwnLoss, PretrainingLoss, T
 @dataclass(frozen=True)
 class ModelTask:
     """``causal`` (the next token), ``masked`` (hidden tokens), ``pretraining`` (BERT's two losses), ``translation``
-    (encoder and decoder), or ``own``: the model's own arguments by their names, labels included, and its own loss."""
+    (encoder and decoder), ``own``: the model's own arguments by their names, labels included, and its own loss; or
+    ``plain``: its own arguments, and whatever it returns."""
 
     kind: str
     padding: int = 0
@@ -57,6 +58,8 @@ class ModelTask:
         """What of the model's result the loss needs; where experts are balanced, also the loss for that."""
         if self.kind == "pretraining":
             return made.prediction_logits, made.seq_relationship_logits
+        if self.kind == "plain":
+            return made
         if self.kind == "own":
             if getattr(made, "loss", None) is None:
                 raise UserError(
