@@ -143,6 +143,7 @@ def main() -> None:
         parser.add_argument("--most-parameters", type=float, default=100e6, help="leave out what is larger")
 
     arguments = common.options(__doc__ or "", more=more)
+    torch.set_num_threads(1)
     rows: dict[str, Any] = {}
     for source in arguments.sources:
         try:
