@@ -332,9 +332,24 @@ def live_versions(program: Program) -> list[int]:
         return worst
     table = version_table(program)
     for row in program.rows:
-        for _, stage, held in held_versions(row, table):
+        for stage, held in _held_versions(row, table):
             worst[stage] = max(worst[stage], held)
     return worst
+
+
+def _held_versions(row: Row, table: VersionTable) -> Iterator[tuple[int, int]]:
+    """For every STEP of a row: its stage, and how many versions that holds from then on. A version is dropped at the
+    first STEP after its last use; the newest stays."""
+    last_use: dict[tuple[int, int], int] = {}
+    for index, (stage, kind, microbatch) in enumerate(row):
+        if kind in WEIGHT_GRADIENT and (stage, microbatch) in table:
+            last_use[stage, table[stage, microbatch]] = index
+    held: dict[int, set[int]] = defaultdict(lambda: {0})
+    for index, (stage, kind, _) in enumerate(row):
+        if kind is Kind.STEP:
+            newest = max(held[stage]) + 1
+            held[stage] = {v for v in held[stage] if last_use.get((stage, v), -1) > index} | {newest}
+            yield stage, len(held[stage])
 
 
 def most_open(program: Program, opens: Collection[Kind], closes: Collection[Kind]) -> list[int]:
@@ -354,20 +369,3 @@ def most_open(program: Program, opens: Collection[Kind], closes: Collection[Kind
 def units_in_flight(program: Program) -> list[int]:
     """Per stage, the most units whose activations one of its ranks holds at once."""
     return most_open(program, (Kind.F,), WEIGHT_GRADIENT)
-
-
-def held_versions(row: Row, table: VersionTable) -> Iterator[tuple[int, int, int]]:
-    """For every STEP of a row: its index, its stage, and how many versions the stage holds from then on.
-
-    A version is dropped at the first STEP after its last use; the newest stays.
-    """
-    last_use: dict[tuple[int, int], int] = {}
-    for index, (stage, kind, microbatch) in enumerate(row):
-        if kind in WEIGHT_GRADIENT and (stage, microbatch) in table:
-            last_use[stage, table[stage, microbatch]] = index
-    held: dict[int, set[int]] = defaultdict(lambda: {0})
-    for index, (stage, kind, _) in enumerate(row):
-        if kind is Kind.STEP:
-            newest = max(held[stage]) + 1
-            held[stage] = {v for v in held[stage] if last_use.get((stage, v), -1) > index} | {newest}
-            yield index, stage, len(held[stage])
