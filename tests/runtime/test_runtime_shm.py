@@ -68,6 +68,25 @@ def test_a_message_that_nobody_takes_is_an_error_in_words(wanted: str, worlds: W
     assert said.startswith(f"rank 0 sent {Envelope(0, 5, 6, 0, 0)}, but no action of rank 1 took it")
 
 
+@pytest.mark.parametrize("piece", [40, 60, 1000])
+def test_records_that_come_in_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptor of a ring comes with the first byte of its record."""
+    monkeypatch.setattr(link, "BUFFER", piece)
+    here, there = (RingLink(peer, end, 1 << 20) for peer, end in enumerate(socket.socketpair()))
+    values = [torch.arange(float(10**k)) for k in range(1, 6)]  # each needs another ring
+    for k, value in enumerate(values):
+        assert here.send(pack(Envelope(0, 0, 1, k, 0), (value, [value] * k)))
+    while there.receive():
+        pass
+    for k, value in enumerate(values):
+        message = there.read()
+        assert message is not None
+        assert message[0] == Envelope(0, 0, 1, k, 0)
+        assert torch.equal(message[1][0], value)
+    here.close()
+    there.close()
+
+
 def test_a_form_is_described_once_and_again_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, described = [1, 2, 3, 1, 3, 4, 2, 1, 5, 3, 4], []
 

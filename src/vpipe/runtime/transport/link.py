@@ -27,7 +27,7 @@ import struct
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -78,6 +78,8 @@ class Link(ABC):
         came."""
         self._begun = b""
         """The beginning of a record whose end has not come."""
+        self._attached: list[tuple[int, int, bytes]] = []
+        """Descriptors that came with the first byte of a record, perhaps before its end."""
         self._read_generation = 0
         self._position = 0
         self._credited_position = 0
@@ -134,6 +136,7 @@ class Link(ABC):
         if not data:
             self.gone = True
             return False
+        self._attached += attached
         data, at = self._begun + data, 0
         while at + RECORD.size <= len(data):
             record = RECORD.unpack_from(data, at)
@@ -148,7 +151,7 @@ class Link(ABC):
                 envelope = addressed(Envelope, record[4:9])
                 self._unread.append((envelope, self._known[form], self._incoming, first, second))
             else:
-                self._heard(kind, generation, first, second, attached)
+                self._heard(kind, generation, first, second)
             at = end
         self._begun = data[at:]
         return True
@@ -215,8 +218,8 @@ class Link(ABC):
         self._forms[id(layout)] = (number, layout)
         return number
 
-    def _heard(self, kind: int, generation: int, first: int, second: int, attached: Sequence[Any]) -> None:
-        """A record that is about no message, and the descriptors that have come with it."""
+    def _heard(self, kind: int, generation: int, first: int, second: int) -> None:
+        """A record that is about no message."""
         if kind == CREDIT:
             self.away = False
             self._num_credited = second

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import socket
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
 from vpipe.runtime.transport.link import NO_MESSAGE, RECORD, RING, START_BYTES, UNDER_WAY, WINDOW, Link
@@ -90,12 +89,12 @@ class RingLink(Link):
         finally:
             os.close(descriptor)
 
-    def _heard(self, kind: int, generation: int, first: int, second: int, attached: Sequence[Any]) -> None:
+    def _heard(self, kind: int, generation: int, first: int, second: int) -> None:
         if kind != RING:
-            super()._heard(kind, generation, first, second, attached)
+            super()._heard(kind, generation, first, second)
             return
-        # The kernel ends a read at a descriptor, so this is the last record of the read, and the only ring.
-        descriptors = array("i")
+        descriptors, attached = array("i"), self._attached
+        self._attached = []  # the kernel ends a read at a descriptor: it is that of this ring
         for level, kind, data in attached:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
