@@ -73,9 +73,19 @@ def plan_job(
 
 
 def _places(config: PipelineConfig, least_nodes: int, num_nodes: int, tasks_per_node: int | None) -> int:
-    """Ranks per node, of an elastic run the most."""
+    """Ranks per node; of an elastic run places, so that the most have one on all nodes, and the fewest on the fewest
+    nodes."""
     if config.launch.elastic is not None:
-        return elastic_shape(config.launch.elastic, least_nodes, num_nodes, tasks_per_node)
+        least, most = map(int, config.launch.elastic.split(":"))
+        places = tasks_per_node or -(-most // num_nodes)
+        for count, ranks, name in ((num_nodes, most, "MAX"), (least_nodes, least, "MIN")):
+            if count * places < ranks:
+                raise UserError(
+                    f"{count} nodes x {places} places are {count * places}, but launch.elastic is "
+                    f"{config.launch.elastic}; give more nodes (--nodes), more places (--with ntasks_per_node), or "
+                    f"lower {name}"
+                )
+        return places
     if least_nodes != num_nodes:
         raise UserError(
             f"--nodes {least_nodes}-{num_nodes} lets SLURM choose, but this run has {config.num_ranks} ranks; give one "
@@ -121,19 +131,6 @@ def node_range(nodes: int | str) -> tuple[int, int]:
     if not 1 <= found[0] <= found[1]:
         raise UserError(f"--nodes {nodes} is neither a number of nodes nor MIN-MAX, such as 2 or 2-4")
     return found
-
-
-def elastic_shape(elastic: str, least_nodes: int, num_nodes: int, tasks_per_node: int | None) -> int:
-    """Places for ranks on each node, so that the most have one on all nodes, and the fewest on the fewest nodes."""
-    least, most = map(int, elastic.split(":"))
-    places = tasks_per_node or -(-most // num_nodes)
-    for count, ranks, name in ((num_nodes, most, "MAX"), (least_nodes, least, "MIN")):
-        if count * places < ranks:
-            raise UserError(
-                f"{count} nodes x {places} places are {count * places}, but launch.elastic is {elastic}; give more "
-                f"nodes (--nodes), more places (--with ntasks_per_node), or lower {name}"
-            )
-    return places
 
 
 def job_name(path: str) -> str:

@@ -139,28 +139,19 @@ class CheckpointManager:
         (``called_off``: which one has). Every rank calls this at the same place."""
         if not self._pending or self._saver is None:
             return
-        gather, saver = self._session.pipeline.gather_first, self._saver
+        gather, saver, save = self._session.pipeline.gather_first, self._saver, self._saver.save
+        assert save is not None, "one is on its way"
         if called_off:
             saver.call_off()
         problem = gather(self._named(saver.problem()))
         if problem:
             saver.call_off()
-        elif saver.save is not None:
-            saver.save.all_written.set()
+        else:
+            save.all_written.set()
         last = saver.end()
         self._unsaved = problem or gather(self._named(last))
         self.poll()
         self._pending = False
-        self._tell()
-
-    def _named(self, problem: str) -> str:
-        pipeline = self._session.pipeline
-        return f"rank {pipeline.rank}: {problem}" if problem and not pipeline.in_process else problem
-
-    def _tell(self) -> None:
-        """What went wrong with the save that has ended, if anything did."""
-        save = self._saver.save if self._saver is not None else None
-        assert save is not None, "a save has ended"
         if self._unsaved:
             self._kept = -1  # asked again at this iteration, it is tried again
             self._say(
@@ -169,6 +160,10 @@ class CheckpointManager:
             )
         elif save.remark:
             self._say(f"warning: the checkpoint of iteration {save.standing.iteration} is written, but {save.remark}")
+
+    def _named(self, problem: str) -> str:
+        pipeline = self._session.pipeline
+        return f"rank {pipeline.rank}: {problem}" if problem and not pipeline.in_process else problem
 
     def end(self) -> str:
         """Wait for the last save; why it could not be written, on whichever rank. Every rank calls this."""
@@ -247,8 +242,7 @@ class CheckpointManager:
             problem, found, tensors = "", None, {}
             try:
                 found = Checkpoint.open(path)
-                self._check_model(found)
-                self._check_data(found)
+                self._check(found)
                 if not found.manifest.standing.sound and path != named:
                     problem = f"the loss of {path} was not finite"
                 else:
@@ -325,7 +319,8 @@ class CheckpointManager:
         if left:
             self._say(f"later checkpoints stay where they are and are not of this run: {', '.join(left)}")
 
-    def _check_model(self, found: Checkpoint) -> None:
+    def _check(self, found: Checkpoint) -> None:
+        """Refuse a checkpoint of another model, or of other data."""
         wanted = self._session.skeleton.fingerprint
         model = found.manifest.standing.model
         if model != wanted:
@@ -333,8 +328,6 @@ class CheckpointManager:
                 f"{found.path} is a checkpoint of another model ({model}), not of this one ({wanted}); "
                 "resume with its own config"
             )
-
-    def _check_data(self, found: Checkpoint) -> None:
         differing = differences(json.loads(found.manifest.standing.data), self._session.data_facts)
         if not differing:
             return
