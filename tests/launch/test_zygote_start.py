@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,3 +124,17 @@ def test_ranks_run_in_the_one_that_has_begun(begin: Begin, tmp_path: Path, monke
     assert local.run("own:work", 30, preload=["json"], log_dir=tmp_path / "logs") == 0
     assert [line.split()[1] for line in out.read_text().splitlines()] == [str(right)] * 30
     assert not psutil.pid_exists(right)
+
+
+def test_ctrl_c_after_the_end_was_told_shows_no_traceback() -> None:
+    """Exit functions of libraries run meanwhile, for a second and more."""
+    lines = (
+        "import atexit, os, signal, sys, types",
+        "from vpipe.launch import rank",
+        "atexit.register(rank.DEPARTURE)",
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))",
+        "sys.modules['job'] = types.SimpleNamespace(run=lambda: 3)",
+        "rank.call_target({'target': 'job:run', 'arguments': {}})",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (3, "")

@@ -155,6 +155,7 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
 
 KILLERS: dict[str, str] = {
     "region:0": "schedule=hanayo ranks=4 memory=recompute skip=residual",
+    "region:1": "schedule=gpipe ranks=4 memory=swap skip=twice values=tuple workers=True inplace=view",
     "region:3": "rows=uneven accumulate=2 replicas=2",
     "region:4": "ranks=4 dropout=True",
     "region:5": "loss=added",
@@ -176,6 +177,8 @@ KILLERS: dict[str, str] = {
     "buffers:4": "norm=read",
     "crossing:0": "norm=read",
     "crossing:1": "values=tuple",
+    "crossing:2": "schedule=gpipe ranks=4 memory=swap skip=twice values=tuple workers=True inplace=view",
+    "crossing:3": "memory=recompute inplace=batch",
     "surroundings:0": "replicas=2 dropout=True modes=True",
     "surroundings:1": "replicas=2 teacher=True",
     "surroundings:2": "replicas=2 frozen=turns",

@@ -17,6 +17,7 @@ import io
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -85,6 +86,7 @@ def call_target(spec: dict[str, Any]) -> None:
         sys.argv = [target]
         code = getattr(import_module(module), name)(**spec["arguments"])
         DEPARTURE.code = code if isinstance(code, int) else 0
+        signal.signal(signal.SIGINT, lambda *_: DEPARTURE())  # the end was told: Ctrl-C only ends the wait for it
         sys.exit(DEPARTURE.code)
     elif target[0] in ("-m", AS_MODULE):
         sys.argv = list(target[1:])
