@@ -73,6 +73,15 @@ CASES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 8, "decoder_sparse_step": 1, **EXPERTS,
     },
     "gpt_neox": {"model_type": "gpt_neox", **{k: v for k, v in DECODER.items() if k != "num_key_value_heads"}},
+    "gptj": {
+        "model_type": "gptj", "vocab_size": 41, "n_embd": 16, "n_layer": 3, "n_head": 4, "rotary_dim": 4,
+        "n_positions": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+    "gpt_neo": {
+        "model_type": "gpt_neo", "vocab_size": 41, "hidden_size": 16, "num_layers": 4, "num_heads": 4, "window_size": 4,
+        "attention_types": [[["global", "local"], 2]], "max_position_embeddings": 32, "resid_dropout": 0.0,
+        "embed_dropout": 0.0, "attention_dropout": 0.0,
+    },
     "opt": {
         "model_type": "opt", "vocab_size": 41, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 3,
         "num_attention_heads": 4, "max_position_embeddings": 32, "dropout": 0.0, "attention_dropout": 0.0,

@@ -104,7 +104,10 @@ def test_a_cut_model_equals_the_untouched_one_and_trains_like_it(name: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen2", "gemma3_text", "bert", "deberta", "t5", "bart"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "llama", "mistral", "qwen2", "gemma3_text", "bert", "deberta", "t5", "bart", "opt", "gptj", "gpt_neo"],
+)
 def test_eager_attention_too(name: str) -> None:
     reference = original(name, attn_implementation="eager")
     model = hf.layers(copy.deepcopy(reference))
@@ -267,6 +270,14 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence() -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="no list of blocks"):
         hf.layers(FlatForCausalLM(config))
+    found = transformers.AutoConfig.for_model(**CASES["bert"])
+    tokens = torch.ones(2, 5, dtype=torch.long)
+    for kind, words in (
+        (transformers.BertModel, "no head: take a class for the task, such as BertFor.* .config: architectures.$"),
+        (transformers.BertForQuestionAnswering, "give its labels too, .*: start_positions, end_positions$"),
+    ):
+        with pytest.raises(UserError, match=words):
+            hf.layers(kind(found), example={"input_ids": tokens, "attention_mask": tokens})
 
 
 @pytest.mark.slow

@@ -30,8 +30,6 @@ in ``architectures``."""
 
 def architecture(transformers: Any, config: Any) -> type[nn.Module]:
     """The class of a config: the one that it names, or the usual one for its type."""
-    from transformers.models.auto import modeling_auto
-
     named = (getattr(config, "architectures", None) or [None])[0]
     if named is not None:
         found = getattr(transformers, named, None)
@@ -41,13 +39,19 @@ def architecture(transformers: Any, config: Any) -> type[nn.Module]:
                 "of a checkpoint is run"
             )
         return found  # type: ignore[no-any-return]
-    for mapping in MAPPINGS:
-        name = getattr(modeling_auto, mapping, {}).get(config.model_type)
-        if isinstance(name, str) and hasattr(transformers, name):
-            return getattr(transformers, name)  # type: ignore[no-any-return]
+    if found := usual(transformers, config):
+        return getattr(transformers, found)  # type: ignore[no-any-return]
     raise UserError(
         f"model_type {config.model_type!r} has no class with a loss; name one in architectures: [TheClassForTheTask]"
     )
+
+
+def usual(transformers: Any, config: Any) -> str:
+    """The usual class with a loss for the type of a config; empty where there is none."""
+    from transformers.models.auto import modeling_auto
+
+    found = (getattr(modeling_auto, mapping, {}).get(config.model_type) for mapping in MAPPINGS)
+    return next((name for name in found if isinstance(name, str) and hasattr(transformers, name)), "")
 
 
 def unknown_type(kind: Any) -> str:

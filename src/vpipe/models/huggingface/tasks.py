@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,6 +12,19 @@ from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.models.losses import IGNORED, MaskedLoss, OwnLoss, PretrainingLoss, TokenLoss
+
+
+def _remedy(model: Any) -> str:
+    """What a model needs to give a loss: its labels, or a head."""
+    labels = [name for name in signature(model.forward).parameters if name.endswith(("labels", "label", "_positions"))]
+    if labels:
+        return f"give its labels too, under the names that its forward has for them: {', '.join(labels)}"
+    import transformers
+
+    from vpipe.models.huggingface.architectures import usual
+
+    such = usual(transformers, model.config)
+    return f"it has no head: take a class for the task{f', such as {such}' if such else ''} (config: architectures)"
 
 
 @dataclass(frozen=True)
@@ -62,10 +76,7 @@ class ModelTask:
             return made
         if self.kind == "own":
             if getattr(made, "loss", None) is None:
-                raise UserError(
-                    f"{type(model).__name__} gives no loss for {', '.join(self.names)}; give its labels too, under the "
-                    "name that its forward has for them"
-                )
+                raise UserError(f"{type(model).__name__} gives no loss for {', '.join(self.names)}; {_remedy(model)}")
             return made.loss
         extra = getattr(made, "aux_loss", None)
         if extra is None:
