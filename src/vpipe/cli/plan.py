@@ -180,7 +180,7 @@ def _found(
 
 
 def _wanted(plugins: tuple[str, ...], **given: Any) -> Wanted:
-    """Plugins go with the config, to whoever loads it; beside a profile they bring a schedule, and are loaded here."""
+    """Hand plugins on with the config; beside a profile they bring a schedule, and are loaded here."""
     if given["target"].suffix in (".json", ".txt"):
         load_plugins(plugins)
     else:

@@ -10,7 +10,7 @@ its new name: an option that is accepted and ignored would lie.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import click
@@ -34,9 +34,7 @@ def gpipe_runner(args: Sequence[str] | None = None) -> NoReturn:
     main(translate("gpipe_runner.py", "--config", args))
 
 
-def translate(
-    program: str, option: str, args: Sequence[str] | None, fail: Callable[[int], object] = sys.exit
-) -> list[str]:
+def translate(program: str, option: str, args: Sequence[str] | None) -> list[str]:
     """The words of ``vpipe train`` for those of an old command; ``option`` names the config there."""
     config, rest = None, []
     words = iter(sys.argv[1:] if args is None else args)
@@ -45,16 +43,16 @@ def translate(
         if name == option:
             config = value if equals else next(words, None)
         elif name in MOVED:
-            _refuse(f"{name} is now {MOVED[name]}", fail)
+            _refuse(f"{name} is now {MOVED[name]}")
         else:
             rest.append(word)
     if rest and set(rest) & {"-h", "--help"}:
         return ["train", "--help"]
     if config is None:
-        _refuse(f"{option} is missing: {program} {option} CONFIG, or better: vpipe train CONFIG", fail)
+        _refuse(f"{option} is missing: {program} {option} CONFIG, or better: vpipe train CONFIG")
     return ["train", *rest, "--", str(config)]
 
 
-def _refuse(sentence: str, fail: Callable[[int], object]) -> None:
+def _refuse(sentence: str) -> NoReturn:
     click.echo(f"vpipe: {sentence}", err=True)
-    fail(2)
+    sys.exit(2)

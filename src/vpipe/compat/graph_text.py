@@ -92,16 +92,14 @@ class Graph:
             raise UserError(f"{self.source}: the graph has a cycle among {shown}; a pipeline needs an acyclic graph")
         return tuple(found)
 
-    def to_profile(
-        self, *, optimizer_copies: float = 1.0, model: str = "", order: Sequence[GraphNode] | None = None
-    ) -> Profile:
+    def to_profile(self, order: Sequence[GraphNode] | None = None) -> Profile:
         """The graph as a chain, in the given topological order or in ``order()``.
 
         An ``Input`` node is the loading of data, which is no work of a rank: its times do not count (nor do they in
         PipeDream's own optimizer).
         The text does not split the backward: a node with parameters is given half of it as weight gradient, one
         without none. It does not say what is saved either: a node is taken to save as much as it yields.
-        ``optimizer_copies`` is the optimizer's state as a multiple of the parameters (SGD with momentum 1, Adam 2).
+        The optimizer's state is taken to be as large as the parameters, as SGD's with momentum.
         """
         order = self.order() if order is None else order
         place = {node.id: index for index, node in enumerate(order)}
@@ -122,10 +120,10 @@ class Graph:
                     saved_bytes=round(node.activation_size),
                     boundary_bytes=round(crossing),
                     parameter_bytes=round(node.parameter_size),
-                    optimizer_bytes=round(node.parameter_size * optimizer_copies),
+                    optimizer_bytes=round(node.parameter_size),
                 )
             )
-        return Profile(layers=tuple(layers), model=model or self.source)
+        return Profile(layers=tuple(layers), model=self.source)
 
 
 def load_graph(path: str | Path) -> Graph:

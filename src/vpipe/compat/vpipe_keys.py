@@ -30,19 +30,10 @@ RENAMED = {
     "vocab_size": "model.vocab_size",
 }
 READ = (
-    *(
-        "batch_size",
-        "config_file",
-        "container",
-        "learning_rate_policy",
-        "lr_warmup",
-        "macrobatch",
-        "model_type",
-        "momentum",
-    ),
-    *("momentum", "no_input_pipelining", "num_microbatches", "partition", "print_frequency", "recompute"),
-    *("sync_mode", "synthetic_data", "verbose_frequency"),
-)
+    "batch_size", "config_file", "container", "learning_rate_policy", "lr_warmup", "macrobatch", "model_type",
+    "momentum", "no_input_pipelining", "num_microbatches", "partition", "print_frequency", "recompute", "sync_mode",
+    "synthetic_data", "verbose_frequency",
+)  # fmt: skip
 MEANINGLESS = {
     "directory": "names code that vpipe never imports; model_type chooses the model",
     "module": "names code that vpipe never imports; model_type chooses the model",

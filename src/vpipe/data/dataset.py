@@ -63,7 +63,7 @@ class DataSet(ABC):
     groups: tuple[int, ...] | None = None
     """Sizes of consecutive runs that are cheap to read together; see ``BatchOrder``."""
     draws: bool = False
-    """Whether ``batch`` may draw random numbers: from torch's, numpy's and Python's generators, as everybody does."""
+    """Whether ``batch`` may draw random numbers: from torch's, numpy's and Python's generators."""
     notes: tuple[str, ...] = ()
     """What a reader has to say, such as how much is left out."""
     valid: DataSet | None = None

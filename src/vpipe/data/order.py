@@ -27,21 +27,21 @@ _EXAMPLES, _GROUPS, _BATCHES = range(3)  # independent random streams of one epo
 
 
 ENDLESS = 2**62
-"""The number of examples of a stream, which nobody knows."""
+"""Stands for the number of examples of a stream, which is not known."""
 
 
 class _StreamBatches(Sequence[Indices]):
     """Batches of ``size`` examples one after the other, from ``first`` on."""
 
-    def __init__(self, first: int, size: int, num_batches: int = ENDLESS) -> None:
-        self._first, self._size, self._num_batches = first, size, num_batches
+    def __init__(self, first: int, size: int) -> None:
+        self._first, self._size = first, size
 
     def __len__(self) -> int:
-        return self._num_batches
+        return ENDLESS
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._num_batches))]
+            return [self[i] for i in range(*index.indices(ENDLESS))]
         begin = self._first + index * self._size
         return np.arange(begin, begin + self._size, dtype=np.int64)
 

@@ -20,10 +20,10 @@ from vpipe.models.model import Model, head_size_of, positive
 class TokenEmbedding(nn.Module):
     """Tokens only: positions enter in the attention."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, std: float = 0.02) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab_size, hidden_size)
-        nn.init.normal_(self.tokens.weight, std=std)
+        nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self.tokens(tokens)

@@ -271,7 +271,7 @@ class Tied:
 
 
 def tie(layers: Sequence[Layer], tied: Sequence[TiedWeight]) -> list[Layer]:
-    """The layers, with every tied parameter starting at the value of its first owner, whoever builds it."""
+    """The layers, with every tied parameter starting at the value of its first owner, on every rank."""
     sources: dict[int, list[tuple[str, Factory, str]]] = {}
     for weight in tied:
         first, first_name = weight.owners[0]
@@ -330,8 +330,8 @@ def fits(length: int, sequence_length: int) -> None:
 
 
 def model_options(section: ModelConfig, known: Collection[str]) -> dict[str, Any]:
-    """The options of a config for a builder that takes ``known``: a size it does not have is left out, unless somebody
-    set it. What is set but not known stays in, so that the builder can refuse it by name."""
+    """The options of a config for a builder that takes ``known``: a size it does not have is left out, unless it
+    was set. What is set but not known stays in, so that the builder can refuse it by name."""
     fields = {
         name: value
         for name, value in section

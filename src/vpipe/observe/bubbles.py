@@ -4,7 +4,7 @@ The window of a step runs from the end of the step before it (on all ranks; from
 known) to its own last end. A rank is busy while one of its compute actions works, and idle for the rest of the window.
 Every idle moment gets one cause:
 
-    data            nobody had begun yet, or a first stage's forward waited for its inputs
+    data            no rank had begun yet, or a first stage's forward waited for its inputs
     communication   the action that makes the awaited message had ended, and the message was not there;
                     or the rank was posting, sending or swapping
     overhead        between two actions, neither working nor waiting: the runtime itself

@@ -62,7 +62,7 @@ _ALONE = {price[0]: [kind for kind in Kind if PRICE[kind] == price] for price in
 
 
 def _latency(steps: Sequence[Measured]) -> float:
-    """Of the messages that someone was waiting for when they were made."""
+    """Seconds of the messages that were awaited when they were made."""
     taken = []
     for step in steps:
         ends: dict[Action, int] = {event.action: event.end for row in step.ranks for event in row}

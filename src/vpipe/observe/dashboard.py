@@ -1,7 +1,7 @@
 """Start and stop the live page: for ``vpipe dashboard``, and beside ``vpipe train`` while a run lasts.
 
-A run's page is served by a process of its own: what strangers do to it (see ``guard``), and what it costs, is not done
-to rank 0. Our launcher starts it, or rank 0 where another launcher has started the ranks. It ends with its run: it
+A run's page is served by a process of its own: what clients do to it (see ``guard``), and what it costs, is not done to
+rank 0. Our launcher starts it, or rank 0 where another launcher has started the ranks. It ends with its run: it
 reads from a pipe that only the run holds open.
 """
 
@@ -104,7 +104,7 @@ class Dashboard:
             self._ended.set()
 
     def wait(self, lasts: Callable[[], bool] = lambda: True) -> None:
-        """Serve until the thread ends, or somebody interrupts."""
+        """Serve until the thread ends, or an interrupt."""
         while not self._ended.is_set() and lasts():
             self._ended.wait(0.5)
 

@@ -27,7 +27,7 @@ LITTLE = 0.05
 """A bubble below which there is nothing to say."""
 CANDIDATES = ("1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-v", "looped-bfs")
 MAX_ACTIONS = 6000
-"""Of a program that is tried while somebody waits for a page."""
+"""Actions of a program that is tried while a page is waited for."""
 
 
 @dataclass(frozen=True)

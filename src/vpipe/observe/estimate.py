@@ -24,7 +24,7 @@ from vpipe.schedule.timeline import Costs, StageCosts
 TOLERANCE = 0.1
 """How far the stages may be from the sums of their sorts, as a share of the longest stage."""
 EFFORT, PATIENCE = 0.3, 0.5
-"""Of the planner, while somebody waits for a page: its effort, and its seconds."""
+"""The planner's effort, and its seconds, while a page is waited for."""
 KINDS = ("forward", "input_grad", "weight_grad", "step")
 
 Array = npt.NDArray[np.float64]

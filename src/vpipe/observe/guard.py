@@ -1,8 +1,8 @@
-"""What a stranger may take from the page's server: little, and not for long.
+"""Limits of each HTTP client of the page's server: connections, bytes, seconds.
 
 Any user of the machine can open connections to a port of the loopback interface, and a request that is never finished
 costs its sender nothing. So a connection has ``HEADER_SECONDS`` to send its request, and where ``MAX_WAITING`` have not
-sent theirs and one more comes, the oldest *slow* one goes: whoever sends a whole request is served, whatever the others
+sent theirs and one more comes, the oldest *slow* one goes: a whole request is served, whatever the other clients
 do. Slow is who sent a part of a request, or nothing for ``PATIENCE_SECONDS``. The others may simply not have been read
 yet: on a busy machine many connections are accepted at once, and a visitor's request lies unread behind them, so one of
 these goes only when there are ``MAX_UNREAD``. A body is refused, because nothing here takes one. Connections are closed

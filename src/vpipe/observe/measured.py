@@ -36,7 +36,7 @@ class Measured:
     """How long before the step's first action the step before had ended on all ranks; 0 where that is not known."""
     memory: Sequence[Mapping[str, int]] = field(default_factory=tuple)
     swaps: tuple[tuple[Event, ...], ...] = ()
-    """Per rank, what its swap lane did beside the row; empty where nobody swaps."""
+    """Per rank, what its swap lane did beside the row; empty where no rank swaps."""
     time: float = 0.0
     """Seconds of the epoch when the last rank had written it down; 0 where that is not known."""
 

@@ -97,7 +97,7 @@ def app(path: str | Path, token: str, stopping: threading.Event | None = None) -
 
 
 def guarded(token: str, handler: Handler) -> Handler:
-    """A handler that strangers do not reach."""
+    """A handler that refuses requests without the token."""
 
     async def check(request: Request) -> Response:
         host = request.headers.get("host", "").rsplit(":", 1)[0]

@@ -51,7 +51,7 @@ class Paths:
         own = [judge.forward, judge.input_grad, judge.weight_grad]
         self.own = own
         self.work: Array = own[0] + own[1] + own[2]
-        # Of a stage that is passed nobody knows which: each layer as where it is quickest.
+        # Which stage a layer is passed in is not known: it counts as where it is quickest.
         self.fastest = [_prefix(np.diff(each, axis=1).min(axis=0)) for each in own]
         self.there, self.home = self._hops(0), self._hops(1)
 

@@ -1,7 +1,7 @@
 """What a layout will do under a schedule: time by simulation, memory by counting.
 
 The step that is predicted here is the number that a plan minimises, bounds and prints: the simulated makespan of the
-lowered program with the profile's costs. It also answers for layouts that nobody planned: equal layer counts, or a
+lowered program with the profile's costs. It also answers for layouts that were not planned: equal layer counts, or a
 partition file from elsewhere.
 """
 

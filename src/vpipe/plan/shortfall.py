@@ -1,6 +1,6 @@
 """By how much memory is short when nothing fits.
 
-"Does not fit" helps nobody; "stage 2 is short by 1.2 GiB" does. The answer is the partition whose worst stage
+"Stage 2 is short by 1.2 GiB" helps where "does not fit" does not. The answer is the partition whose worst stage
 overflows least, every stage choosing what needs the fewest bytes.
 """
 

@@ -30,7 +30,7 @@ Policy = Callable[[Action], SortKey]
 
 
 def none(action: Action) -> SortKey:
-    """Everybody is equal: order of arrival."""
+    """Order of arrival."""
     return ()
 
 
@@ -76,7 +76,7 @@ class Backend(Protocol):
 
 
 class Turnstile:
-    """A device of one slot that many threads share: whoever waits with the smallest key goes next.
+    """A device of one slot that many threads share: the one with the smallest key goes next.
 
     The thread that leaves hands the device over to the next one before anybody else can take it, so that the order is
     the policy's and never the operating system's.

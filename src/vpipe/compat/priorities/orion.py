@@ -4,7 +4,7 @@
     client 0                    high priority; 1, 2, ... are best effort; -1 is not managed
     a thread says who it is     orion_set_client_idx, thread-local: the backward must run on the same thread
 
-Whoever asks for Orion gets it or an error: a library that is missing, not preloaded, incomplete or that refuses to
+A run that asks for Orion gets it or an error: a library that is missing, not preloaded, incomplete or that refuses to
 start is never replaced by a silent nothing. What it does to the speed of a GPU was not measured by us.
 """
 
@@ -130,7 +130,7 @@ class OrionClients:
         before = self._orion.client()
         self._orion.set_client(client_of(self._policy, action, self.num_clients))
         try:
-            with set_multithreading_enabled(False):  # autograd's own threads would be strangers to Orion
+            with set_multithreading_enabled(False):  # autograd's own threads are no clients of Orion
                 yield
         finally:
             self._orion.set_client(before)
