@@ -208,6 +208,7 @@ OPTIMIZER_REGISTRY: Registry[Any] = Registry(
         "adamw": "torch.optim:AdamW",
         "adafactor": "torch.optim:Adafactor",
         "lamb": "vpipe.train.optimizers:Lamb",
+        "lars": "vpipe.train.optimizers:Lars",
     },
 )
 STAGE_REGISTRY: Registry[Any] = Registry("stage", group="vpipe.stages")

@@ -43,6 +43,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "workers": (False, True),
     "optimizer": ("sgd", "momentum", "adam"),
     "rates": (False, True, "function"),
+    "average": (None, 0.5),
     "clip": (None, 0.05),
     "scale": (None, 8.0),
     "nonfinite": (False, True),
@@ -230,7 +231,8 @@ def pipeline_of(case: Case) -> list[str]:
     autocast = "autocast" if case["autocast"] in (True, "around") else "nullcontext"
     loss = {"module": "ScaledLoss()", "counting": "CountingLoss()"}.get(case["loss"], "loss_of")
     options = [f'schedule="{case["schedule"]}"', f"num_ranks={case['ranks'] * case['replicas']}"]
-    options += [f"num_microbatches={case['units']}", f"optimizer={case['optimizer']}", f"seed={SEED}"]
+    make = f"averaging({case['optimizer']}, {case['average']})" if case["average"] else case["optimizer"]
+    options += [f"num_microbatches={case['units']}", f"optimizer={make}", f"seed={SEED}"]
     options += [f"replicas={case['replicas']}"] if case["replicas"] > 1 else []
     options += [f"clip_norm={case['clip']}"] if case["clip"] else []
     options += [f"loss_scale=LossScale({case['scale']})"] if case["scale"] else []
@@ -251,6 +253,7 @@ def pipeline_of(case: Case) -> list[str]:
     told = [f"seed={SEED}", *([f"ties={ties}"] if ties else []), *([f"clip={case['clip']}"] if case["clip"] else [])]
     told += [f"scale={case['scale']}"] if case["scale"] else []
     told += ["autocast=autocast"] if case["autocast"] is True else []
+    told += [f"average={case['average']}"] if case["average"] else []
     lines += ["", f"pipe = pipeline({counts_of(case, len(layers), case['cut'])})"]
     lines += [f"plain = Plain(layers, {loss}, {case['optimizer']}, {', '.join(told)})"]
     lines += ["count = pipe.program().num_microbatches", f"around = {autocast}"]
@@ -312,6 +315,10 @@ def between(case: Case, step: int) -> list[str]:
         lines += [f"x, y = batch({50 + step}, 3 * count{length})", "with around():"]
         lines += ["    loss, expected = pipe.evaluate(x.clone(), y), plain.evaluate(units(x, y, count))"]
         lines += ['same("evaluation", loss, expected)']
+        if case["average"]:
+            lines += ["with around(), averaged(pipe), plain.averaged():"]
+            lines += ["    loss, expected = pipe.evaluate(x.clone(), y), plain.evaluate(units(x, y, count))"]
+            lines += ['same("evaluation of averages", loss, expected)']
     other = counts_of(case, len(layers_of(case)), {"even": "front", "front": "back", "back": "even"}[case["cut"]])
     if case["moves"] == "counts" and step == 0:
         lines += ["counts = list(pipe.partition)", "most = counts.index(max(counts))"]
@@ -354,6 +361,7 @@ from vpipe import Layer, Pipeline, add_loss
 from vpipe.layer import TiedWeight
 from vpipe.runtime.memory import swap
 from vpipe.runtime.options import Memory
+from vpipe.runtime.updates.averages import averaged, averaging
 from vpipe.runtime.updates.update import LossScale
 
 torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """Sixty mutants at the seams of the runtime, which the pair table alone is to kill.
 
     python tests/pairs/mutants.py                 all, in scratch copies of the tree: which live, and the ratio
+    python tests/pairs/mutants.py recipe          those of rates, groups, pruning, averages …: ``recipe_mutants``
     python tests/pairs/mutants.py region:3 ...    these
 
 A mutant is a file of ``src/vpipe/runtime``, a text that stands in it once, and what stands there instead. It is killed by the
@@ -23,6 +24,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import recipe_mutants
 
 Case = dict[str, Any]
 FORKS = get_context("fork")
@@ -100,8 +103,8 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("accumulate(weight, gradient)\n        if carried:", "weight.grad = gradient\n        if carried:"),
     ],
     "updates/update": [
-        ("multiply(gradients, beside(factor, gradients[0]))", "pass"),
-        ("divide(gradients_of(stage), self.loss_scale)", "pass"),
+        ("                clip(stage.weights.parameters.values(), factors)", "                pass"),
+        ("                divide(gradients_of(stage), self.loss_scale)", "                pass"),
         ("total = total + other", "total = other + other"),
         ("elif bool(finite):\n            update()", "else:\n            update()"),
         ("forget_casts()\n\n    def _judged", "pass\n\n    def _judged"),
@@ -128,8 +131,8 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
             "for tie in () for layer, name in tie.owners[1:]}\n    return [name",
         ),
         (
-            "by_layer.setdefault(layer, (known[begin:at], dtypes))",
-            "by_layer.setdefault(-layer, (known[begin:at], dtypes))",
+            "by_layer.setdefault(layer, (known[begin:at], sorts))",
+            "by_layer.setdefault(-layer, (known[begin:at], sorts))",
         ),
     ],
     "moves/layer_state": [
@@ -231,14 +234,21 @@ def names() -> list[str]:
     return [f"{file}:{number}" for file, found in MUTANTS.items() for number in range(len(found))]
 
 
+def mutant(name: str) -> tuple[Path, str, str]:
+    """Its file within vpipe, the text, and what stands there instead."""
+    if name in recipe_mutants.names():
+        return recipe_mutants.mutant(name)[:3]
+    file, _, number = name.partition(":")
+    return Path("runtime", f"{file}.py"), *MUTANTS[file][int(number)]
+
+
 def mutated(name: str, folder: Path) -> None:
     """The tree in a folder with this one change."""
     shutil.copytree(SOURCE / "vpipe", folder / "vpipe", ignore=shutil.ignore_patterns("__pycache__"))
     if name == NONE:
         return
-    file, _, number = name.partition(":")
-    path = folder / "vpipe" / "runtime" / f"{file}.py"
-    old, new = MUTANTS[file][int(number)]
+    file, old, new = mutant(name)
+    path = folder / "vpipe" / file
     text = path.read_text()
     assert text.count(old) == 1, f"{name}: {old!r} stands {text.count(old)} times in {path.name}"
     path.write_text(text.replace(old, new))
@@ -340,7 +350,12 @@ def fate(name: str, chosen: list[Case]) -> str:
     """What killed a mutant; empty where it lives."""
     with tempfile.TemporaryDirectory(prefix="vpipe-mutant-") as folder:
         mutated(name, Path(folder))
-        said = told(folder, chosen, hunt)
+        of_recipe = name in recipe_mutants.names()
+        said = (
+            told(folder, recipe_mutants.mutant(name)[3], recipe_mutants.hunt)
+            if of_recipe
+            else told(folder, chosen, hunt)
+        )
     return "it died or hung" if said is None else said
 
 
@@ -349,7 +364,9 @@ def main(words: list[str]) -> int:
     import torch._dynamo
 
     torch.set_num_threads(1)
-    every, begin = told(str(SOURCE), "", listed), time.monotonic()
+    words = recipe_mutants.names() if words == ["recipe"] else words
+    of_runtime = not all(name.startswith("recipe/") for name in words or names())
+    every, begin = told(str(SOURCE), "", listed) if of_runtime else [], time.monotonic()
     if not words and (said := fate(NONE, every)):
         print(f"the tree as it is: {said}")
         return 1

@@ -39,6 +39,7 @@ class Plain:
         ties: Sequence[Sequence[str]] = (),
         clip: float | None = None,
         scale: float = 1.0,
+        average: float | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.added: list[Tensor] = []
@@ -50,6 +51,9 @@ class Plain:
         ]
         self.loss, self.seed, self.ties = loss, seed, ties
         self.clip, self.scale, self.autocast = clip, scale, autocast
+        self.average = average
+        self.averages: dict[str, Tensor] = {}
+        """Of the weights that have been updated, beginning with what they were before."""
         parameters = self.parameters()
         for first, *others in ties:
             for name in others:
@@ -190,6 +194,18 @@ class Plain:
             copies.append(copy.deepcopy(module, shared))
         return copies
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The averages as weights."""
+        held = {name: p.data for name, p in self.parameters().items() if name in self.averages}
+        for name in held:
+            self.parameters()[name].data = self.averages[name]
+        torch.clear_autocast_cache()
+        yield
+        for name, weight in held.items():
+            self.parameters()[name].data = weight
+        torch.clear_autocast_cache()
+
     def _buffers(self) -> Iterable[tuple[str, Tensor]]:
         return ((f"{i}.{name}", t) for i, m in enumerate(self.owners()) for name, t in m.named_buffers())
 
@@ -209,7 +225,7 @@ class Plain:
             total = added([p.grad for p in parts if p.grad is not None])
             for parameter in parts:
                 parameter.grad = None if total is None else total.clone()
-        again = {name for owners in self.ties for name in owners[1:]}
+        again, updated = {name for owners in self.ties for name in owners[1:]}, []
         for begin, end in bounds or [(0, len(self.owners()))]:
             part = {name: p for name, p in parameters.items() if begin <= int(name.split(".")[0]) < end}
             counted = [p.grad for name, p in part.items() if name not in again and p.grad is not None]
@@ -217,9 +233,17 @@ class Plain:
             if not torch.isfinite(norm):
                 for parameter in part.values():
                     parameter.grad = None
-            elif self.clip is not None and part:
+                continue
+            updated += part
+            if self.clip is not None and part:
                 nn.utils.clip_grads_with_norm_(part.values(), self.clip, norm)
+        if self.average is not None:
+            fresh = {name: p.detach().clone() for name, p in parameters.items() if p.grad is not None}
+            self.averages = fresh | self.averages
         self.optimizer.step()
+        for name in updated if self.average is not None else ():
+            if name in self.averages:
+                self.averages[name] = self.averages[name].lerp(parameters[name].detach(), 1 - self.average)
         self.optimizer.zero_grad()
 
 

@@ -137,3 +137,9 @@ def same_state(pipe: Pipeline, plain: Plain) -> None:
         here = found[name].cpu()
         if not torch.equal(here, expected[name]):
             return differs(f"{name} differs by {float((here - expected[name]).abs().max()):.3g}")
+    for held in pipe.held_layers():
+        for name, parameter in held.module.named_parameters():
+            told = held.optimizer.state.get(parameter, {}).get("vpipe_average") if held.optimizer else None
+            average = plain.averages.get(f"{held.layer}.{name}")
+            if (told is None) != (average is None) or (average is not None and not torch.equal(told.cpu(), average)):
+                return differs(f"the average of {held.layer}.{name}")

@@ -103,9 +103,9 @@ def test_ranks_that_are_processes(words: str) -> None:
 
 def test_every_mutant_has_its_place() -> None:
     """``mutants.py`` runs them; a change of the source that takes a place away is noticed here."""
-    for file, found in mutants.MUTANTS.items():
-        text = (mutants.SOURCE / "vpipe" / "runtime" / f"{file}.py").read_text()
-        assert all(text.count(old) == 1 for old, _ in found), file
+    for name in (*mutants.names(), *mutants.recipe_mutants.names()):
+        file, old, _ = mutants.mutant(name)
+        assert (mutants.SOURCE / "vpipe" / file).read_text().count(old) == 1, name
 
 
 @pytest.mark.slow

@@ -102,6 +102,10 @@ def scales(bench: Bench, config: dict[str, Any]) -> Any:
     return [line["loss_scale"] for line in bench.run(config).lines]
 
 
+def norms(bench: Bench, config: dict[str, Any]) -> Any:
+    return list(bench.run(config).lines[-1].get("gradient_norms", {}))
+
+
 def program(bench: Bench, config: dict[str, Any]) -> Any:
     facts = json.loads((bench.run(config).directory / "run.json").read_text())
     return [facts[key] for key in ("program", "placement", "partition", "versions", "num_ranks")]
@@ -400,6 +404,8 @@ CASES: dict[str, Case] = {
     "training.optimizer": Case(learned, "lamb", SHORT),
     "training.optimizer_options": Case(learned, {"amsgrad": True, "eps": 0.1}, SHORT),
     "training.parameter_groups": Case(learned, [{"match": "vectors", "learning_rate": 0.0}], SHORT),
+    "training.ema": Case(evaluations, 0.5, {"training.evaluation_interval": 0, "training.epochs": 1}),
+    "training.patience": Case(iterations, 1, {"checkpoint.best": "train.gradient_norm", "checkpoint.interval": 1}),
     "training.weight_decay": Case(learned, 0.5, SHORT),
     "training.learning_rate_policy": Case(rates, "linear"),
     "training.warmup": Case(rates, 4.0),
@@ -438,6 +444,7 @@ CASES: dict[str, Case] = {
     "parallel.use_orion_scheduler": Case(learned, True, SHORT, "refused: Orion is asked for, but its library"),
     "checkpoint.directory": Case(checkpoints, "TMP/kept", SHORT | {"checkpoint.interval": 2}, "kept"),
     "checkpoint.interval": Case(checkpoints, 2, SHORT, "iteration-000002"),
+    "checkpoint.best": Case(checkpoints, "evaluation.loss", SHORT | {"training.evaluation_interval": 1}, "iteration-"),
     "checkpoint.blocking": Case(saved_by, True, SHORT | {"checkpoint.interval": 1}, "MainThread"),
     "checkpoint.keep": Case(checkpoints, 1, SHORT | {"checkpoint.interval": 1}, "iteration-000002"),
     "checkpoint.resume": Case(resumed, "BEFORE", {}, "before"),
@@ -448,6 +455,7 @@ CASES: dict[str, Case] = {
     "observe.line_format": Case(said, "vpipe-line", SHORT, "Epoch: [#]"),
     "observe.warmup_iterations": Case(summary, 1, SHORT),
     "observe.trace": Case(files, True, SHORT, "events/rank1.jsonl"),
+    "observe.gradient_norms": Case(norms, True, SHORT, "0 "),
     "observe.tensorboard": Case(files, True, SHORT, "tensorboard/"),
     "observe.wandb": Case(files, True, SHORT, "wandb/"),
     "observe.dashboard": Case(page, True, {}, "live page: its address is in "),
@@ -488,9 +496,11 @@ SAID_ALONE = {
     "training.profile_iteration": 90,
     "training.warmup": 90.0,
     "training.evaluation_batches": 1,
+    "training.patience": 2,
     "training.optimizer_options": {"lr": 0.5},
     "parallel.exact_reduction": False,
     "parallel.memory": "1GiB",
+    "checkpoint.best": "evaluation.loss",
     "checkpoint.keep": 3,
     "checkpoint.blocking": True,
     "checkpoint.on_exit": False,

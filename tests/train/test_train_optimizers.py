@@ -195,7 +195,7 @@ def test_groups_have_what_they_say_on_every_cut_and_after_a_resume(tmp_path: Pat
     assert equal(whole.weights, moved.train().weights)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "lamb", "sgd"])
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "lars", "sgd"])
 def test_an_optimizer_is_the_same_on_every_cut_and_after_resumes_and_moves(name: str, tmp_path: Path) -> None:
     job = {"training.optimizer": name, "checkpoint.interval": 3}
     whole = run(tiny(job), tmp_path / "whole")
@@ -262,7 +262,9 @@ def test_groups_of_a_users_optimizer_keep_their_rates(part: float, tmp_path: Pat
         ({"match": "1.*", "lr": 1}, "must have match"),
         ({"weight_decay": 1}, "must have match"),
         ({"match": "1.*", "learning_rate": -1}, "which must be a part of that of all"),
-        ({"match": "1.*", "frozen": 1}, "which must be true or false"),
+        ({"match": "1.*", "frozen": "yes"}, "which must be true, false or a number of iterations"),
+        ({"match": "1.*", "layer_decay": 1.5}, "has layer_decay 1.5, which must be a number above 0, at most 1"),
+        ({"match": "1.*", "gradient_clipping": 0}, "has gradient_clipping 0, which must be a number above 0"),
     ],
     ids=str,
 )

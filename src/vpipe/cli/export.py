@@ -10,7 +10,8 @@ import click
 @click.command("export")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The directory to make.")
-def command(run: Path, out: Path) -> None:
+@click.option("--trained", is_flag=True, help="The weights as they were trained, not their average (training.ema).")
+def command(run: Path, out: Path, trained: bool) -> None:
     """Write the weights of RUN (a run directory or a checkpoint) as safetensors.
 
     A Hugging Face model gets its own names and config.json: the library reads the directory, and so does
@@ -21,7 +22,7 @@ def command(run: Path, out: Path) -> None:
     """
     from vpipe.train.checkpoints.export import WEIGHTS, export
 
-    done = export(run, out)
+    done = export(run, out, trained=trained)
     for note in done.notes:
         click.echo(f"vpipe: warning: {note}", err=True)
     click.echo(f"{out / WEIGHTS}: {done.num_tensors} tensors with {done.names} names, from {done.source}")

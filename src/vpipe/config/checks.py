@@ -120,8 +120,12 @@ def _learning_rate(config: PipelineConfig) -> Iterator[Problem]:
             yield _broken("must have match, a pattern of names, and what is otherwise, such as weight_decay: 0", key)
         elif isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1e6:
             yield _broken(f"has learning_rate {short(rate)}, which must be a part of that of all, such as 0.1", key)
-        elif not isinstance(frozen, bool):
-            yield _broken(f"has frozen {short(frozen)}, which must be true or false", key)
+        elif not isinstance(frozen, int) or frozen < 0:
+            yield _broken(f"has frozen {short(frozen)}, which must be true, false or a number of iterations", key)
+        for name, most in (("layer_decay", 1), ("gradient_clipping", 1e9)):
+            value = group.get(name, 1)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+                yield _broken(f"has {name} {short(value)}, which must be a number above 0, at most {most:g}", key)
     if "lr" in training.optimizer_options:
         yield _broken(
             f"has lr: {short(training.optimizer_options['lr'])}, but every update takes learning_rate = "
@@ -245,6 +249,8 @@ def idle_keys(config: PipelineConfig) -> list[str]:
     training, parallel, launch = config.training, config.parallel, config.launch
     policy = f"learning_rate_policy {training.learning_rate_policy}"
     replicas = max(parallel.replicas or (parallel.data_parallel_size,))
+    evaluates = (config.checkpoint.best or "").startswith("evaluation")
+    looks = training.evaluation_interval if evaluates else config.checkpoint.interval
     read_by = {
         "training.learning_rate_degree": (training.learning_rate_policy == "polynomial", policy),
         "training.learning_rate_steps": (training.learning_rate_policy == "step", policy),
@@ -259,6 +265,8 @@ def idle_keys(config: PipelineConfig) -> list[str]:
         "parallel.exact_reduction": (replicas > 1, "one replica of every stage"),
         "launch.on_loss": (launch.elastic is not None, "launch.elastic null"),
         "checkpoint.on_exit": (launch.elastic is not None, "launch.elastic null"),
+        "training.patience": (config.checkpoint.best is not None, "checkpoint.best null"),
+        "checkpoint.best": (looks >= 0, f"{'evaluation_' if evaluates else 'checkpoint.'}interval -1"),
         "checkpoint.keep": (config.checkpoint.interval >= 0, "checkpoint.interval -1"),
         "checkpoint.blocking": (config.checkpoint.interval >= 0, "checkpoint.interval -1"),
     }

@@ -33,6 +33,9 @@ class CheckpointConfig(Section):
     """Iterations between two checkpoints; 0 writes one after each epoch, -1 none."""
     keep: Count = 2
     """How many of the latest checkpoints are kept."""
+    best: Literal["evaluation.loss", "train.loss", "train.gradient_norm", "train.tokens_per_second"] | None = None
+    """A checkpoint is also written, and kept, when this metric is better than ever: after each evaluation, or (train.)
+    whenever one is due; null: none. summary.json says which."""
     blocking: bool = False
     """Train on only when a checkpoint is on disk; false writes it beside training, from a copy in memory."""
     on_exit: bool = True
@@ -59,6 +62,8 @@ class ObserveConfig(Section):
     """First iterations that are left out of throughput and MFU."""
     trace: bool = True
     """Record every action of the pipeline; the report, the bubble table and trace.json.gz need it."""
+    gradient_norms: bool = False
+    """Also write the norm of the gradients of each layer and parameter group, after clipping; the page draws them."""
     tensorboard: bool = False
     """Also write loss and metrics for TensorBoard into the run directory."""
     wandb: bool = False

@@ -92,9 +92,9 @@ class TrainingConfig(Section):
     """End the run after the profiled iteration."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides initial weights, dropout and the order of the data."""
-    optimizer: Text = worded("adam", "sgd, adam, adamw, adafactor, lamb, or a registered one")
-    """Which optimizer updates the weights: sgd, adam, adamw, adafactor, lamb, or one that a plugin
-    registers."""
+    optimizer: Text = worded("adam", "sgd, adam, adamw, adafactor, lamb, lars, or a registered one")
+    """Which optimizer updates the weights: sgd, adam, adamw, adafactor, lamb (as its paper; optimizer_options:
+    {as_apex: true} as apex' FusedLAMB), lars, or one that a plugin registers."""
     optimizer_options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the optimizer by their names, such as {betas: [0.9, 0.95]} or, of sgd, {momentum: 0.9}; a registered
     one gets these and lr. The rate itself is learning_rate."""
@@ -103,7 +103,12 @@ class TrainingConfig(Section):
     )
     """What is otherwise for some parameters: match is a pattern of names (`<layer>.<name>`, or Hugging Face's own),
     several with |, or `vectors` for those of fewer than two dimensions; then options of the optimizer (weight_decay,
-    …), learning_rate as a part of that of all, or frozen: true. --print-config shows which parameters fall where."""
+    …), learning_rate as a part of that of all, layer_decay (0.9: that of each layer is 0.9 of the next one's, the last
+    has all), gradient_clipping (by the norm of this group alone), frozen: true, or frozen: 1000, until that many
+    iterations are done. --print-config shows which parameters fall where."""
+    ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Decay of a moving average of the weights, such as 0.999, made after each update: evaluations and `vpipe export`
+    take it, checkpoints hold both; 0 keeps none."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     """Pull of the weights towards zero (decoupled in adamw and lamb)."""
     learning_rate_policy: Literal["constant", "linear", "polynomial", "cosine", "step", "inverse_sqrt"] = "constant"
@@ -136,6 +141,8 @@ class TrainingConfig(Section):
     three times at most."""
     nan_limit: Count = 3
     """For on_nan: how many times."""
+    patience: Annotated[int, Field(ge=0, le=2**31)] = 0
+    """The run ends when the metric of checkpoint.best was not better so many times in a row; 0 never."""
     evaluation_interval: Interval = worded(0, "-1 (never), 0 (after each epoch) or a whole number of iterations")
     """Iterations between two evaluations on held-out data; 0 evaluates after each epoch, -1 never."""
     evaluation_batches: Interval = worded(16, "-1 (all) or a whole number, at least 1")

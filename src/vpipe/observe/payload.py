@@ -106,6 +106,10 @@ def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "count": len(train),
         "train": {name: [_number(line.get(name)) for line in thin] for name in names},
         "evaluation": {name: [_number(line.get(name)) for line in tested] for name in TESTED},
+        "norms": {
+            "iteration": [line["iteration"] for line in thin if "gradient_norms" in line],
+            "of": [line["gradient_norms"] for line in thin if "gradient_norms" in line],
+        },
         "unit": unit(train[-1]) if train else "tokens",
         "skipped": max((int(line.get("skipped") or 0) for line in train), default=0),
     }

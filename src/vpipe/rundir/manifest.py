@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,30 @@ _NAME = re.compile(r"iteration-(\d{6,})(?:-([0-9a-f]{12})(?:-(\d+))?)?\Z")
 
 class DamagedCheckpoint(Exception):
     """A checkpoint that is not what was written."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best value of ``checkpoint.best`` so far."""
+
+    metric: str = ""
+    value: float | None = None
+    iteration: Natural = 0
+    """That of its checkpoint, which is kept."""
+    since: Natural = 0
+    """How often it was not better since then."""
+
+    def after(self, value: float, iteration: int) -> Best:
+        """With a value that was seen then; one that is not finite is no better than any."""
+        better = self.value is None or (
+            value > self.value if self.metric.endswith("_per_second") else value < self.value
+        )
+        if better and isfinite(value):
+            return Best(self.metric, value, iteration)
+        return replace(self, since=self.since + 1)
+
+
+NONE = Best()
 
 
 @dataclass(frozen=True)
@@ -65,6 +90,7 @@ class Standing:
     """What its learning rate is multiplied by, since the run went back."""
     data: str = "{}"
     """What tells its data from others, as JSON: a run on others is refused."""
+    best: Best = NONE
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ def follow(first: nn.Module, copied: nn.Module) -> None:
         part.training = leader.training
     with torch.no_grad():
         for weight, parameter in zip(first.parameters(), copied.parameters(), strict=True):
+            vars(parameter).update(vars(weight))
             parameter.requires_grad_(weight.requires_grad)
             parameter._backward_hooks = weight._backward_hooks
             parameter._post_accumulate_grad_hooks = weight._post_accumulate_grad_hooks

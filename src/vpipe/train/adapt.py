@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -39,6 +39,9 @@ from vpipe.runtime.options import Memory, recomputed_and_swapped
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.schedule.action import Kind
 from vpipe.schedule.placement import Layout
+
+if TYPE_CHECKING:
+    from vpipe.train.session import Session
 
 WINDOW = 3
 """Steps whose median is believed; the first step after a move is not among them."""
@@ -317,3 +320,20 @@ def _gathered(pipeline: Pipeline, channels: Mapping[Kind, Sequence[int]]) -> Arr
     total = np.sum([np.array(each) for each in pipeline.gather_numbers(mine.tolist())], axis=0).reshape(stages, 4)
     found: Array = total[:, :3] / np.maximum(total[:, 3:], 1)
     return found
+
+
+def adapter_of(
+    session: Session, mode: Literal["suggest", "on"], adapted: Callable[..., None], move: Callable[..., Moved]
+) -> Adapter:
+    """What a run adapts with."""
+    sizes = [3 * size for size in session.skeleton.weight_bytes]  # with what optimizers keep, about
+    from vpipe.train.measure.profile import memory_cap  # which reads this module
+
+    return Adapter(session.pipeline, mode, session.skeleton.work, sizes, adapted, move, memory_cap(session))
+
+
+def as_asked(wish: str, layout: Layout, move: Callable[[Layout], Moved]) -> tuple[Decision, Moved]:
+    """Move to a layout asked for from outside: ``{"partition": layers per stage, "ranks": their order}``."""
+    told = json.loads(wish)
+    moved = move(layout.with_counts(told["partition"]).with_ranks(told["ranks"]))
+    return Decision(tuple(told["partition"]), True, f"asked for {told['partition']} on ranks {told['ranks']}"), moved

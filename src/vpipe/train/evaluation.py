@@ -1,8 +1,9 @@
-"""The loss on held-out data, as a mean over its targets."""
+"""The loss on held-out data, as a mean over its targets; of the weights' averages where they are kept."""
 
 from __future__ import annotations
 
 from vpipe.errors import UserError
+from vpipe.runtime.updates.averages import averaged
 from vpipe.train.feed import Feed
 from vpipe.train.session import Session, feed_of
 
@@ -38,13 +39,14 @@ class Evaluation:
         session, total, targets = self._session, 0.0, 0
         session.prepare()
         self.examples = 0
-        for place in range(self.num_batches):  # spread over all: by tokens, the first are the shortest
-            position = (0, place * self._feed.num_batches // self.num_batches)
-            units = session.units(self._feed, [position])
-            loss = session.evaluate(units)
-            self.examples += self._feed.num_examples(position)
-            if units is not None:
-                count = units.counts.num_targets
-                total, targets = total + loss * count, targets + count
+        with averaged(session.pipeline):
+            for place in range(self.num_batches):  # spread over all: by tokens, the first are the shortest
+                position = (0, place * self._feed.num_batches // self.num_batches)
+                units = session.units(self._feed, [position])
+                loss = session.evaluate(units)
+                self.examples += self._feed.num_examples(position)
+                if units is not None:
+                    count = units.counts.num_targets
+                    total, targets = total + loss * count, targets + count
         self.targets = targets
         return total / max(targets, 1)

@@ -33,6 +33,7 @@ from vpipe.data.order import ENDLESS, Indices, PartsRead
 from vpipe.errors import UserError
 from vpipe.layer import split_sizes
 from vpipe.process import die_with_parent
+from vpipe.rundir.manifest import NONE, Best
 from vpipe.train.units import Counts, ReadUnit, Units
 
 Mine = tuple[bool, ...]
@@ -54,6 +55,7 @@ class TrainingProgress:
     """Whether its loss is finite."""
     lowered: float = 1.0
     """What the learning rate is multiplied by."""
+    best: Best = NONE
 
 
 def _leading(inputs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The optimizers of a config: torch's, LAMB, which BERT's pre-training uses, and those that users register; and the
+"""The optimizers of a config: torch's, LAMB and LARS for large batches, and those that users register; and the
 number formats that it trains in: what autocast computes in, how losses are scaled so that fp16 gradients do not vanish;
 and layers that are compiled.
 
@@ -12,11 +12,11 @@ schedules that take the weights' gradients later cannot have it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import ceil
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,34 +27,33 @@ from vpipe.errors import UserError
 from vpipe.layer import Layer, changed
 from vpipe.registry import OPTIMIZER_REGISTRY
 from vpipe.runtime.device import device_type
+from vpipe.runtime.updates.averages import averaging
 from vpipe.runtime.updates.optimizing import LearningRate, OptimizerMaker
 from vpipe.runtime.updates.update import LossScale
 from vpipe.schedule.action import Kind
 from vpipe.schedule.catalog import ScheduleSpec
 
 
-def optimizer(training: TrainingConfig) -> OptimizerMaker:
-    """What makes a stage's optimizer."""
+def optimizer(training: TrainingConfig) -> Callable[[Any], Optimizer]:
+    """What makes a stage's optimizer, and keeps averages of its weights where they are asked for."""
     made = OPTIMIZER_REGISTRY.get(training.optimizer)
     own = OPTIMIZER_REGISTRY.is_own(training.optimizer)
     options = {"lr": training.learning_rate} | training.optimizer_options
     if training.weight_decay or not own:
         options.setdefault("weight_decay", training.weight_decay)
-    return OptimizerMaker(training.optimizer, made, options)
+    maker = OptimizerMaker(training.optimizer, made, options)
+    return averaging(maker, training.ema) if training.ema else maker
 
 
-class Lamb(Optimizer):
-    """Layer-wise adaptive moments (You et al., 2020): Adam's step, scaled per tensor by ‖weights‖ / ‖step‖."""
+class Layerwise(Optimizer):
+    """Scales the step of each tensor by what its weights and their step weigh. ``defaults`` are options and values."""
 
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    defaults_of: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 1e-3, **options: Any) -> None:
+        if unknown := options.keys() - self.defaults_of.keys():
+            raise TypeError(f"{', '.join(sorted(unknown))} is none of {', '.join(self.defaults_of)}")
+        super().__init__(params, {"lr": lr, **self.defaults_of, **options})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -62,11 +61,26 @@ class Lamb(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+                    self._update(parameter, parameter.grad, self.state[parameter], group)
         return loss
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
+    def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Lamb(Layerwise):
+    """Layer-wise adaptive moments as in the paper (You et al., 2020): Adam's step, scaled by ‖weights‖ / ‖step‖; with
+    ``as_apex`` only where there is weight decay, as apex' FusedLAMB does (which also clips to a global norm of 1:
+    training.gradient_clipping)."""
+
+    defaults_of: ClassVar[Mapping[str, Any]] = {
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "as_apex": False,
+    }
+
+    def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -78,9 +92,29 @@ class Lamb(Optimizer):
         mean = state["exp_avg"] / (1 - beta1**count)
         spread = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
         step = mean / spread + group["weight_decay"] * parameter
-        weight_norm, step_norm = parameter.norm(), step.norm()
-        trust = torch.where((weight_norm > 0) & (step_norm > 0), weight_norm / step_norm, torch.ones_like(weight_norm))
-        parameter.sub_(step * (group["lr"] * trust))
+        trusts = bool(group["weight_decay"]) or not group["as_apex"]
+        parameter.sub_(step * (group["lr"] * _ratio(parameter.norm(), step.norm()) if trusts else group["lr"]))
+
+
+class Lars(Layerwise):
+    """Layer-wise adaptive rates (You et al., 2017): momentum of gradients that are scaled by trust · ‖weights‖ /
+    (‖gradient‖ + weight_decay · ‖weights‖); a group with ``trust: 0`` has plain momentum."""
+
+    defaults_of: ClassVar[Mapping[str, Any]] = {"momentum": 0.9, "weight_decay": 0.0, "trust": 0.001}
+
+    def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        decay, trust = group["weight_decay"], group["trust"]
+        weight_norm, gradient_norm = parameter.norm(), gradient.norm()
+        ratio = _ratio(trust * weight_norm, gradient_norm + decay * weight_norm) if trust else 1.0
+        step = (gradient + decay * parameter) * (group["lr"] * ratio)
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        parameter.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(step))
+
+
+def _ratio(weights: Tensor, step: Tensor) -> Tensor:
+    """1 where one of them is nothing."""
+    return torch.where((weights > 0) & (step > 0), weights / step, torch.ones_like(weights))
 
 
 START_SCALE = 2.0**16

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from vpipe.data import dataset
 from vpipe.registry import DATASET_REGISTRY
+from vpipe.runtime.microbatches import mean_loss
 from vpipe.schedule.authors.authoring import Chain
 from vpipe.train.feed import Position
+from vpipe.train.groups import thaws
 from vpipe.train.optimizers import learning_rate
 from vpipe.train.session import Session, num_replicas
+from vpipe.train.units import Counts, Units
 
 MAX_CHAINED_UNITS = 64
 """Units that an asynchronous schedule runs between two drains at most."""
@@ -81,7 +85,7 @@ class RunPlan:
             following = feed.next(positions[-1])
             if following[1] == 0 or any(interval > 0 and done % interval == 0 for interval in intervals):
                 break
-            if training.profile_iteration in (done, done - 1):
+            if training.profile_iteration in (done, done - 1) or done in thaws(training):
                 break
             positions.append(following)
         return positions
@@ -107,6 +111,39 @@ class RunPlan:
     def updates_after(self, num_iterations: int) -> int:
         """Updates of the run that are made once so many iterations of this step are."""
         return self._first + self._count * num_iterations // (len(self._places) - 1)
+
+    def lines(
+        self, iteration: int, positions: Sequence[Position], loss: float, units: Units | None, seconds: float
+    ) -> list[dict[str, Any]]:
+        """What metrics.jsonl has of each iteration of the step that has ended, and its ``targets`` if it is read."""
+        pipeline, count, lines = self._session.pipeline, len(positions), []
+        stats, losses = pipeline.stats, list(pipeline.unit_losses.values())
+        parts = units.split(count) if units is not None else [None] * count
+        for number, (position, part) in enumerate(zip(positions, parts, strict=True), start=1):
+            if count > 1:
+                own = losses[(number - 1) * len(losses) // count : number * len(losses) // count]
+                loss = mean_loss(own) / (sum(share for share, _ in own) or 1.0)
+            elif part is not None and part.part:
+                loss = loss / part.part
+            read = part.counts if part is not None else Counts()
+            update = self.updates_after(number)
+            line = {
+                "iteration": iteration + number,
+                "epoch": position[0],
+                "update": min(update, stats.num_updates),
+                "loss": loss,
+                "learning_rate": self.rate(max(self.updates_after(0), update - 1)),
+                "tokens": read.num_tokens,
+                "samples": read.num_samples,
+                "flops": read.flops,
+                "seconds": seconds / count,
+                "tokens_per_second": read.num_tokens * count / seconds,
+                "gradient_norm": stats.gradient_norm,
+                "loss_scale": stats.loss_scale,
+                "skipped": stats.num_skipped,
+            }
+            lines.append(line | ({"targets": read.num_targets} if part is not None else {}))
+        return lines
 
     def _place(self, position: Position) -> float:
         return round(self.num_updates * self._session.feed.passes(position) / self._passes, 6)

@@ -1,17 +1,19 @@
-"""Whether a run still trains: losses, and gradients, that are not finite, and the layer where that begins."""
+"""Whether a run still trains: losses, and gradients, that are not finite, and the layer where that begins; and whether
+it still gets better."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from math import isfinite
+from math import isfinite, nan
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from vpipe.rundir.manifest import Best
 from vpipe.train.feed import Position
 from vpipe.train.session import Session
 
@@ -78,3 +80,28 @@ class Soundness:
             units = session.feed.read([position]) if session.reads_data else None
             pipeline.evaluate(units.inputs() if units else None, units.targets() if units else None)
         return int(min(numbers[0] for numbers in pipeline.gather_numbers([min(found)])))
+
+
+class Improvement:
+    """Watches the metric of ``checkpoint.best``; the same on every rank."""
+
+    def __init__(self, session: Session, found: Best) -> None:
+        self._session = session
+        metric = session.config.checkpoint.best or ""
+        self.best = found if found.metric == metric else Best(metric)
+        self.kind, _, self._name = metric.partition(".")
+        """Of which lines of metrics.jsonl it is."""
+
+    def look(self, kind: str, line: Mapping[str, Any], iteration: int, sound: bool) -> bool:
+        """Whether it is in a line of this kind, and better than ever. All believe the leader, which reads data."""
+        if kind != self.kind:
+            return False
+        value = line[self._name]
+        told = self._session.pipeline.gather_numbers([nan if value is None else value])[0][0]
+        self.best = self.best.after(told if sound else nan, iteration)
+        return not self.best.since
+
+    def settled(self) -> str:
+        """That it has not been better for too long, if so."""
+        patience, best = self._session.config.training.patience, self.best
+        return f"{best.metric} was not better {best.since} times in a row" if 0 < patience <= best.since else ""

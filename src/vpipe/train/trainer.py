@@ -10,11 +10,10 @@ Words: docs/glossary.md.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from signal import Signals
 from time import perf_counter
@@ -28,7 +27,6 @@ from vpipe.rundir import lineage
 from vpipe.rundir.facts import RunFacts
 from vpipe.rundir.journal import ENDING, Ending
 from vpipe.rundir.manifest import Standing
-from vpipe.runtime.microbatches import mean_loss
 from vpipe.runtime.moves.moving import Moved
 from vpipe.runtime.options import Memory
 from vpipe.schedule.catalog import short_name
@@ -36,12 +34,14 @@ from vpipe.schedule.placement import Layout
 from vpipe.train.checkpoints.manager import CheckpointManager
 from vpipe.train.evaluation import Evaluation
 from vpipe.train.feed import Position, TrainingProgress
+from vpipe.train.groups import thaw, thaws
 from vpipe.train.rates import RunPlan
 from vpipe.train.reporting.clocks import profiled
+from vpipe.train.reporting.norms import GradientNorms
 from vpipe.train.reporting.run_log import Metrics, RunLog, device_name, run_facts
 from vpipe.train.session import Session
-from vpipe.train.soundness import LEAST_RATE, Soundness
-from vpipe.train.units import Counts, Units, accumulated
+from vpipe.train.soundness import LEAST_RATE, Improvement, Soundness
+from vpipe.train.units import Units, accumulated
 
 if TYPE_CHECKING:
     from vpipe.train.adapt import Adapter, Decision
@@ -61,6 +61,7 @@ class Trainer:
     ) -> None:
         config, training = session.config, session.config.training
         self.session = session
+        self._thaws = thaws(training)
         self.directory = directory
         self._go_on(TrainingProgress(0, (0, 0), 0))
         self.run_id = run or lineage.new_id()
@@ -70,7 +71,10 @@ class Trainer:
         self.stop_requests = stop_requests
         self.metrics = Metrics(config.num_ranks, training.precision, config.observe.warmup_iterations)
         self.adapter = self._adapter()
-        self._last_loss: float | None = None
+        self._norms = GradientNorms(session) if config.observe.gradient_norms else None
+        self._line: Mapping[str, Any] = {"loss": None}
+        """What there is to say of the latest iteration."""
+        self._owes_evaluation = False
         self.ended: Ending
         """How the run ended, once it has."""
         self._closed = False
@@ -116,15 +120,20 @@ class Trainer:
     def _go_on(self, progress: TrainingProgress) -> None:
         self.iteration, self.position, self.examples = progress.iteration, progress.position, progress.examples
         self.lowered = progress.lowered
-        self.soundness = Soundness(self.session)
+        self.soundness, self.improvement = Soundness(self.session), Improvement(self.session, progress.best)
         self.plan = RunPlan(self.session, self.iteration, self.position, self.lowered)
         self.num_iterations = self.plan.num_iterations
         self.session.pipeline.set_learning_rate(self.plan.rate)
+        self._thaw()
+
+    def _thaw(self) -> None:
+        thaw((held.module for held in self.session.pipeline.held_layers()), self.iteration)
 
     @property
     def progress(self) -> TrainingProgress:
         """How far the run has come, for a checkpoint."""
-        return TrainingProgress(self.iteration, self.position, self.examples, not self.soundness.streak, self.lowered)
+        sound, best = not self.soundness.streak, self.improvement.best
+        return TrainingProgress(self.iteration, self.position, self.examples, sound, self.lowered, best)
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or until a rank is asked to stop; the summary. ``ended`` says how."""
@@ -144,7 +153,7 @@ class Trainer:
                 self._owes_checkpoint = False
             with self.stop_requests.listening():
                 self._since_update = perf_counter()
-                while self.iteration < self.num_iterations and not self._stops():
+                while self.iteration < self.num_iterations and not self._settles() and not self._stops():
                     self._train()
                     if self.soundness.is_lost and self._ends_update(self.iteration) and not self._goes_back():
                         break
@@ -190,37 +199,30 @@ class Trainer:
 
     def _adapter(self) -> Adapter | None:
         """Who moves layers between ranks, if the config asks for it."""
-        session = self.session
-        mode = session.config.parallel.adapt
+        mode = self.session.config.parallel.adapt
         if mode == "off":
             return None
-        from vpipe.train.adapt import Adapter  # with the planner: a run that moves nothing does without
-        from vpipe.train.measure.profile import memory_cap
+        from vpipe.train.adapt import adapter_of  # with the planner: a run that moves nothing does without
 
-        sizes = [3 * size for size in session.skeleton.weight_bytes]  # with what optimizers keep, about
-        cap = memory_cap(session)
-        work = session.skeleton.work
-        return Adapter(session.pipeline, mode, work, sizes, self._adapted, self._move, cap)
+        return adapter_of(self.session, mode, self._adapted, self._move)
 
     def _move(self, layout: Layout, memory: Memory | None = None) -> Moved:
         with self.around_move():
             return self.session.pipeline.move(layout, memory)
 
     def _move_as_asked(self, wish: str) -> None:
-        """Take a layout asked for from outside: ``{"partition": layers per stage, "ranks": their order}``."""
-        told, layout = json.loads(wish), self.session.pipeline.layout
+        """Take a layout asked for from outside."""
+        from vpipe.train.adapt import as_asked
+
         self.checkpoints.settle()
         try:
-            moved = self._move(layout.with_counts(told["partition"]).with_ranks(told["ranks"]))
+            done = as_asked(wish, self.session.pipeline.layout, self._move)
         except UserError as error:
             self.log.say(f"iteration {self.iteration}  not moved as asked: {error.sentence}")
             return
         if self.adapter is not None:
             self.adapter.forget_times()
-        from vpipe.train.adapt import Decision
-
-        asked = f"asked for {told['partition']} on ranks {told['ranks']}"
-        self._adapted(Decision(tuple(told["partition"]), True, asked), moved)
+        self._adapted(*done)
 
     def _adapted(self, decision: Decision, moved: Moved | None) -> None:
         self.log.adapted(self.iteration, decision, moved, self._facts() if moved is not None else None)
@@ -238,6 +240,8 @@ class Trainer:
     def _train(self) -> None:
         """One iteration; an asynchronous schedule chains several, so that it drains rarely."""
         session, pipeline = self.session, self.session.pipeline
+        if self._thaws and self._ends_update(self.iteration):
+            self._thaw()
         self.log.align_clocks(self.iteration)
         positions = self.plan.chain(self.iteration, self.position)
         count = len(positions)
@@ -299,50 +303,42 @@ class Trainer:
         self, positions: list[Position], loss: float, units: Units | None, seconds: float, counts: bool
     ) -> list[dict[str, Any]]:
         """What there is to say of each iteration of the step that has ended; ``counts`` where its time does."""
-        stats, count, lines = self.session.pipeline.stats, len(positions), []
-        losses = list(self.session.pipeline.unit_losses.values())
-        parts = units.split(count) if units is not None else [None] * count
-        for number, (position, part) in enumerate(zip(positions, parts, strict=True), start=1):
-            if count > 1:
-                own = losses[(number - 1) * len(losses) // count : number * len(losses) // count]
-                loss = mean_loss(own) / (sum(share for share, _ in own) or 1.0)
-            elif part is not None and part.part:
-                loss = loss / part.part
-            read = part.counts if part is not None else Counts()
+        lines = self.plan.lines(self.iteration, positions, loss, units, seconds)
+        for line, position in zip(lines, positions, strict=True):
             self.examples += self.session.feed.num_examples(position)
-            self.metrics.add(seconds / count, read.num_tokens, read.num_samples, read.flops, counts=counts)
-            if part is not None and not read.num_targets:
-                self.log.say(f"warning: iteration {self.iteration + number} has no label that counts: its loss is 0")
-            update = self.plan.updates_after(number)
-            lines.append(
-                {
-                    "iteration": self.iteration + number,
-                    "epoch": position[0],
-                    "update": min(update, stats.num_updates),
-                    "loss": loss,
-                    "learning_rate": self.plan.rate(max(self.plan.updates_after(0), update - 1)),
-                    "tokens": read.num_tokens,
-                    "samples": read.num_samples,
-                    "flops": read.flops,
-                    "seconds": seconds / count,
-                    "tokens_per_second": read.num_tokens * count / seconds,
-                    "gradient_norm": stats.gradient_norm,
-                    "loss_scale": stats.loss_scale,
-                    "skipped": stats.num_skipped,
-                }
-            )
-        self._last_loss = loss
+            self.metrics.add(line["seconds"], line["tokens"], line["samples"], line["flops"], counts=counts)
+            if not line.pop("targets", 1):
+                self.log.say(f"warning: iteration {line['iteration']} has no label that counts: its loss is 0")
+        if self._norms is not None:
+            lines[-1]["gradient_norms"] = self._norms.told()
+        self._line = lines[-1]
         return lines
 
     def _evaluate_and_save(self) -> None:
-        config = self.session.config
-        if self._due(config.training.evaluation_interval):
-            self.evaluate()
+        config, better = self.session.config, self.improvement
+        self._owes_evaluation = self._owes_evaluation or self._due(config.training.evaluation_interval)
+        ends, sound = self._ends_update(self.iteration), not self.soundness.streak
+        is_best = False
+        if self._owes_evaluation and (ends or better.kind != "evaluation"):
+            is_best = better.look("evaluation", {"loss": self.evaluate()}, self.iteration, sound)
+            self._owes_evaluation = False
         self._owes_checkpoint = self._owes_checkpoint or self._due(config.checkpoint.interval)
+        if self._owes_checkpoint and ends:
+            is_best = better.look("train", self._line, self.iteration, sound)
+        self._owes_checkpoint = self._owes_checkpoint or is_best
         waits = self.soundness.streak and self.iteration < self.num_iterations  # for a loss that is finite
         if self._owes_checkpoint and self._ends_update(self.iteration) and not waits:  # no half of an update
             self.checkpoints.save(self.progress)
             self._owes_checkpoint = False
+
+    def _settles(self) -> bool:
+        """Whether it gets no better, for as long as ``training.patience`` says: the run ends, with a checkpoint."""
+        said = self.improvement.settled() if self._ends_update(self.iteration) else ""
+        if said:
+            self.log.say(f"{said}: the run ends")
+            if self.session.config.checkpoint.interval >= 0:
+                self.checkpoints.save(self.progress)
+        return bool(said)
 
     def evaluate(self) -> float | None:
         """The loss on held-out data, told; ``None`` where there are none."""
@@ -384,10 +380,11 @@ class Trainer:
         return (
             self.metrics.summary(model.num_parameters, model.flops_per_token, device)
             | {
-                "final_loss": self._last_loss,
+                "final_loss": self._line["loss"],
                 "iterations_done": self.iteration,
                 "stopped": self._asked is not None,
                 "scheduler": self.session.config.parallel.scheduler,
             }
             | ({"ranks_lost": self.session.losses} if self.session.losses else {})
+            | ({"best": asdict(self.improvement.best)} if self.improvement.kind else {})
         )

@@ -15,6 +15,9 @@ function lossCharts(data) {
   const rate = one(data.metrics.unit + " per second", train.tokens_per_second, "var(--good)"), norm = one("gradient norm", train.gradient_norm, "var(--overhead)"), pace = one("learning rate", train.learning_rate, "var(--communication)");
   const found = [section("loss", "Loss", chart({ series: loss, format: digits, size: large() }), key(loss)), section("throughput", "Throughput", chart({ series: rate, size: SMALL, format: short, fromZero: true }), key(rate))];
   if (train.gradient_norm.some(isNumber)) found.push(section("norm", "Gradient norm", chart({ series: norm, size: SMALL, format: digits, fromZero: true }), h("p.faint", null, data.facts.synchronous === false ? "before clipping, of rank 0's stages" : "before clipping, over all stages")));
+  const parts = data.metrics.norms, last = parts.of.at(-1) || {}, named = Object.keys(last).sort((a, b) => last[b] - last[a]).slice(0, MANY);
+  const each = named.map((name, index) => ({ name, x: parts.iteration, y: parts.of.map((norms) => norms[name]), tint: RANKS[index] }));
+  if (each.length) found.push(section("norms", "Gradient norm of layers and groups", chart({ series: each, size: SMALL, format: digits, fromZero: true }), key(each), h("p.faint", null, "after clipping; the largest")));
   if (train.learning_rate.some(isNumber)) found.push(section("rate", "Learning rate", chart({ series: pace, size: SMALL, format: (value) => Number(value.toPrecision(2)).toString(), fromZero: true })));
   return found;
 }

@@ -88,6 +88,8 @@ def load_into(module: nn.Module, optimizer: Any, tensors: Mapping[str, Tensor]) 
                 places[key].copy_(tensors[key])
     _set_generators(module, tensors)
     if hasattr(optimizer, "state"):
+        for parameter in module.parameters():
+            optimizer.state.pop(parameter, None)  # what was frozen then had none
         load_states(module, optimizer, kept)
 
 

@@ -31,6 +31,7 @@ from vpipe.runtime.moves import layer_state
 from vpipe.runtime.moves.layer_state import LayerState
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.ranks.failure import PeerLost
+from vpipe.runtime.surroundings import follow
 from vpipe.runtime.transport.inprocess import PeerFailed
 from vpipe.runtime.transport.wire import Envelope
 from vpipe.schedule.placement import Difference, LayerTransfer, Layout, difference
@@ -215,7 +216,9 @@ class Move:
 
     def _built(self, layer: int, like: nn.Module | None) -> nn.Module:
         if like is not None:
-            return copy.deepcopy(like)  # another rank of this process keeps its own
+            made = copy.deepcopy(like)  # another rank of this process keeps its own
+            follow(like, made)
+            return made
         parts = self._builder.parts
         if layer < len(parts.layers):
             return parts.layers[layer].build()

@@ -17,7 +17,7 @@ there; hosts know how many those are, and tell each other each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, reduce
 from itertools import chain
 from math import isfinite, isinf
@@ -29,13 +29,21 @@ from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from vpipe.layer import TiedWeight
-from vpipe.runtime.device import HOST, Number, is_host
+from vpipe.runtime.device import HOST, Number, beside, is_host
 from vpipe.runtime.flow import Flow
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.updates.optimizing import CLIP
 
 LossKey = tuple[int, int]
 """(layer, microbatch)."""
+Group = tuple[int, float]
+"""A number, and the norm to which gradients are clipped by their own; see ``optimizing.CLIP``."""
+REST, ALL = (0, 0.0), (-1, 0.0)
+Sort = tuple[torch.dtype, Group]
+"""Of a parameter: its dtype, and the group by whose norm it is clipped."""
+Totals = dict[Group, Tensor]
+Factors = dict[Group, Tensor]
 NO_GRADIENT = -1.0
 OVERFLOWED = -2.0
 """Stands for the norm of a finite gradient that is infinite in the gradient's own precision."""
@@ -133,26 +141,51 @@ def told_apart(found: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def judge(found: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[bool, Tensor]:
-    """Whether all gradients are finite, and the norm of all: as ``torch.nn.utils.get_total_norm`` adds them."""
+def judge(found: Tensor, sorts: Sequence[Sort]) -> tuple[bool, Totals]:
+    """Whether all gradients are finite, and the norms of all: as ``torch.nn.utils.get_total_norm`` adds them."""
     sizes = found.tolist()
     if NO_GRADIENT in sizes:
         found = found[found != NO_GRADIENT]
-        dtypes = [dtype for dtype, size in zip(dtypes, sizes, strict=True) if size != NO_GRADIENT]
-    return all(map(isfinite, sizes)), _total(found, dtypes)
+        sorts = [sort for sort, size in zip(sorts, sizes, strict=True) if size != NO_GRADIENT]
+    return all(map(isfinite, sizes)), _totals(found, sorts)
 
 
-def judge_there(found: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, Tensor]:
+def judge_there(found: Tensor, sorts: Sequence[Sort]) -> tuple[Tensor, Totals]:
     """The same of numbers on a device, where both answers stay; all of them are norms."""
-    return torch.isfinite(found).all(), _total(found, dtypes)
+    return torch.isfinite(found).all(), _totals(found, sorts)
 
 
-def judge_here(parameters: Sequence[Tensor]) -> tuple[bool | Tensor, Tensor]:
+def judge_here(parameters: Sequence[Tensor]) -> tuple[bool | Tensor, Totals]:
     """The same of one stage; on a device both answers stay there."""
     device = parameters[0].device if parameters else HOST
     if is_host(device):
-        return judge(told_apart(norms(parameters), parameters), [p.dtype for p in parameters])
-    return judge_there(norms_there(parameters, device), [p.dtype for p in parameters if p.grad is not None])
+        return judge(told_apart(norms(parameters), parameters), [sort_of(p) for p in parameters])
+    return judge_there(norms_there(parameters, device), [sort_of(p) for p in parameters if p.grad is not None])
+
+
+def sort_of(parameter: Tensor) -> Sort:
+    return parameter.dtype, getattr(parameter, CLIP, REST)
+
+
+def _totals(found: Tensor, sorts: Sequence[Sort]) -> Totals:
+    """The norm of all, and of each group that is clipped by its own, where there are several."""
+    told: Totals = {ALL: _total(found, [dtype for dtype, _ in sorts])}
+    groups = {group for _, group in sorts}
+    for group in groups if groups != {REST} else ():
+        places = [place for place, (_, of) in enumerate(sorts) if of == group]
+        told[group] = _total(found[places], [sorts[place][0] for place in places])
+    return told
+
+
+def clip(parameters: Iterable[Tensor], factors: Factors) -> None:
+    """Multiply each gradient by its group's factor."""
+    held: dict[Group, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            held.setdefault(sort_of(parameter)[1], []).append(parameter.grad)
+    for group, gradients in held.items():
+        if (factor := factors.get(group)) is not None:
+            multiply(gradients, beside(factor, gradients[0]))
 
 
 def _total(found: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
@@ -190,8 +223,8 @@ def _change(gradients: Sequence[Tensor], change_all: Any, change: Any, number: T
             change(gradient, number)
 
 
-ParameterDtypes = list[list[tuple[int, list[torch.dtype]]]]
-"""Per rank (layer, the dtypes of its parameters)."""
+ParameterSorts = list[list[tuple[int, list[Sort]]]]
+"""Per rank (layer, the sorts of its parameters)."""
 Waited = Callable[[int], None]
 """Told that all others have come, and since when (``perf_counter_ns``) this rank has waited for them."""
 
@@ -208,49 +241,50 @@ class NormExchange:
     ) -> None:
         self._transport, self._ranks = transport, range(transport.num_ranks)
         self._stages, self._tied, self._device = stages, tied, device
-        self._known: ParameterDtypes | None = None
+        self._known: ParameterSorts | None = None
 
     def gather(
         self, mine: list[Tensor], losses: Tensor, num_losses: Callable[[int], int], waited: Waited
-    ) -> tuple[Tensor, list[Tensor], list[torch.dtype]]:
-        """All norms in the order of layers, every rank's losses, and the dtypes of the gradients."""
+    ) -> tuple[Tensor, list[Tensor], list[Sort]]:
+        """All norms in the order of layers, every rank's losses, and the sorts of the gradients."""
         since = perf_counter_ns()
         here = is_host(self._device)
         order = self._order() if here else self._held(self._order())
-        sizes = [sum(len(dtypes) for _, dtypes in each) + num_losses(rank) for rank, each in enumerate(order)]
+        sizes = [sum(len(sorts) for _, sorts in each) + num_losses(rank) for rank, each in enumerate(order)]
         block = torch.cat([*mine, losses])
         found = self._transport.all_gather(block, self._ranks, sizes)
         waited(since)
-        by_layer: dict[int, tuple[Any, list[torch.dtype]]] = {}
+        by_layer: dict[int, tuple[Any, list[Sort]]] = {}
         told = []
         for block, layers in zip(found, order, strict=True):
             at, known = 0, block.tolist() if here else block  # numbers of the host need no operation for each layer
-            for layer, dtypes in layers:
-                begin, at = at, at + len(dtypes)
-                by_layer.setdefault(layer, (known[begin:at], dtypes))  # replicas agree: the first will do
+            for layer, sorts in layers:
+                begin, at = at, at + len(sorts)
+                by_layer.setdefault(layer, (known[begin:at], sorts))  # replicas agree: the first will do
             told.append(block[at:])
         parts = [by_layer[layer][0] for layer in sorted(by_layer)]
-        all_dtypes = [dtype for layer in sorted(by_layer) for dtype in by_layer[layer][1]]
+        all_sorts = [sort for layer in sorted(by_layer) for sort in by_layer[layer][1]]
         empty = torch.empty(0, dtype=torch.float64, device=self._device)
         norms = torch.tensor([*chain(*parts)], dtype=torch.float64) if here else torch.cat(parts or [empty])
-        return norms, told, all_dtypes
+        return norms, told, all_sorts
 
-    def _order(self) -> ParameterDtypes:
-        """Per rank, in the order of its block, the layers and the dtypes of their parameters; asked once."""
+    def _order(self) -> ParameterSorts:
+        """Per rank, in the order of its block, the layers and the sorts of their parameters; asked once."""
         if self._known is None:
-            mine = [number for layer, p in self._parameters() for number in (layer, _FLOATS.index(p.dtype))]
-            told = self._transport.all_gather(torch.tensor(mine, dtype=torch.int64), self._ranks)
-            self._known = [_by_layer(block.view(-1, 2).tolist()) for block in told]
+            sorts = [(layer, *sort_of(p)) for layer, p in self._parameters()]
+            mine = [number for layer, dtype, group in sorts for number in (layer, _FLOATS.index(dtype), *group)]
+            told = self._transport.all_gather(torch.tensor(mine, dtype=torch.float64), self._ranks)
+            self._known = [_by_layer(block.view(-1, 4).tolist()) for block in told]
         return self._known
 
-    def _held(self, order: ParameterDtypes) -> ParameterDtypes:
+    def _held(self, order: ParameterSorts) -> ParameterSorts:
         """The same of the parameters that have a gradient."""
         mine = torch.tensor([p.grad is not None for _, p in self._parameters()], dtype=torch.int64)
-        told = self._transport.all_gather(mine, self._ranks, [sum(len(d) for _, d in each) for each in order])
+        told = self._transport.all_gather(mine, self._ranks, [sum(len(sorts) for _, sorts in each) for each in order])
         found = []
         for block, layers in zip(told, order, strict=True):
             has = iter(block.tolist())
-            found.append([(layer, [dtype for dtype in dtypes if next(has)]) for layer, dtypes in layers])
+            found.append([(layer, [sort for sort in sorts if next(has)]) for layer, sorts in layers])
         return found
 
     def _parameters(self) -> list[tuple[int, Tensor]]:
@@ -263,10 +297,10 @@ class NormExchange:
         ]
 
 
-def _by_layer(numbers: Sequence[tuple[int, int]]) -> list[tuple[int, list[torch.dtype]]]:
-    found: dict[int, list[torch.dtype]] = {}
-    for layer, code in numbers:
-        found.setdefault(layer, []).append(_FLOATS[code])
+def _by_layer(numbers: Sequence[tuple[float, float, float, float]]) -> list[tuple[int, list[Sort]]]:
+    found: dict[int, list[Sort]] = {}
+    for layer, code, group, most in numbers:
+        found.setdefault(int(layer), []).append((_FLOATS[int(code)], (int(group), most)))
     return list(found.items())
 
 

@@ -78,6 +78,9 @@ class Asleep(ModuleType):
 
 OPTIONS = "vpipe_options"
 """The attribute of a parameter that says what its optimizer does otherwise with it."""
+CLIP = "vpipe_clip"
+"""That which says by the norm of which group's gradients its own is clipped, and to what norm: two numbers; without it
+by that of all that have none."""
 RATE_PART = "rate_part"
 """The key of a parameter group whose learning rate is a part of that of all."""
 
@@ -135,8 +138,8 @@ class OptimizerMaker:
         for name in sorted({name for group in made.param_groups for name in group} - known):
             raise UserError(
                 f"training.parameter_groups has {name}, which the optimizer {self.name} does not take"
-                f"{nearest(name, known)}; it has {', '.join(sorted(made.defaults.keys() - {'lr'}))}, learning_rate and "
-                "frozen"
+                f"{nearest(name, known)}; it has {', '.join(sorted(made.defaults.keys() - {'lr'}))}, learning_rate, "
+                "layer_decay, gradient_clipping and frozen"
             )
         return with_rate_parts(made)
 

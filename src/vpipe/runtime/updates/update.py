@@ -19,22 +19,26 @@ from torch.optim import Optimizer
 
 from vpipe.errors import UserError
 from vpipe.layer import TiedWeight
-from vpipe.runtime.device import Number, beside, floats, is_host, number, read
+from vpipe.runtime.device import Number, floats, is_host, number, read
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.surroundings import forget_casts
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.updates import optimizing
 from vpipe.runtime.updates.agreement import (
+    ALL,
+    REST,
+    Factors,
     LossBlocks,
     LossKey,
     NormExchange,
+    Totals,
     Waited,
+    clip,
     counted,
     divide,
     judge,
     judge_here,
     judge_there,
-    multiply,
     norms,
     norms_there,
     told_apart,
@@ -113,7 +117,7 @@ class Updater:
         self._exchange = NormExchange(transport, self._stages, self._tied, device)
         self._losses: dict[LossKey, Number] = {}
         self._num_units = 0
-        self._verdict: tuple[bool | Tensor, Tensor | None] | None = None
+        self._verdict: tuple[bool | Tensor, Factors | None] | None = None
         self._told: list[Tensor] | None = None
         """Every rank's losses, still on the device: read when the step is over."""
         self._undo: list[Rollback] = []
@@ -223,14 +227,13 @@ class Updater:
     def step(self, stage: Stage) -> None:
         """The stage's next weight version."""
         self.before_update()
-        gradients = gradients_of(stage)
-        finite, factor = self._verdict or self._judged(stage, gradients)
+        finite, factors = self._verdict or self._judged(stage)
         optimizer = self.optimizers[stage.index]
         stage.weights.before_update()
 
         def update() -> None:
-            if factor is not None and gradients:
-                multiply(gradients, beside(factor, gradients[0]))
+            if factors is not None:
+                clip(stage.weights.parameters.values(), factors)
             self._set_learning_rate(stage.index)
             optimizing.step(optimizer)
 
@@ -240,16 +243,16 @@ class Updater:
         stage.weights.after_update()
         forget_casts()
 
-    def _judged(self, stage: Stage, gradients: Sequence[Tensor]) -> tuple[bool | Tensor, Tensor | None]:
-        """Whether a stage updates that asks no other, and by what factor it clips."""
+    def _judged(self, stage: Stage) -> tuple[bool | Tensor, Factors | None]:
+        """Whether a stage updates that asks no other, and by what factors it clips."""
         assert not self._synchronous, "a synchronous program has an AGREE"
         if self.loss_scale != 1.0:
-            divide(gradients, self.loss_scale)
+            divide(gradients_of(stage), self.loss_scale)
         if not self._judges:
             return True, None
-        finite, factor = self._verdict_of(*judge_here(list(stage.weights.parameters.values())))
+        finite, factors = self._verdict_of(*judge_here(list(stage.weights.parameters.values())))
         self._skipped[0] = self._skipped[0] + (1.0 - finite if isinstance(finite, bool) else 1.0 - finite.double())
-        return finite, factor
+        return finite, factors
 
     def _step_if(self, finite: bool | Tensor, optimizer: Optimizer, update: Callable[[], None]) -> None:
         """``update`` if the gradients are finite; see ``rollback`` for what a device is asked."""
@@ -283,7 +286,7 @@ class Updater:
         self.before_update()
         self._verdict = self._agree(waited)
 
-    def _agree(self, waited: Waited) -> tuple[bool | Tensor, Tensor | None]:
+    def _agree(self, waited: Waited) -> tuple[bool | Tensor, Factors | None]:
         if self._ties is not None:
             self._ties.add_up(self._stages, waited)
         if self.loss_scale != 1.0:
@@ -293,12 +296,12 @@ class Updater:
             return True, None
         trained = [counted(self._stages[stage], self._tied) for stage in sorted(self._stages)]
         mine = [*map(self._norms, trained)]
-        everything, self._told, dtypes = self._exchange.gather(mine, self.local_losses(), self._num_losses, waited)
+        everything, self._told, sorts = self._exchange.gather(mine, self.local_losses(), self._num_losses, waited)
         if not is_host(self._device):
-            return self._verdict_of(*judge_there(everything, dtypes))
-        finite, factor = self._verdict_of(*judge(everything, dtypes))
+            return self._verdict_of(*judge_there(everything, sorts))
+        finite, factors = self._verdict_of(*judge(everything, sorts))
         self._learn(bool(finite))
-        return finite, factor
+        return finite, factors
 
     def _norms(self, parameters: list[Tensor]) -> Tensor:
         """Of one stage, where this rank computes; on a device of the parameters alone that have gradients."""
@@ -314,13 +317,18 @@ class Updater:
             undo.restore()
         self._undo.clear()
 
-    def _verdict_of(self, finite: bool | Tensor, total: Tensor) -> tuple[bool | Tensor, Tensor | None]:
-        """Whether to update, and the factor of ``torch.nn.utils.clip_grad_norm_``; on a device they stay there."""
+    def _verdict_of(self, finite: bool | Tensor, totals: Totals) -> tuple[bool | Tensor, Factors | None]:
+        """Whether to update, and the factors of ``torch.nn.utils.clip_grad_norm_``; on a device they stay there."""
+        total = totals.pop(ALL)
         self._norm[0] = number(total)
-        finite = finite if self._skips else True
-        if self._options.clip_norm is None:
-            return finite, None
-        return finite, torch.clamp(self._options.clip_norm / (total + 1e-6), max=1.0)
+        most = {group: group[1] for group in totals} | {REST: self._options.clip_norm}
+        totals = totals or {REST: total}
+        factors = {
+            group: torch.clamp(limit / (totals[group] + 1e-6), max=1.0)
+            for group, limit in most.items()
+            if limit is not None and group in totals
+        }
+        return finite if self._skips else True, factors or None
 
     def local_losses(self) -> Tensor:
         """What this rank's layers contribute to each unit's loss, where it computes."""

@@ -18,6 +18,7 @@ from vpipe.models.split_head import whole_head
 from vpipe.rundir import manifest
 from vpipe.rundir.layout import TOKENIZER
 from vpipe.rundir.manifest import DamagedCheckpoint
+from vpipe.runtime.updates.averages import AVERAGE
 from vpipe.train.checkpoints.checkpoint import Checkpoint
 from vpipe.train.session import load_model
 
@@ -35,15 +36,16 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
-def export(where: Path, out: Path) -> Exported:
-    """The weights of the newest whole checkpoint of ``where``, as ``out/model.safetensors`` with a config beside it."""
+def export(where: Path, out: Path, *, trained: bool = False) -> Exported:
+    """The weights of the newest whole checkpoint of ``where``, as ``out/model.safetensors`` with a config beside it:
+    their averages where it holds them, unless those that were ``trained`` are wanted."""
     if not where.exists():
         raise UserError(f"there is nothing at {where}; give a run directory or a checkpoint")
     notes = []
     for path in manifest.find(where):
         try:
             found = Checkpoint.open(path)
-            tensors = _tensors(found)
+            tensors = _tensors(found, trained)
         except DamagedCheckpoint as error:
             notes.append(f"{error}; trying the checkpoint before it")
             continue
@@ -51,14 +53,16 @@ def export(where: Path, out: Path) -> Exported:
     raise UserError(f"no checkpoint of {where} is whole; nothing was written")
 
 
-def _tensors(found: Checkpoint) -> dict[str, Tensor]:
+def _tensors(found: Checkpoint, trained: bool) -> dict[str, Tensor]:
     """``<layer>.<name>`` → weight or buffer."""
-    return {
-        f"{layer}.{key.split('/', 1)[1]}": tensor
-        for layer in range(len(found.manifest.files.keys() - {TOKENIZER}))
-        for key, tensor in found.read(layer).items()
-        if not key.startswith(("optimizer/", "generator/"))
-    }
+    tensors = {}
+    for layer in range(len(found.manifest.files.keys() - {TOKENIZER})):
+        kept = found.read(layer)
+        for key in (key for key in kept if not key.startswith(("optimizer/", "generator/"))):
+            name = key.split("/", 1)[1]
+            average = None if trained else kept.get(f"optimizer/{name}/{AVERAGE}")
+            tensors[f"{layer}.{name}"] = kept[key] if average is None else average
+    return tensors
 
 
 def _write(found: Checkpoint, tensors: dict[str, Tensor], out: Path, notes: tuple[str, ...]) -> Exported:

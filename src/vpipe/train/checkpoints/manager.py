@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from vpipe.rundir.facts import RunFacts
 from vpipe.rundir.journal import ENDING, Beat
 from vpipe.rundir.layout import CHECKPOINTS, TOKENIZER
 from vpipe.rundir.lineage import Line, LineageEntry
-from vpipe.rundir.manifest import DamagedCheckpoint, Standing
+from vpipe.rundir.manifest import Best, DamagedCheckpoint, Standing
 from vpipe.rundir.reader import RunDirectory
 from vpipe.runtime.moves import layer_state
+from vpipe.runtime.updates.averages import AVERAGE
 from vpipe.runtime.updates.update import LossScale
 from vpipe.train.checkpoints.checkpoint import Checkpoint
 from vpipe.train.checkpoints.writer import CheckpointPlace, Layers, Save, Saver
@@ -198,6 +200,7 @@ class CheckpointManager:
             progress.sound,
             progress.lowered,
             json.dumps(dict(session.data_facts)),
+            progress.best,
         )
 
     def _warn_of_what_is_left_out(self) -> None:
@@ -285,6 +288,8 @@ class CheckpointManager:
         self._whole = frozenset(json.loads(seen))
         begun = self.line.ancestors[-1].until if self.line.ancestors else 0
         self.newest = max(self._whole, default=begun)
+        if standing.best.iteration > begun and standing.best.iteration not in self._whole:  # lost on its way
+            standing = replace(standing, best=Best(standing.best.metric))
         return self._progress(standing)
 
     def last_due(self, progress: TrainingProgress, num_iterations: int) -> int:
@@ -306,7 +311,8 @@ class CheckpointManager:
     def _progress(self, standing: Standing) -> TrainingProgress:
         """Where the run goes on; its data from the very example that comes next, in whatever batches it reads them."""
         position = self._session.feed.begin((standing.epoch, standing.batch), standing.read)
-        return TrainingProgress(standing.iteration, position, standing.examples, lowered=standing.lowered)
+        best = standing.best
+        return TrainingProgress(standing.iteration, position, standing.examples, lowered=standing.lowered, best=best)
 
     def _continue(self, found: Checkpoint) -> None:
         """This run is a child of the one that wrote the checkpoint."""
@@ -350,10 +356,11 @@ class CheckpointManager:
         pipeline, training = self._session.pipeline, self._session.config.training
         same = standing.optimizer == training.optimizer
         for held in pipeline.held_layers():
-            layer_state.load_into(held.module, held.optimizer if same else None, tensors[held.layer])
+            found = {k: t for k, t in tensors[held.layer].items() if training.ema or not k.endswith(f"/{AVERAGE}")}
+            layer_state.load_into(held.module, held.optimizer if same else None, found)
         keys, config = ("precision", "loss_scale"), training.model_dump()
-        found = before.get("training", {}) if before is not None else config
-        same = all(found.get(key) == config[key] for key in keys)
+        told = before.get("training", {}) if before is not None else config
+        same = all(told.get(key) == config[key] for key in keys)
         scale = LossScale(standing.loss_scale, good_steps=standing.good_steps) if same else None
         pipeline.resume(standing.num_units, standing.num_updates, scale)
 

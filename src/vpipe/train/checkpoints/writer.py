@@ -41,6 +41,7 @@ from vpipe.rundir.manifest import (
     Standing,
     free_name,
     on_line,
+    parse_name,
 )
 from vpipe.runtime.departures import Staging, landed
 from vpipe.train.checkpoints import layer_file
@@ -247,12 +248,12 @@ def _receipt(process: int) -> str:
 
 
 def _remove_old(place: CheckpointPlace, save: Save) -> None:
-    """What is too old of this line, but for the newest that is sound, and what crashed saves have left. A removed one
-    first loses its name."""
+    """What is too old of this line, but for the newest that is sound and the best, and what crashed saves have left. A
+    removed one first loses its name."""
     kept = on_line(place.directory, save.line)
     sound = next((path for path in reversed(kept) if _is_sound(path)), None)
     for old in kept[: -place.keep]:
-        if old == sound:
+        if old == sound or ((name := parse_name(old.name)) and name.iteration == save.standing.best.iteration):
             continue
         os.rename(old, old.with_name(f".{old.name}.removed"))
     for left in (*place.directory.glob(".iteration-*.partial"), *place.directory.glob(".iteration-*.removed")):

@@ -84,6 +84,11 @@ def _positions(session: Session, step: int) -> list[Position]:
 def choose_reference(wanted: str, session: Session) -> str:
     """``plain`` where the schedule has one version of the weights, else ``replay``."""
     synchronous = session.pipeline.synchronous
+    if any("gradient_clipping" in group for group in session.config.training.parameter_groups):
+        raise UserError(
+            "training.parameter_groups clips a group by its own norm, which the references of vpipe parity do not; "
+            "compare without gradient_clipping in the groups"
+        )
     if wanted == "plain" and not synchronous:
         raise UserError(
             f"the plain reference has one version of the weights, but {session.config.parallel.scheduler} keeps "
