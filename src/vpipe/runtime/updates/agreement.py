@@ -42,7 +42,7 @@ Group = tuple[int, float]
 REST, ALL = (0, 0.0), (-1, 0.0)
 Sort = tuple[torch.dtype, Group]
 """Of a parameter: its dtype, and the group by whose norm it is clipped."""
-Totals = dict[Group, Tensor]
+GroupNorms = dict[Group, Tensor]
 Factors = dict[Group, Tensor]
 NO_GRADIENT = -1.0
 OVERFLOWED = -2.0
@@ -141,7 +141,7 @@ def told_apart(found: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def judge(found: Tensor, sorts: Sequence[Sort]) -> tuple[bool, Totals]:
+def judge(found: Tensor, sorts: Sequence[Sort]) -> tuple[bool, GroupNorms]:
     """Whether all gradients are finite, and the norms of all: as ``torch.nn.utils.get_total_norm`` adds them."""
     sizes = found.tolist()
     if NO_GRADIENT in sizes:
@@ -150,12 +150,12 @@ def judge(found: Tensor, sorts: Sequence[Sort]) -> tuple[bool, Totals]:
     return all(map(isfinite, sizes)), _totals(found, sorts)
 
 
-def judge_there(found: Tensor, sorts: Sequence[Sort]) -> tuple[Tensor, Totals]:
+def judge_there(found: Tensor, sorts: Sequence[Sort]) -> tuple[Tensor, GroupNorms]:
     """The same of numbers on a device, where both answers stay; all of them are norms."""
     return torch.isfinite(found).all(), _totals(found, sorts)
 
 
-def judge_here(parameters: Sequence[Tensor]) -> tuple[bool | Tensor, Totals]:
+def judge_here(parameters: Sequence[Tensor]) -> tuple[bool | Tensor, GroupNorms]:
     """The same of one stage; on a device both answers stay there."""
     device = parameters[0].device if parameters else HOST
     if is_host(device):
@@ -167,9 +167,9 @@ def sort_of(parameter: Tensor) -> Sort:
     return parameter.dtype, getattr(parameter, CLIP, REST)
 
 
-def _totals(found: Tensor, sorts: Sequence[Sort]) -> Totals:
+def _totals(found: Tensor, sorts: Sequence[Sort]) -> GroupNorms:
     """The norm of all, and of each group that is clipped by its own, where there are several."""
-    told: Totals = {ALL: _total(found, [dtype for dtype, _ in sorts])}
+    told: GroupNorms = {ALL: _total(found, [dtype for dtype, _ in sorts])}
     groups = {group for _, group in sorts}
     for group in groups if groups != {REST} else ():
         places = [place for place, (_, of) in enumerate(sorts) if of == group]

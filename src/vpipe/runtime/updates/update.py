@@ -28,10 +28,10 @@ from vpipe.runtime.updates.agreement import (
     ALL,
     REST,
     Factors,
+    GroupNorms,
     LossBlocks,
     LossKey,
     NormExchange,
-    Totals,
     Waited,
     clip,
     counted,
@@ -317,7 +317,7 @@ class Updater:
             undo.restore()
         self._undo.clear()
 
-    def _verdict_of(self, finite: bool | Tensor, totals: Totals) -> tuple[bool | Tensor, Factors | None]:
+    def _verdict_of(self, finite: bool | Tensor, totals: GroupNorms) -> tuple[bool | Tensor, Factors | None]:
         """Whether to update, and the factors of ``torch.nn.utils.clip_grad_norm_``; on a device they stay there."""
         total = totals.pop(ALL)
         self._norm[0] = number(total)
