@@ -22,6 +22,7 @@ from vpipe.interfaces import DatasetInterface
 from vpipe.models.gpt import gpt
 from vpipe.registry import DATASET_REGISTRY, MODEL_REGISTRY
 from vpipe.train.preflight import check
+from vpipe.train.session import gather
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, "vocab_size": 32}
 HUGGING_FACE = {"name": "huggingface", "config": GPT2, "sequence_length": 8}
@@ -264,3 +265,12 @@ def test_no_rank_starts(command: str, tmp_path: Path) -> None:
     assert ("holds 3 layers" in done.stderr) == (command == "train")
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("rank*"))
+
+
+def test_what_a_check_has_gathered_counts_what_a_rank_counts(tmp_path: Path) -> None:
+    """The runs of this process train on it: their FLOPs, of which MFU is made, are those of ranks that gather anew."""
+    config = PipelineConfig.from_dict(tiny({"training.max_iterations": 1}))
+    gathered = check(config).materials
+    assert gathered is not None
+    (mine, theirs) = (materials.feed.read([(0, 0)]).counts.flops for materials in (gathered, gather(config)))
+    assert mine == theirs > 0

@@ -113,7 +113,8 @@ def check(config: PipelineConfig, *, parallel: bool = True, here: bool = True, e
     if data is not None:
         size = model.vocab_size if model is not None else config.model.vocab_size
         found.attempt(partial(check_vocabulary, config, size, data), "model", "dataset")
-        feed = found.attempt(partial(feed_of, config, data, model), "dataset", "training", "parallel")
+        flops = skeleton.flops if skeleton is not None else None
+        feed = found.attempt(partial(feed_of, config, data, model, flops=flops), "dataset", "training", "parallel")
         if model is not None and skeleton is not None:
             _together(found, config, data, rows, model, skeleton, ends)
             # Code of the user's own may remember that it was tried: a run makes its model and data anew.
