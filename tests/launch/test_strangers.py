@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from running import Running, vpipe_run
 from ssh_server import NEEDS_HOSTS, ip
 
+import forked_python
 from programs import another_user
 from vpipe.door import MOST_SILENT, Door, Letters, RefusedError, dial, knock, secret_of
 from vpipe.errors import UserError, printable
@@ -180,6 +182,50 @@ def test_a_stranger_that_watches_the_start_changes_nothing(transport: str, tmp_p
     assert max(hits) > 20, "it came to none"
 
 
+STOLEN = """
+import socket, struct
+import psutil, torch, torch.distributed as dist
+from vpipe.runtime import assembly
+from vpipe.runtime.ranks.store import StoreClient
+
+stolen, told, made = [], StoreClient.set, []
+
+def tell_after_a_stranger(self, key, value):
+    if "/cpu/" in key:  # where gloo listens: a stranger is there before the others know it
+        made.append(key)
+        places = [at.laddr for at in psutil.Process().net_connections("inet") if at.status == "LISTEN"]
+        for place in places if len(made) == 1 else ():
+            for number in range(2):
+                stolen.append(socket.create_connection(place))
+                stolen[-1].sendall(struct.pack("<q", number) + b"garbage" * SILENT)
+    told(self, key, value)
+
+StoreClient.set = tell_after_a_stranger
+assembly.join(20.0)
+value = torch.ones(1)
+dist.all_reduce(value)
+deaf = 0
+for at in psutil.Process().net_connections("inet"):
+    if at.status == "LISTEN":
+        try:
+            socket.create_connection(at.laddr, 0.5).close()
+        except TimeoutError:
+            deaf += 1
+print("sum", int(value), "made", len(made), "stolen", bool(stolen), "deaf", deaf, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [0, 20])
+def test_a_stranger_that_takes_the_place_of_a_rank_is_found_out(words: int, tmp_path: Path) -> None:
+    """gloo takes the first that comes and says a small number; the group is made anew, and then lets nobody in."""
+    script = tmp_path / "script.py"
+    script.write_text(STOLEN.replace("SILENT", str(words)))
+    run = vpipe_run(tmp_path, 2, str(script), python=sys.executable)
+    assert run.wait() == 0, run.out + run.err
+    assert run.out.count("sum 2 made 2 stolen True deaf 1") == 2, run.out
+
+
 @pytest.mark.slow
 def test_a_stranger_at_the_store_reads_nothing_and_prints_nothing(waiting: tuple[Running, Path]) -> None:
     run, gate = waiting
@@ -193,6 +239,87 @@ def test_a_stranger_at_the_store_reads_nothing_and_prints_nothing(waiting: tuple
     assert run.wait() == 0, run.err
     assert "hello" not in run.out + run.err
     assert "\x1b" not in run.out + run.err
+
+
+ASKED = """
+from vpipe.runtime import assembly
+from vpipe.runtime.ranks.store import StoreClient
+
+asked, ask = [], StoreClient._ask
+StoreClient._ask = lambda self, *words, **more: (asked.append(words), ask(self, *words, **more))[1]
+assembly.join(60.0)
+print("of gloo", [what for what, key, *_ in asked if "/cpu/" in str(key)], flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_gloo_asks_the_store_twice_a_rank_however_many_there_are(tmp_path: Path) -> None:
+    """Where each is, and where all others are; it was twice for each of them."""
+    (tmp_path / "script.py").write_text(ASKED)
+    run = vpipe_run(tmp_path, 6, str(tmp_path / "script.py"), python=sys.executable)
+    assert run.wait() == 0, run.err
+    assert run.out.count("of gloo ['set', 'wait']") == 6, run.out
+
+
+SAYS = """
+import os
+from pathlib import Path
+if os.environ.get("RANK") == "0":
+    place = Path(__file__).with_name("secret")
+    place.touch(0o600)
+    place.write_text(os.environ["VPIPE_SECRET"])
+"""
+READER = """
+import os, sys, urllib.error, urllib.request
+folder, page, *words = sys.stdin.read().split()
+found, num_read = [], 0
+files = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names]
+files += [f"/proc/{pid}/{name}" for pid in os.listdir("/proc") if pid.isdigit() for name in ("cmdline", "environ")]
+for file in files:
+    try:
+        with open(file, "rb") as opened:
+            data = opened.read()
+        num_read += file.startswith(folder)
+        found += [file for word in words if word.encode() in data]
+    except OSError:
+        pass
+try:
+    code = urllib.request.urlopen(page).status
+except urllib.error.HTTPError as error:
+    code = error.code
+print(os.getuid(), "found", found, "page", code, "read", num_read)
+"""
+
+
+@pytest.mark.slow
+def test_no_file_or_process_of_a_run_tells_another_user_its_secret_or_the_address_of_its_page() -> None:
+    """A run that others may read, in a folder that they may enter."""
+    pytest.importorskip("uvicorn")
+    as_another = another_user()
+    config = Path(__file__).parents[2] / "configs" / "gpt_1f1b_cpu.yaml"
+    own = ["observe.dashboard=true", "observe.private=false", "training.max_iterations=100000", "training.epochs=1000"]
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        folder.chmod(0o755)
+        (folder / "says.py").write_text(SAYS)
+        words = ["--plugin", f"{place}/says.py", *(word for each in own for word in ("--set", each))]
+        train = ["-m", "vpipe", "train", str(config), *words, "--output-dir", f"{place}/run"]
+        run = Running(folder, forked_python.program(), *train)
+        try:
+            run.until("iteration 10/")
+            page, _, token = (folder / "run" / "page.url").read_text().strip().partition("?token=")
+            secret = (folder / "secret").read_text()
+            told = f"{place} {page} {token} {secret}"
+            done = subprocess.run([*as_another, READER], input=told, capture_output=True, text=True, check=True)
+        finally:
+            run.process.terminate()
+            run.wait()
+        uid, found = done.stdout.split(" found ")
+        assert (uid, found.split(" read ")[0]) == ("65534", "[] page 403")
+        assert int(found.split(" read ")[1]) > 5, "it came into the run's folder"
+        for file in folder.rglob("*"):
+            if file.is_file() and file.stat().st_mode & 0o077:
+                assert not [word for word in (token, secret) if word.encode() in file.read_bytes()], file
 
 
 @pytest.mark.slow

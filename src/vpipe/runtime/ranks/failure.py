@@ -102,6 +102,12 @@ class Board:
     def num_acknowledged(self) -> int:
         return int(self._store.add("acknowledged", 0))
 
+    def together(self, key: str, num_ranks: int) -> None:
+        """Return when all ranks have called this, in all of them at once."""
+        if self._store.add(f"{key}/come", 1) == num_ranks:
+            self._store.set(f"{key}/go", "")
+        self._store.wait([f"{key}/go"])
+
     def put(self, key: str, facts: Mapping[str, Any]) -> None:
         """Facts of this rank for ``gathered``."""
         self._store.set(f"{key}/{self._rank}", json.dumps(facts))

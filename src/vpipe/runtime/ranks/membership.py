@@ -12,7 +12,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 from types import TracebackType
@@ -27,6 +27,7 @@ from vpipe.network import GLOO, choose_interface
 from vpipe.process import Process, cores, num_cores
 from vpipe.runtime.ranks import device_groups
 from vpipe.runtime.ranks.failure import Board, Cause, PeerLost, reason
+from vpipe.runtime.ranks.gloo import FEW_QUESTIONS, grouped
 from vpipe.runtime.ranks.meeting import COME_WITHIN, STORE_WITHIN, LaunchedRank, Meeting
 from vpipe.runtime.ranks.watchdog import Watchdog
 
@@ -47,7 +48,7 @@ class Membership:
         self._patience = min(timeout, COME_WITHIN)
         self._board = Board(meeting.store, place.rank)
         self._board.beat("0 joining")
-        self._agreements = 0
+        self._agreements = self._groups = 0
         self._engines: list[weakref.ref[Any]] = []
         self._people: list[dict[str, Any]] = []
         keeper = None if place.store is not None else 0
@@ -103,6 +104,13 @@ class Membership:
                     here = form.format(key=key, value=printable(str(facts.get(key))))
                     there = form.format(key=key, value=printable(str(everyone[0].get(key))))
                     raise UserError(f"rank {rank} {here}, but rank 0 {there}; {remedy}")
+
+    def grouped(self, make: Callable[[str], Any], ranks: Sequence[int]) -> Any:
+        """The process group of ``ranks`` that ``make`` makes, told a name that is new; all ranks call this."""
+        self._groups += 1
+        place = self._place
+        facts = (f"group/{self._groups}", ranks, place.rank, f"{place.secret} {place.generation}", self._patience)
+        return grouped(make, *facts, self.exchange, lambda key: self._board.together(key, place.num_ranks))
 
     def watch(self, engine: Any) -> None:
         """Tell the others what this engine is doing, should it fall silent."""
@@ -176,22 +184,28 @@ def join(place: LaunchedRank | None, timeout: float) -> int:
     if place.watched or has_group:
         member.start()  # before gloo connects: a rank that cannot, ends those that wait for it
     if not has_group:
-        _connect(place, _stores.PrefixStore("group", _meeting.store), timedelta(seconds=timeout + SLACK))
+        _connect(place, member, _meeting.store, timedelta(seconds=timeout + SLACK))
     _current = member
     return place.num_ranks
 
 
-def _connect(place: LaunchedRank, store: Any, patience: timedelta) -> None:
+def _connect(place: LaunchedRank, member: Membership, store: Any, patience: timedelta) -> None:
     """Connect all ranks to each other by gloo."""
-    try:
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=patience)
-    except RuntimeError as error:
-        interface = os.environ.get(GLOO, "that this machine's name leads to")
-        sentence = (
-            f"rank {place.rank} cannot connect to the other ranks by the network interface {interface} "
-            f"({reason(error)}); set launch.interface or {GLOO} to one that leads to {place.host}"
-        )
-        raise (UserError(sentence) if place.watched else PeerLost(sentence)) from None
+    os.environ.update(FEW_QUESTIONS)
+
+    def make(key: str) -> None:
+        own = _stores.PrefixStore(key, store)
+        try:
+            dist.init_process_group("gloo", store=own, rank=place.rank, world_size=place.num_ranks, timeout=patience)
+        except RuntimeError as error:
+            interface = os.environ.get(GLOO, "that this machine's name leads to")
+            sentence = (
+                f"rank {place.rank} cannot connect to the other ranks by the network interface {interface} "
+                f"({reason(error)}); set launch.interface or {GLOO} to one that leads to {place.host}"
+            )
+            raise (UserError(sentence) if place.watched else PeerLost(sentence)) from None
+
+    member.grouped(make, range(place.num_ranks))
 
 
 class Hook:

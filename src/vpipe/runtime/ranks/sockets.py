@@ -39,13 +39,13 @@ class Sockets:
     def noting(self) -> Iterator[None]:
         """Remember what the body opens. A body that comes too late, after ``shut``, is shut when it ends."""
         with self._lock:
-            self._before = _open_now()
+            self._before = open_now()
             self._groups = device_groups.current()
         try:
             yield
         finally:
             with self._lock:
-                self._noted |= _open_now() - self._before
+                self._noted |= open_now() - self._before
                 self._before = None
                 late = self._shut
             if late:
@@ -56,7 +56,7 @@ class Sockets:
         with self._lock:
             self._shut = True
             groups = self._groups
-            found = self._noted | ((_open_now() - self._before) if self._before is not None else set())
+            found = self._noted | ((open_now() - self._before) if self._before is not None else set())
         if groups is not None:
             groups.ended = True
         for descriptor, inode in found:
@@ -70,7 +70,8 @@ class Sockets:
             groups.abort()
 
 
-def _open_now() -> set[SocketIdentity]:
+def open_now() -> set[SocketIdentity]:
+    """The sockets of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

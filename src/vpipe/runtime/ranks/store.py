@@ -44,6 +44,10 @@ class StoreClient(_stores.Store):  # type: ignore[misc]
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return self._wait(keys, self.timeout)
 
+    def has_extended_api(self) -> bool:
+        """gloo asks for many values at once."""
+        return True
+
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._ask("check", [self._prefix + key for key in keys]))
 

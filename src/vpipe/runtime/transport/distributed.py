@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -186,7 +186,8 @@ class DistributedTransport(Transport):
         for ranks in groups:
             key = tuple(ranks)
             if key not in self._groups and key != tuple(range(self.num_ranks)):
-                self._groups[key] = dist.new_group(list(key))
+                member, make = membership.current(), partial(_new_group, list(key))
+                self._groups[key] = member.grouped(make, key) if member is not None else make("")
 
     def _collective(self, call: Callable[[], Any]) -> None:
         """Begin an operation and wait for it."""
@@ -201,3 +202,7 @@ class DistributedTransport(Transport):
 
     def fail(self, error: BaseException) -> None:
         membership.failed(error)
+
+
+def _new_group(ranks: list[int], _: str) -> Any:
+    return dist.new_group(ranks)
