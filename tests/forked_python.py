@@ -179,9 +179,11 @@ def _become(told: dict[str, object], streams: list[int]) -> NoReturn:
 
 def _run(words: list[str]) -> None:
     """What Python does with its words: a module, a program in a word, or a file."""
-    if words[0] == "-c":
+    safe = words[0] == "-P"
+    if words[safe] == "-c":
+        words = words[safe:]
         sys.argv = ["-c", *words[2:]]
-        sys.path[0] = os.getcwd()
+        sys.path[:1] = [] if safe else [os.getcwd()]
         exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102
     elif words[0] in ("-m", "-Pm") and words[1] == "vpipe":
         import vpipe.cli.main

@@ -45,7 +45,7 @@ def device(emulated: Any) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=["as-is", "lazy", "delays"])
+@pytest.fixture(params=["as-is", "lazy", "delays", "harsh"])
 def mode(request: pytest.FixtureRequest, emulated: Any) -> str:
     """Each way in which streams may run; no single one shows every forgotten wait."""
     emulated.settings(**emulated.MODES[request.param])

@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,12 +25,21 @@ MODES: dict[str, dict[str, float]] = {
     "as-is": {},
     "lazy": {"lazy": 1},
     "delays": {"jitter_us": 300, "seed": 7},
+    "harsh": {"first_use": 1, "memory_waits": 1, "one_pool": 1, "queues": 8},
 }
-"""No mode shows every forgotten wait; the three together do."""
+"""No mode shows every forgotten wait; the first three together do. The last shows orders that hang: whole devices wait
+where a kernel is loaded or memory is got, and streams share what real ones share."""
+VENDORS: dict[str, Callable[[str], dict[str, float]]] = {
+    "CUDA_LAUNCH_BLOCKING": lambda value: {"async": value != "1"},
+    "CUDA_DEVICE_MAX_CONNECTIONS": lambda value: {"queues": int(value)},
+    "CUDA_MODULE_LOADING": lambda value: {"first_use": value != "EAGER"},
+}
+"""Variables of CUDA → what they mean here, where the device is a vendor's package."""
 _RESET: dict[str, float] = {
     "lazy": 0, "jitter_us": 0, "seed": 1, "poison": 1, "sync_mode": 0, "capacity": 2.0**34, "queue_limit": 1024,
     "op_us": 0, "flops_per_us": 0, "bytes_per_us": 0, "copy_bytes_per_us": 0, "link_bytes_per_us": 0, "link_latency_us": 0,
     "p2p_pair_comm": 1, "eager_bytes": 0, "async": 1, "serial": 0, "skip_compute": 0, "lost_hangs": 0,
+    "first_use": 0, "memory_waits": 0, "one_pool": 0, "touches": 0, "queues": 0,
 }  # fmt: skip
 _count = int(os.environ.get("EMULATED_DEVICES", MOST_DEVICES))
 
@@ -68,6 +77,7 @@ class DeviceModule(types.ModuleType):
         return True
 
     def device_count(self) -> int:
+        native.touch()
         return _count
 
     def current_device(self) -> int:
@@ -117,6 +127,9 @@ class DeviceModule(types.ModuleType):
 def autoload() -> None:
     """What torch calls where this is installed as a vendor's package is (entry point ``torch.backends``)."""
     settings(**json.loads(os.environ.get("EMULATED_SETTINGS", "{}")))
+    for name, meaning in VENDORS.items():
+        if name in os.environ:
+            settings(**meaning(os.environ[name]))
     importlib.import_module("torch._dynamo")  # some operators' shapes need it: once, before ranks are forked
 
 

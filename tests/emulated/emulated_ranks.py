@@ -39,23 +39,30 @@ def vendor_environment(folder: Path, devices: int, **settings: float) -> dict[st
 
 
 @contextmanager
-def vendor_commands(folder: Path, devices: int, **settings: float) -> Iterator[Callable[..., str]]:
-    """``vpipe WORDS`` in such processes, all forked from one that has loaded the device: what it says."""
+def vendor_python(folder: Path, devices: int, **settings: float) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A ``python`` of such processes, all forked from one that has loaded the device, and their variables."""
     environment = vendor_environment(folder, devices, **settings)
     server = forked_python.start(folder / "socket", environment=environment)
     forked_python.write(folder / "python", folder / "socket")
-
-    def vpipe(where: Path, *words: str) -> str:
-        command = [folder / "python", "-m", "vpipe", *words]
-        done = subprocess.run(command, env=environment, cwd=where, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
     try:
-        yield vpipe
+        yield folder / "python", environment
     finally:
         server.terminate()
         server.wait(30)
+
+
+@contextmanager
+def vendor_commands(folder: Path, devices: int, **settings: float) -> Iterator[Callable[..., str]]:
+    """``vpipe WORDS`` there: what it says."""
+    with vendor_python(folder, devices, **settings) as (python, environment):
+
+        def vpipe(where: Path, *words: str) -> str:
+            command = [python, "-m", "vpipe", *words]
+            done = subprocess.run(command, env=environment, cwd=where, capture_output=True, text=True, timeout=200)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        yield vpipe
 
 
 def on_ranks(

@@ -100,6 +100,19 @@ def test_a_device_that_fails_for_good_is_lost(monkeypatch: pytest.MonkeyPatch) -
     device_groups.forget()
 
 
+def test_a_device_that_does_not_end_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once its communicators are ended nothing keeps it, so it is waited for as long as that may take, and no longer."""
+    ends = threading.Event()
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: ends.wait())
+    monkeypatch.setattr(device_groups, "WITHIN", 0.2)
+    device_groups.remember(None, torch.device("emu:0"))
+    with pytest.raises(device_groups.DeviceLost, match="emu:0 has not come to an end within"):
+        device_groups.forget()
+    ends.set()
+    monkeypatch.undo()
+    device_groups.forget()
+
+
 def lonely(rank: int) -> Any:
     """Rank 0 waits on its device for a message that rank 1 never sends, until another thread ends the communicators."""
     from vpipe.runtime.transport.wire import Envelope

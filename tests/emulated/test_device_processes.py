@@ -28,7 +28,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpipe", {"device_messages": False}),
     ("interleaved", {"replicas": 2}),
 ]
-OF_MODE = {"as-is": [0, 1, 5, 6, 7], "lazy": [0, 2, 3, 8], "delays": [1, 4, 8]}
+OF_MODE = {"as-is": [0, 1, 5, 6, 7], "lazy": [0, 2, 3, 8], "delays": [1, 4, 8], "harsh": [0, 1, 2, 4, 5, 6]}
 """Mode → its cases: processes are dear."""
 STEPS = 2
 """The first goes through main memory, the second from device to device."""
@@ -57,7 +57,7 @@ def run(rank: int, mode: str) -> list[Any]:
 
 
 @pytest.mark.rotates(1)
-@pytest.mark.parametrize("mode", ["as-is", "lazy", "delays"])
+@pytest.mark.parametrize("mode", OF_MODE)
 def test_processes_equal_the_cpu(mode: str) -> None:
     ranks = on_ranks(run, 4, mode, timeout=120)
     assert not any(isinstance(found, str) for found in ranks), ranks
@@ -74,41 +74,48 @@ def test_processes_equal_the_cpu(mode: str) -> None:
             assert (num_sent > 0) is (CASES[number][1].get("device_messages", True)), schedule
 
 
-def several(rank: int, device: str, schedule: str, num_ranks: int, carried: str) -> list[float]:
+def behave(device: str, mode: str, **settings: float) -> None:
+    if device == "emu":
+        import emulated_device as emulated
+
+        emulated.settings(**emulated.MODES[mode], **settings)
+
+
+def several(rank: int, device: str, schedule: str, num_ranks: int, carried: str, mode: str = "as-is") -> list[float]:
+    behave(device, mode)
     layers = wide(num_ranks * catalog.get(schedule).stages_per_rank, carried)
     ranks = {"num_ranks": num_ranks} if device == "cpu" else {"timeout": 60}
     return trained(layers, device, schedule, optimizer="sgd", num_microbatches=2 * num_ranks, **ranks).losses
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(6)
+@pytest.mark.parametrize("mode", ["as-is", "harsh"])
 @pytest.mark.parametrize("carried", CARRIED)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_messages_of_several_tensors(schedule: str, num_ranks: int, carried: str) -> None:
+def test_messages_of_several_tensors(schedule: str, num_ranks: int, carried: str, mode: str) -> None:
     """Whatever a message carries, no communicator is made for it while a program runs: its host would wait there."""
-    found = on_ranks(several, num_ranks, "emu", schedule, num_ranks, carried, timeout=60)
+    found = on_ranks(several, num_ranks, "emu", schedule, num_ranks, carried, mode, timeout=60)
     assert found == [several(0, "cpu", schedule, num_ranks, carried)] * num_ranks
 
 
-def waiting(rank: int, device: str, schedule: str, num_ranks: int, launches: bool) -> list[float]:
-    if launches and device == "emu":
-        import emulated_device as emulated
-
-        emulated.settings(**{"async": 0})
+def waiting(rank: int, device: str, schedule: str, num_ranks: int, launches: bool, mode: str = "as-is") -> list[float]:
+    behave(device, mode, **{"async": not launches})
     blocks = plain(num_ranks * catalog.get(schedule).stages_per_rank)
     layers = blocks if launches else [Waiting(block) for block in blocks]
     ranks = {"num_ranks": num_ranks} if device == "cpu" else {"timeout": 40}
     return trained(layers, device, schedule, num_microbatches=2 * num_ranks, **ranks).losses
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(6)
+@pytest.mark.parametrize("mode", ["as-is", "harsh"])
 @pytest.mark.parametrize("launches", [False, True], ids=["layers", "launches"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_device_may_wait_as_a_whole(schedule: str, num_ranks: int, launches: bool) -> None:
+def test_a_device_may_wait_as_a_whole(schedule: str, num_ranks: int, launches: bool, mode: str) -> None:
     """A layer that synchronizes, or every launch (CUDA_LAUNCH_BLOCKING): no receive is posted before work of its own
     rank that its sender needs."""
-    found = on_ranks(waiting, num_ranks, "emu", schedule, num_ranks, launches, timeout=40)
+    found = on_ranks(waiting, num_ranks, "emu", schedule, num_ranks, launches, mode, timeout=40)
     assert found == [waiting(0, "cpu", schedule, num_ranks, launches)] * num_ranks
 
 

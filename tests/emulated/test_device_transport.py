@@ -41,6 +41,12 @@ def test_the_shared_suite_between_threads(mode: str) -> None:
     assert device_suite.in_threads("emu") == []
 
 
+def test_a_message_without_its_snapshot_is_told(monkeypatch: pytest.MonkeyPatch, emulated: Any) -> None:
+    monkeypatch.setattr("vpipe.runtime.transport.handover._snapshot", lambda leaf: leaf)
+    emulated.settings(lazy=1)
+    assert "changed afterwards" in device_suite.in_threads("emu")
+
+
 def test_a_promise_that_is_broken_is_told(monkeypatch: pytest.MonkeyPatch, emulated: Any) -> None:
     monkeypatch.setattr("vpipe.runtime.transport.handover._snapshot", lambda leaf: leaf)
     monkeypatch.setattr("vpipe.runtime.transport.ondevice.taken", lambda carried, target: carried.value)

@@ -208,6 +208,10 @@ def test_orion_is_preloaded_into_ranks_only(tmp_path: Path) -> None:
 
 
 def test_what_is_carried_to_other_machines() -> None:
+    devices = {"PYTORCH_ALLOC_CONF": "a", "CUDA_MODULE_LOADING": "EAGER", "UCX_TLS": "rc", "HIP_LAUNCH_BLOCKING": "1"}
+    assert carried(devices | {"CUDA_VISIBLE_DEVICES": "3", "CUDA_HOME": "/opt"}) == devices, (
+        "not what is of one machine"
+    )
     found = carried({"HF_TOKEN": "t", "PATH": "/bin", "VPIPE_REPORT_FD": "7", "USE_ORION_SCHEDULER": "1", "HOME": "/"})
     assert found == {"HF_TOKEN": "t", "USE_ORION_SCHEDULER": "1"}
 

@@ -24,7 +24,8 @@ from vpipe.models.losses import PretrainingLoss
 from vpipe.models.model import run as run_model
 from vpipe.train.feed import Feed
 from vpipe.train.optimizers import Lamb, learning_rate, optimizer
-from vpipe.train.reporting.run_log import Metrics, peak_flops
+from vpipe.train.reporting.peaks import peak_flops
+from vpipe.train.reporting.run_log import Metrics
 
 TOTAL = 100
 
@@ -422,7 +423,7 @@ def test_the_summary_leaves_out_warm_up_and_profiled_iterations() -> None:
     assert found["mfu"] == "n/a"
 
 
-def test_mfu_from_the_dense_peak_of_the_format_used() -> None:
+def test_mfu_from_the_dense_peak_of_the_format_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Metrics(4, "bf16", 0)
     made.add(1.0, 104_000, 8)
     assert made.summary(10, 3e9, "NVIDIA A100-SXM4-80GB")["mfu"] == pytest.approx(104_000 * 3e9 / (312e12 * 4))
@@ -431,6 +432,16 @@ def test_mfu_from_the_dense_peak_of_the_format_used() -> None:
     assert peak_flops("NVIDIA A10", "bf16") == 125e12
     assert peak_flops("NVIDIA L40S", "bf16") == 362e12
     assert peak_flops("emulated accelerator", "fp32") is None
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == peak_flops("NVIDIA GH200 480GB", "bf16") == 989.4e12
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA H100 NVL", "bf16") == 835.5e12
+    assert peak_flops("NVIDIA H20", "bf16") == 148e12
+    assert peak_flops("NVIDIA RTX A6000", "bf16") == 154.8e12
+    assert peak_flops("NVIDIA GB200", "bf16") == 2500e12
+    assert peak_flops("AMD Instinct MI325X", "bf16") == 1307.4e12
+    monkeypatch.setattr("torch.get_float32_matmul_precision", lambda: "high")
+    assert peak_flops("NVIDIA A100", "fp32") == 156e12
+    assert peak_flops("Tesla V100-SXM2-32GB", "fp32") == 15.7e12
 
 
 def test_a_run_on_cpus_reports_them_whatever_else_the_machine_has(

@@ -195,22 +195,19 @@ def interface_variables(interface: str | None) -> dict[str, str]:
     return dict.fromkeys(network.NAMES, interface) if interface else {}
 
 
-CARRIED = (
-    "HF_",
-    "WANDB_",
-    "NCCL_",
-    "GLOO_",
-    "TORCH_",
-    "OMP_",
-    "MKL_",
-    "CUBLAS_",
-    "PYTHONPATH",
-    "ORION_",
-    "VPIPE_DEBUG",
-)
+VENDORS: tuple[str, ...] = ("NCCL_", "RCCL_", "CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "UCX_", "GLOO_")
+VENDORS += ("TORCH_", "PYTORCH_", "CUBLAS_")
+"""Beginnings of the variables by which devices, what joins them, and torch's allocators are told what to do."""
+HERE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_HOME")
+"""Variables of them that say something of one machine alone."""
+CARRIED = (*VENDORS, "HF_", "WANDB_", "OMP_", "MKL_", "PYTHONPATH", "ORION_", "VPIPE_DEBUG")
 """Beginnings of the variables that go along to other machines and into containers: by name or stdin, never in argv."""
 
 
 def carried(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that ranks on other machines get too."""
-    return {name: value for name, value in environ.items() if name.startswith(CARRIED) or name == "USE_ORION_SCHEDULER"}
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name.startswith(CARRIED) and name not in HERE) or name == "USE_ORION_SCHEDULER"
+    }

@@ -38,7 +38,8 @@ from vpipe.train.groups import thaw, thaws
 from vpipe.train.rates import RunPlan
 from vpipe.train.reporting.clocks import profiled
 from vpipe.train.reporting.norms import GradientNorms
-from vpipe.train.reporting.run_log import Metrics, RunLog, device_name, run_facts
+from vpipe.train.reporting.peaks import device_name
+from vpipe.train.reporting.run_log import Metrics, RunLog, run_facts
 from vpipe.train.session import Session
 from vpipe.train.soundness import LEAST_RATE, Improvement, Soundness
 from vpipe.train.units import Units, accumulated

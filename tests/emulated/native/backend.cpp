@@ -74,6 +74,8 @@ struct FakeNccl final : c10d::Backend {
   const std::string getBackendName() const override { return "fakenccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return opts; }
   bool supportsCoalescing() const override { return true; }
+  bool supportsSplitting() const override { return true; }
+  void eagerConnectSingleDevice(at::Device device) override { comm("world", device.index(), everyone()); }
   void setTimeout(std::chrono::milliseconds t) override { timeout = t; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return seqno; }
@@ -140,6 +142,7 @@ struct FakeNccl final : c10d::Backend {
     stream(d, sid).push([keep, f, self = c10::intrusive_ptr<FakeNccl>::reclaim_copy(this)] { f(); });
     auto e = std::make_shared<Event>();
     auto v = record_event(e, d, sid);
+    if (!cfg().async) stream(d, sid).drain();  // as CUDA_LAUNCH_BLOCKING=1
     auto w = c10::make_intrusive<EWork>(getRank(), t, e, v, d, outs);
     w->fut = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                       std::vector<c10::Device>{c10::Device(kEmu, d)});

@@ -47,12 +47,26 @@ struct Event {  // one cudaEvent_t
 };
 using EventPtr = std::shared_ptr<Event>;
 
+struct HardwareQueue {  // streams share a few: a task leaves when it starts, a wait when it ends, and others stand behind
+  std::mutex m;
+  std::condition_variable cv;
+  uint64_t next = 0, left = 0;
+  void until(uint64_t ticket);
+  void leave();
+};
+struct Queued {
+  Task run;
+  bool waits;
+  HardwareQueue* hardware;
+  uint64_t ticket;
+};
+
 struct StreamImpl {
   int dev = 0;
   int64_t id = 0;
   std::mutex m;
   std::condition_variable cv, idle;
-  std::deque<Task> q;
+  std::deque<Queued> q;
   bool started = false;
   uint64_t enq = 0, fin = 0;
   std::atomic<int64_t> delay_us{0};  // deliberate delay before each task
@@ -60,7 +74,7 @@ struct StreamImpl {
   bool eager = false;  // lazy mode: run only what somebody waits for
   void demand(uint64_t i);
   void nudge();  // look again whether there is something to run
-  uint64_t push(Task t);
+  uint64_t push(Task t, bool waits = false);
   void drain();  // host waits for the stream
   bool empty() {
     std::lock_guard<std::mutex> l(m);
@@ -89,6 +103,12 @@ struct Config {
   bool p2p_pair_comm = true;
   bool lost_hangs = false;  // a peer that is gone is waited for, as NCCL may, until somebody aborts
   int64_t eager_bytes = 0;
+  // Harsh: what makes a whole device wait, and what streams share
+  bool first_use = false;     // a kernel that is loaded when it is first called
+  bool memory_waits = false;  // memory that the allocator gets or gives back, of the device and of the host
+  bool one_pool = false;      // communicators take streams of the users' pool
+  bool touches = false;       // a process that has counted devices, or asked for a stream, must not fork
+  int queues = 0;             // hardware queues of a device; 0: one for each stream
   std::mutex m;
   std::map<std::string, double> cost;  // op name -> us
   std::map<std::string, int64_t> syncs, sync_fallbacks;
@@ -106,6 +126,8 @@ void count(std::map<std::string, int64_t>& table, const std::string& what);
 void host_sync(const char* why);  // count / warn / raise
 void set_error(int dev, std::exception_ptr e);
 void raise_error(int dev);  // async errors come up at the next host sync
+void drain_device(int dev);  // as an implicit wait: whatever runs there must end
+void touch();
 uint64_t record_event(const EventPtr& e, int dev, int64_t sid);
 void stream_wait(const EventPtr& e, uint64_t version, int dev, int64_t sid);
 at::Tensor alias_cpu(const at::Tensor& t);  // CPU view of device memory, does not own it

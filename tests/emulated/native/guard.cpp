@@ -13,7 +13,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return c10::Device(kEmu, cur_dev()); }
   void setDevice(c10::Device d) const override { set_dev(ix(d)); }
   void uncheckedSetDevice(c10::Device d) const noexcept override { tl_dev = ix(d); }
-  c10::Stream getStream(c10::Device d) const override { return st(ix(d), cur_stream(ix(d))); }
+  c10::Stream getStream(c10::Device d) const override {
+    touch();
+    return st(ix(d), cur_stream(ix(d)));
+  }
   c10::Stream getDefaultStream(c10::Device d) const override { return st(ix(d), 0); }
   c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return st(ix(d), new_stream(ix(d))); }
   c10::Stream getNewStream(c10::Device d, int) const override { return st(ix(d), new_stream(ix(d))); }
@@ -38,7 +41,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     stream_wait(ev(e), v, s.device_index(), s.id());
   }
   bool queryEvent(void* e) const override { return !e || ev(e)->query(); }
-  c10::DeviceIndex deviceCount() const noexcept override { return cfg().ndev; }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    touch();
+    return cfg().ndev;
+  }
   bool queryStream(const c10::Stream& s) const override { return stream(s.device_index(), s.id()).empty(); }
   void synchronizeStream(const c10::Stream& s) const override {
     host_sync("stream.synchronize");

@@ -229,6 +229,16 @@ static void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call(op, *stack);
   call.find_device();
   auto& st = stream(call.d, cur_stream(call.d));
+  if (cfg().first_use) {  // its module is loaded: the device is waited for
+    static std::set<std::pair<int, std::string>> loaded;
+    static std::mutex m;
+    bool first;
+    {
+      std::lock_guard<std::mutex> l(m);
+      first = loaded.insert({call.d, call.name + "." + op.schema().overload_name()}).second;
+    }
+    if (first) drain_device(call.d);
+  }
   bool waits = call.depends_on_values();
   bool inferred = !waits && call.infer();
   call.alias_arguments();

@@ -54,7 +54,7 @@ struct Alloc final : c10::DeviceAllocator {
     size_t sz = rounded(n);
     int64_t sid = cur_stream(d);
     Force f;
-    std::lock_guard<std::mutex> l(m);
+    std::unique_lock<std::mutex> l(m);
     poll();
     auto& s = st[d];
     Block* b = nullptr;
@@ -72,7 +72,11 @@ struct Alloc final : c10::DeviceAllocator {
       }
     } else {
       if (s.reserved_bytes[0].current + (int64_t)sz > cfg().capacity) {
-        empty_locked(d);
+        wait_and_empty(l, d);
+      } else if (cfg().memory_waits) {
+        l.unlock();
+        drain_device(d);
+        l.lock();
       }
       if (s.reserved_bytes[0].current + (int64_t)sz > cfg().capacity) {
         s.num_ooms++;
@@ -123,10 +127,21 @@ struct Alloc final : c10::DeviceAllocator {
     auto it = live.find(p.get_context());
     if (it != live.end() && it->second->sid != s.id()) it->second->used.insert(s.id());
   }
+  // As cudaFree, which waits. Not with the lock in hand: what is waited for may free memory.
+  void wait_and_empty(std::unique_lock<std::mutex>& l, int d) {
+    std::set<int64_t> streams;
+    for (auto& [k, pl] : pool)
+      if (k.first == d && !pl.empty()) streams.insert(k.second);
+    l.unlock();
+    for (auto sid : streams) stream(d, sid).drain();
+    if (cfg().memory_waits) drain_device(d);
+    l.lock();
+    poll();
+    empty_locked(d);
+  }
   void empty_locked(int d) {
     for (auto& [k, pl] : pool)
       if (k.first == d) {
-        if (!pl.empty()) stream(d, k.second).drain();  // as cudaFree, which waits
         for (auto& [sz, b] : pl) {
           st[d].reserved_bytes[0].decrease(sz);
           st[d].segment[0].decrease(1);
@@ -139,9 +154,8 @@ struct Alloc final : c10::DeviceAllocator {
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {
-    std::lock_guard<std::mutex> l(m);
-    poll();
-    for (int d = 0; d < cfg().ndev; d++) empty_locked(d);
+    std::unique_lock<std::mutex> l(m);
+    for (int d = 0; d < cfg().ndev; d++) wait_and_empty(l, d);
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex d) override {
     std::lock_guard<std::mutex> l(m);

@@ -31,6 +31,11 @@ static void set(const std::string& name, double v) {
       {"link_latency_us", [&](double v) { c.link_latency_us = v; }},
       {"p2p_pair_comm", [&](double v) { c.p2p_pair_comm = v; }},
       {"lost_hangs", [&](double v) { c.lost_hangs = v; }},
+      {"first_use", [&](double v) { c.first_use = v; }},
+      {"memory_waits", [&](double v) { c.memory_waits = v; }},
+      {"one_pool", [&](double v) { c.one_pool = v; }},
+      {"touches", [&](double v) { c.touches = v; }},
+      {"queues", [&](double v) { c.queues = (int)v; }},
       {"eager_bytes", [&](double v) { c.eager_bytes = (int64_t)v; }},
   };
   auto i = known.find(name);
@@ -67,6 +72,7 @@ static void stall(double us) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace emu;
   m.def("start", &start);
+  m.def("touch", &touch);
   m.def("in_bad_fork", [] { return bad_fork; });
   m.def("device_count", [] { return cfg().ndev; });
   m.def("current_device", &cur_dev);

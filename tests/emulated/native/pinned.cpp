@@ -10,6 +10,7 @@ struct Pinned final : c10::Allocator {
   }
   c10::DataPtr allocate(size_t n) override {
     void* p = nullptr;
+    if (cfg().memory_waits) drain_device(cur_dev());
     TORCH_CHECK(!posix_memalign(&p, 64, n + 64), "pinned alloc");
     memset(p, 0xff, n);
     std::lock_guard<std::mutex> l(m);

@@ -11,6 +11,7 @@ static std::atomic<bool> used{false};
 struct Device {
   StreamImpl s[kStreams];
   std::atomic<int> next{0}, next_comm{0};
+  HardwareQueue hardware[kStreams];
   std::mutex m, compute;
   std::exception_ptr err;
   std::vector<int64_t> free_comms;
@@ -51,10 +52,12 @@ void set_stream(int d, int64_t id) {
 }
 int64_t new_stream(int d) { return 1 + dev(d).next++ % kPool; }
 void free_comm_stream(int d, int64_t id) {
+  if (id <= kPool) return;
   std::lock_guard<std::mutex> l(dev(d).m);
   dev(d).free_comms.push_back(id);
 }
 int64_t new_comm_stream(int d) {
+  if (cfg().one_pool) return new_stream(d);
   {
     std::lock_guard<std::mutex> l(dev(d).m);
     auto& left = dev(d).free_comms;
@@ -96,7 +99,24 @@ struct Force {
   Force() { tl_force++; }
   ~Force() { tl_force--; }
 };
-uint64_t StreamImpl::push(Task t) {
+void HardwareQueue::until(uint64_t ticket) {
+  std::unique_lock<std::mutex> l(m);
+  cv.wait(l, [&] { return left == ticket; });
+}
+void HardwareQueue::leave() {
+  {
+    std::lock_guard<std::mutex> l(m);
+    left++;
+  }
+  cv.notify_all();
+}
+void touch() {
+  if (cfg().touches) used = true;
+}
+void drain_device(int d) {
+  for (auto& s : emu::dev(d).s) s.drain();
+}
+uint64_t StreamImpl::push(Task t, bool waits) {
   TORCH_CHECK(!bad_fork, "Cannot use emu in a forked subprocess");
   for (;;) {
     {
@@ -106,7 +126,14 @@ uint64_t StreamImpl::push(Task t) {
         std::thread([this] { loop(); }).detach();
       }
       if (tl_force || !cfg().queue_limit || (int)q.size() <= cfg().queue_limit) {
-        q.push_back(std::move(t));
+        int n = cfg().lazy ? 0 : cfg().queues;
+        auto* h = n ? &emu::dev(dev).hardware[id % n] : nullptr;
+        uint64_t ticket = 0;
+        if (h) {
+          std::lock_guard<std::mutex> k(h->m);
+          ticket = h->next++;
+        }
+        q.push_back({std::move(t), waits, h, ticket});
         enq++;
         cv.notify_one();
         return enq;
@@ -156,7 +183,7 @@ void StreamImpl::loop() {
   uint64_t rng = cfg().seed * 1000003 + dev * 131 + id;
   at::AutoDispatchBelowADInplaceOrView guard;
   for (;;) {
-    Task t;
+    Queued t;
     {
       std::unique_lock<std::mutex> l(m);
       cv.wait(l, [&] { return !q.empty() && (eager || !cfg().lazy || fin < want); });
@@ -168,12 +195,15 @@ void StreamImpl::loop() {
       std::this_thread::sleep_for(std::chrono::microseconds((rng >> 33) % j));
     }
     if (auto d = delay_us.load()) std::this_thread::sleep_for(std::chrono::microseconds(d));
+    if (t.hardware) t.hardware->until(t.ticket);
+    if (t.hardware && !t.waits) t.hardware->leave();
     try {
-      t();
+      t.run();
     } catch (...) {
       set_error(dev, std::current_exception());
     }
-    t = nullptr;  // drops what the task held before it counts as done
+    if (t.hardware && t.waits) t.hardware->leave();
+    t.run = nullptr;  // drops what the task held before it counts as done
     {
       std::lock_guard<std::mutex> l(m);
       fin++;
@@ -212,6 +242,6 @@ uint64_t record_event(const EventPtr& e, int d, int64_t sid) {
   return v;
 }
 void stream_wait(const EventPtr& e, uint64_t v, int d, int64_t sid) {
-  stream(d, sid).push([e, v] { e->wait(v); });
+  stream(d, sid).push([e, v] { e->wait(v); }, true);
 }
 }  // namespace emu

@@ -8,6 +8,7 @@ end, on numbers that mean nothing: a reader of one is told so (``check``), and a
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import suppress
 from typing import Any
@@ -18,8 +19,15 @@ from vpipe.runtime.ranks.failure import PeerLost
 
 NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 """For ranks that outlive their groups: torch's own watchdog of NCCL ends the process when a peer is gone."""
+WITHIN = 30.0
+"""Seconds in which a device must come to the end of what it was given, once its communicators are ended."""
 _TRIES = 8
 """Communicators that fail one after the other each leave an error on their device."""
+
+
+def are_outlived() -> bool:
+    """Whether the ranks of this process go on when their groups are ended."""
+    return NO_WATCHDOG.items() <= os.environ.items()
 
 
 class DeviceLost(Exception):
@@ -64,16 +72,24 @@ class DeviceGroups:
             devices = dict.fromkeys(device for _, device in self._made)
             self._made.clear()
         for device in devices:
-            problem: Exception | None = None
-            for _ in range(_TRIES):
-                try:
-                    torch.accelerator.synchronize(device)
-                    break
-                except Exception as error:  # whatever a kernel says of numbers that mean nothing
-                    problem = error
-            else:
-                told = str(problem).partition("\n")[0]
-                raise DeviceLost(f"{device} fails again and again after a rank was lost ({told})")
+            told: list[str] = []
+            waiting = threading.Thread(target=_wait, args=(device, told), daemon=True)
+            waiting.start()
+            waiting.join(WITHIN)
+            if waiting.is_alive():
+                raise DeviceLost(f"{device} has not come to an end within {WITHIN:g} s after a rank was lost")
+            if len(told) == _TRIES:
+                raise DeviceLost(f"{device} fails again and again after a rank was lost ({told[-1]})")
+
+
+def _wait(device: torch.device, told: list[str]) -> None:
+    """Wait for all of a device; what it says meanwhile is added to ``told``."""
+    for _ in range(_TRIES):
+        try:
+            torch.accelerator.synchronize(device)
+            return
+        except Exception as error:  # whatever a kernel says of numbers that mean nothing
+            told.append(str(error).partition("\n")[0])
 
 
 _current = DeviceGroups()

@@ -25,12 +25,17 @@ class StoreClient(_stores.Store):  # type: ignore[misc]
 
     def __init__(self, address: tuple[str, int], secret: str, patience: float, prefix: str) -> None:
         super().__init__()
-        self._prefix = prefix
+        self._prefix, self._dialled = prefix, (address, secret, patience)
         self.set_timeout(timedelta(seconds=patience))
         guest = dial(address, secret, PURPOSE, patience)
         guest.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._letters = Letters(guest, host=False)
         self._lock = threading.Lock()
+
+    def clone(self) -> StoreClient:
+        """A connection of its own for another thread: a device's backend (NCCL) asks for one."""
+        address, secret, patience = self._dialled
+        return StoreClient(address, secret, patience, self._prefix)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", self._prefix + key, _text(value))

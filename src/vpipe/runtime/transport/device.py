@@ -70,7 +70,15 @@ class DeviceTransport:
         """Of each route what leaves, as long as it may be read."""
 
     def _group(self, ranks: list[int]) -> Any:
-        group = dist.new_group(ranks, timeout=self.host.patience, backend=self._backend)
+        """A communicator, connected now: bound to a device, torch does not leave that to the first message. (Where
+        ranks outlive their groups, it does: from outside only a group that is made can be ended.)"""
+        told: dict[str, Any] = {"timeout": self.host.patience, "backend": self._backend}
+        if not device_groups.are_outlived():
+            told["device_id"] = self._device
+        if self._backend == "nccl":  # its streams come from a pool of their own, and are not behind the compute stream
+            told["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            told["pg_options"]._timeout = self.host.patience
+        group = dist.new_group(ranks, **told)
         if self.rank in ranks:
             device_groups.remember(group, self._device)
         return group

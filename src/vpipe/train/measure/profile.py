@@ -44,7 +44,7 @@ from vpipe.runtime.flow import Value, resolve
 from vpipe.schedule.placement import Layout
 from vpipe.train.adapt import Cap
 from vpipe.train.optimizers import autocast, optimizer
-from vpipe.train.reporting.run_log import device_name
+from vpipe.train.reporting.peaks import device_name
 from vpipe.train.session import Session, feed_of, load_data, load_model
 
 PROGRESS, RESULT = "progress.json", "profile.json"

@@ -24,7 +24,7 @@ from vpipe.runtime.device import compute_stream, current, own_memory, to_have_on
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.transport.handover import HandoverStreams
 from vpipe.schedule import catalog
-from vpipe.train.reporting.run_log import device_name
+from vpipe.train.reporting.peaks import device_name
 
 WIDTH, NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 64, 8, 8, 3
 MOST_RANKS = 4

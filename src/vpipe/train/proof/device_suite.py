@@ -241,6 +241,8 @@ class OnDevices:
 
     def __init__(self, inner: Any, device: torch.device, program: str) -> None:
         self._inner, self._device, self._program = inner, device, program
+        self._there: dict[int, tuple[Tensor, Tensor]] = {}
+        """What was sent, and where it lies on the device: what changes here changes there."""
         self.rank, self.num_ranks = inner.rank, inner.num_ranks
 
     def __getattr__(self, name: str) -> Any:
@@ -252,7 +254,16 @@ class OnDevices:
         self._inner.begin_step(step)
 
     def send(self, envelope: Envelope, target: int, value: Any) -> None:
-        self._inner.send(envelope, target, tree_map(lambda leaf: self._moved(leaf, self._device), value))
+        self._inner.send(envelope, target, tree_map(self._placed, value))
+
+    def _placed(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in self._there:
+            self._there[id(leaf)] = leaf, self._moved(leaf, self._device)
+        elif not leaf.requires_grad:
+            self._there[id(leaf)][1].copy_(leaf)
+        return self._there[id(leaf)][1]
 
     def take(self, envelope: Envelope) -> Any:
         return tree_map(lambda leaf: self._moved(leaf, HOST), self._inner.take(envelope))
