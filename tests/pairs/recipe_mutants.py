@@ -32,13 +32,13 @@ DIES, BACK, SKIP, FAILS = (
     "sound: newest_sound",
     "checkpoint: costs_a_checkpoint",
 )
-SCALE = "parts: loss_scale"
+PLANNED = "recipe: plan_of_a_run"
 
 MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "train/rates": [
-        ("whole = iteration - batch + feed", "whole = iteration + feed", RESUMES),
-        ("if most < 0 else min(whole, most)", "if most < 0 else most", "parts: max_iterations or epoch"),
-        ("per_update = training.gradient_accumulation /", "per_update = 1 /", RATES),
+        ("whole = iteration - batch + feed", "whole = iteration + feed", PLANNED),
+        ("if most < 0 else min(whole, most)", "if most < 0 else most", PLANNED),
+        ("per_update = training.gradient_accumulation /", "per_update = 1 /", PLANNED),
         ("return self._lowered * self._rate(place)", "return self._rate(place)", BACK),
         ("place = self._places[number] + (at - number) *", "place = self._places[number] + 0 *", RATES),
         (" or done in thaws(training)", "", "recipe: trains_from_then_on and pipedream"),
