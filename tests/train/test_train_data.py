@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -17,6 +19,7 @@ import torch
 import yaml
 from train_runs import equal, run, tiny
 
+import forked_python
 from vpipe.config import ModelConfig, PipelineConfig
 from vpipe.config.load import load as load_config
 from vpipe.data.dataset import Batch, DataSet
@@ -100,11 +103,23 @@ def test_a_stream_without_an_end_or_without_anything_is_told() -> None:
         empty.batch([0])
 
 
-def started(vpipe: Any, tmp_path: Path, config: dict[str, Any]) -> tuple[int, str, list[float]]:
-    """Exit code, what was said, and losses, of two ranks that are processes."""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "-m")
+
+
+def started(
+    vpipe: Any, tmp_path: Path, config: dict[str, Any], *more: str, torchrun: bool = False
+) -> tuple[int, str, list[float]]:
+    """Exit code, what was said, and losses, of ranks that are processes."""
     config["parallel"]["transport"] = "auto"
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(config))
-    done = vpipe("train", str(tmp_path / "job.yaml"), "--output-dir", str(tmp_path / "run"), timeout=200)
+    words = ("train", str(tmp_path / "job.yaml"), "--output-dir", str(tmp_path / "run"), *more)
+    if torchrun:
+        ranks = config["parallel"]["model_parallel_size"] * config["parallel"].get("data_parallel_size", 1)
+        launched = (forked_python.program(), *TORCHRUN, f"--nproc_per_node={ranks}", "vpipe", *words)
+        launched = (*launched[:4], launched[5], launched[4], *launched[6:])
+        done = subprocess.run(launched, capture_output=True, text=True, timeout=200)
+    else:
+        done = vpipe(*words, timeout=200)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if done.returncode == 0 else []
     losses = [line["loss"] for line in map(json.loads, lines) if line["kind"] == "train"]
     return done.returncode, done.stdout + done.stderr, losses
@@ -118,6 +133,56 @@ def test_both_ends_read_the_same(name: str, workers: int, vpipe: Any, tmp_path: 
     code, said, losses = started(vpipe, tmp_path, config)
     assert code == 0, said
     assert losses == run(job(name), tmp_path / "here").losses
+
+
+OTHER_DATA = {
+    "length": {"model.sequence_length": 4},
+    "share": {"dataset.test_size": 0.5},
+}
+SAME_DATA: tuple[dict[str, Any], ...] = (
+    {},
+    {"dataset.batch_size": 8},
+    {"training.seed": 3},
+    {"dataset.num_workers": 1},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.rotates(3)
+@pytest.mark.parametrize("seed", range(18))
+def test_a_run_goes_on_with_what_is_left_or_says_why_not(seed: int, vpipe: Any, tmp_path: Path) -> None:
+    """Two launchers, replicas and other batches before and after: no example is lost or read twice."""
+    chance = random.Random(seed)
+    few = {"dataset.extra": {"seen": str(tmp_path)}, "dataset.batch_size": 4, "training.num_microbatches": 2}
+    few |= {
+        "training.max_iterations": 2,
+        "checkpoint.interval": 2,
+        "parallel.data_parallel_size": chance.choice([1, 2]),
+    }
+    launchers = chance.choice([False, True]), chance.choice([False, True])
+    code, said, losses = started(vpipe, tmp_path, job("noted", few), torchrun=launchers[0])
+    assert (code, len(losses)) == (0, 2), said
+    other = chance.choice([None, None, *OTHER_DATA])
+    after = {"training.max_iterations": -1, "training.epochs": 1, "parallel.data_parallel_size": chance.choice([1, 2])}
+    same = chance.choice(SAME_DATA)
+    changes = few | after | (OTHER_DATA[other] if other else same)
+    code, said, losses = started(vpipe, tmp_path, job("noted", changes), "--resume", "latest", torchrun=launchers[1])
+    if other:
+        assert (code, "Traceback" in said) == (1 if launchers[1] else 2, launchers[1]), said
+        assert "other data" in said or "model.sequence_length is 4" in said, said
+        return
+    assert code == 0, said
+    if "training.seed" in same or "dataset.num_workers" in same:  # another order; some are read ahead
+        return
+    rows = [each for file in tmp_path.glob("seen.*") for each in read_rows(file)]
+    assert set(Counter(rows).values()) == {2}, "by the first rank and the last"
+    assert len(set(rows)) > 30 - changes["dataset.batch_size"] * changes["parallel.data_parallel_size"]  # type: ignore[operator]
+
+
+def read_rows(file: Path) -> list[int]:
+    """What a rank has read; the check before a run makes a single unit."""
+    lines = file.read_text().splitlines()
+    return [row for line in lines for row in json.loads(line)] if len(lines) > 1 else []
 
 
 @pytest.mark.slow
