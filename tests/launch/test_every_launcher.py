@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 from slurm_cluster import NEEDS_SLURM, Cluster
 from ssh_server import NEEDS_SSHD, Server
@@ -30,7 +32,7 @@ launch: {{{machines}}}
 observe: {{log_interval: 1}}
 """
 SAYS = """
-import atexit, json, os
+import atexit, json, os, sys
 from pathlib import Path
 
 def say():
@@ -39,13 +41,18 @@ def say():
         from vpipe.door import secret_of
         runs = sorted(str(path.resolve()) for path in Path(__file__).parent.glob("runs*/**/state.json"))
         told = {"secret": secret_of(os.environ), "threads": torch.get_num_threads(), "runs": runs}
+        told["compiler"] = "torch._dynamo" in sys.modules
         Path(__file__).with_name(f"rank{os.environ['RANK']}.json").write_text(json.dumps(told))
 
 atexit.register(say)
 """
 FAILS = """
 import os, torch
+from pathlib import Path
+from vpipe.process import told_rank
 forward = torch.nn.Linear.forward
+if (rank := told_rank()) is not None:
+    Path(__file__).with_name(f"pid{rank}").write_text(str(os.getpid()))
 
 def fails(self, x):
     if os.environ.get("RANK") == "1" and torch.is_grad_enabled():
@@ -139,7 +146,17 @@ def test_a_cell_of_the_table(name: str, tmp_path: Path) -> None:
         alone = len(os.sched_getaffinity(0)) // 2 or 1
         assert one["threads"] == other["threads"] == (1 if name == "torchrun" else alone), "torchrun says one thread"
         assert one["runs"] == other["runs"] != []
+        assert not one["compiler"], "the second step, whose bytes are counted, imported it in every rank"
+        assert not other["compiler"]
+        shared = f"{one['threads']} thread{'s' * (one['threads'] > 1)} "
+        assert shared in said, "the first line says what a rank computes with"
         (tmp_path / "c.yaml").write_text(CONFIG.format(plugins="fails.py", machines=machines))
         code, said = ran(tmp_path, words, variables)
         assert code, said
         assert "rank 1 has had enough" in said
+        until = time.monotonic() + 100
+        for rank in range(2):
+            pid = int((tmp_path / f"pid{rank}").read_text())
+            while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < until, f"rank {rank} goes on after the other one has failed"
+                time.sleep(0.1)
