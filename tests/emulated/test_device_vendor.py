@@ -91,6 +91,14 @@ def test_the_whole_profile_command_on_the_device(vpipe: Vpipe, tmp_path: Path) -
     assert all(layer["forward"] > 0 for layer in found["layers"])
 
 
+def test_what_forks_ranks_has_not_looked_at_devices(tmp_path: Path) -> None:
+    """Whoever counts devices, or asks for a stream, has a context on a GPU, which a fork cannot use."""
+    (tmp_path / "job.yaml").write_text(SECTIONS)
+    with vendor_commands(tmp_path, 2, touches=1) as touching:
+        touching(tmp_path, "train", "job.yaml", "--output-dir", "run")
+    assert len(losses(tmp_path / "run")) >= 2
+
+
 def test_the_doctor_lists_what_torch_finds(vpipe: Vpipe, tmp_path: Path) -> None:
     """Whatever the vendor: nobody but torch is asked."""
     told = json.loads(vpipe(tmp_path, "doctor", "--json"))
