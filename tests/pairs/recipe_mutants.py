@@ -45,9 +45,9 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "interval > 0 and done % interval == 0",
             "interval > 0 and done % interval == 1",
-            "recipe: averages_are_torchs and pipedream-sgd",
+            "recipe: trains_from_then_on and pipedream",
         ),
-        ("return self._first + self._count * num_iterations //", "return self._first + num_iterations //", RATES),
+        ("return self._first + self._count * num_iterations //", "return self._first + num_iterations //", PLANNED),
         ("return epoch + 1 + epochs, batch", "return epoch + epochs, batch", RATES),
     ],
     "runtime/updates/optimizing": [

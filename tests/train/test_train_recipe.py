@@ -503,9 +503,11 @@ def test_a_save_waits_for_the_receipts_of_all_and_leaves_the_next_one_alone(tmp_
 
 def test_the_plan_of_a_run_counts_its_updates(tmp_path: Path) -> None:
     """Warm-up in updates where each has several iterations; data that end before ``max_iterations``."""
-    changes = {"training.gradient_accumulation": 2, "training.warmup": 2.0, "training.max_iterations": 100}
-    made = run(tiny(changes | {"training.epochs": 1}), tmp_path)
-    assert [line["learning_rate"] for line in made.lines] == [0.005, 0.005, 0.01, 0.01]
+    changes = {"training.gradient_accumulation": 2, "training.warmup": 4.0, "training.max_iterations": 100}
+    made = run(tiny(changes), tmp_path)
+    assert [line["learning_rate"] for line in made.lines] == [0.0025, 0.0025, 0.005, 0.005, 0.0075, 0.0075, 0.01, 0.01]
+    drains = run(tiny({"parallel.scheduler": "pipedream", "training.epochs": 1}), tmp_path / "drains")
+    assert [line["update"] for line in drains.lines] == [4, 8, 12, 16]
     long = run(tiny({"training.warmup": 0.5, "checkpoint.interval": 6}), tmp_path / "long")
     rest = run(
         tiny({"training.warmup": 0.5}), tmp_path / "rest", tmp_path / "long" / "checkpoints" / "iteration-000006"
