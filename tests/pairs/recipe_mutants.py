@@ -101,7 +101,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("found if found.metric == metric else Best(metric)", "found if found.metric else Best(metric)", SETTLES),
     ],
     "rundir/manifest": [
-        ("if better and isfinite(value):", "if better:", "recipe: best_checkpoint_is_kept or best_is_sound"),
+        ("if better and isfinite(value):", "if better:", "recipe: best_is_sound"),
         ("value < self.value\n", "value <= self.value\n", BEST),
         ('self.metric.endswith("_per_second")', "False", LOOKS),
         ("since=self.since + 1", "since=self.since", SETTLES),

@@ -21,7 +21,7 @@ from vpipe.config.checks import idle_keys
 from vpipe.config.sections import TrainingConfig
 from vpipe.errors import UserError
 from vpipe.rundir.lineage import Line
-from vpipe.rundir.manifest import CheckpointManifest, Standing
+from vpipe.rundir.manifest import Best, CheckpointManifest, Standing
 from vpipe.runtime.updates.averages import AVERAGE, averaged, averaging
 from vpipe.runtime.updates.update import LossScale
 from vpipe.train.checkpoints.export import WEIGHTS, export
@@ -473,6 +473,8 @@ def test_the_best_is_sound(tmp_path: Path) -> None:
     parameter.register_hook(lambda g: g * float("nan") if made.trainer.iteration == 3 else g)
     made.train()
     assert made.summary["best"] == {"metric": "evaluation.loss", "value": 4.0, "iteration": 2, "since": 6}
+    first = Best("train.tokens_per_second")
+    assert all(first.after(value, 1).value is None for value in (float("nan"), INF))
 
 
 def saver(folder: Path, process: int) -> Saver:
