@@ -1,4 +1,4 @@
-"""What the command line does with devices: the proof, configs, and clear words where there is none."""
+"""What the command line does with devices: configs, and clear words where there is none."""
 
 from __future__ import annotations
 
@@ -8,69 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulated_ranks import vendor_package
 
 from vpipe.cli.main import main
 from vpipe.observe.payload import payload, recorded
 from vpipe.rundir.reader import open_run
-from vpipe.schedule import catalog
 
 
 def code_of(*args: str) -> int:
     with pytest.raises(SystemExit) as end:
         main(list(args))
     return int(end.value.code or 0)
-
-
-@pytest.mark.slow
-def test_the_doctor_proves_devices(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(vendor_package(tmp_path)))  # for the processes that it starts
-    monkeypatch.setattr("vpipe.train.proof.device.MOST_RANKS", 2)
-    monkeypatch.setattr("vpipe.train.proof.device.NUM_STEPS", 1)
-    some = [catalog.get(name) for name in ("1f1b", "zb-v", "gpipe", "pipedream")]
-    monkeypatch.setattr("vpipe.train.proof.device.catalog.entries", lambda: some)
-    assert code_of("doctor", "--devices", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["equal"]
-    assert found["broken_promises"] == {"threads": [], "processes": []}
-    assert found["facts"]["backend"] == "fakenccl"
-    assert (found["reach"]["num_ways"], found["reach"]["broken"]) == (56, [])
-    assert 0 < found["reach"]["slowest"] <= found["reach"]["fastest"]
-    assert all(found["overlap"][name] > 0 for name in ("compute", "copy", "together"))
-    assert {"1f1b", "zb-v", "pipedream"} <= {proof["schedule"] for proof in found["proofs"]}
-
-
-def test_the_doctor_sees_a_forgotten_wait(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, emulated: Any
-) -> None:
-    """Without the receiver's wait the proof must not say equal."""
-    from vpipe.train.proof import device
-
-    monkeypatch.setattr("vpipe.runtime.transport.ondevice.taken", lambda carried, target: carried.value)
-    monkeypatch.setattr(device.catalog, "entries", lambda: [device.catalog.get("1f1b")])
-    monkeypatch.setattr(device, "NUM_STEPS", 1)
-    monkeypatch.setattr("vpipe.train.proof.device_suite.in_processes", lambda kind: [])
-    emulated.settings(lazy=1)
-    assert code_of("doctor", "--devices") == 1
-    said = capsys.readouterr().out
-    assert "DIFFERS" in said
-    assert "8 × emulated accelerator" in said
-    assert "BROKEN" in said
-    assert "hidden" in said
-    assert "56 ways between devices" in said
-
-
-@pytest.mark.parametrize(
-    ("devices", "words"), [(0, "torch finds no accelerator"), (1, "this machine has 1 emu device")]
-)
-def test_the_doctor_says_what_is_missing(
-    devices: int, words: str, capsys: pytest.CaptureFixture[str], emulated: Any
-) -> None:
-    with emulated.visible(devices):
-        assert code_of("doctor", "--devices") == 2
-    assert words in "".join(capsys.readouterr())
 
 
 CONFIG = """

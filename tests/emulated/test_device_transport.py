@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from emulated_ranks import on_ranks
 
+from vpipe.runtime.transport.inprocess import Hub
+from vpipe.runtime.transport.ondevice import transports
 from vpipe.runtime.transport.wire import Envelope
 from vpipe.schedule.program import Program, from_csv
 from vpipe.schedule.verify import verify
@@ -37,21 +40,41 @@ def test_the_shared_suite_of_transports(mode: str) -> None:
     assert on_ranks(suite, 2, mode, timeout=120) == [[], []]
 
 
+def in_threads(kind: str) -> list[str]:
+    """The promises that are not kept between two devices of this process."""
+    devices = [torch.device(kind, 0), torch.device(kind, 1)]
+    found: dict[int, list[str]] = {}
+
+    def run(end: Any) -> None:
+        try:
+            found[end.rank] = device_suite.broken(end, devices[end.rank])
+        except Exception as error:
+            end.fail(error)
+            found[end.rank] = [str(error).splitlines()[0]]
+
+    ranks = [threading.Thread(target=run, args=(end,), daemon=True) for end in transports(Hub(2), devices)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(300.0)
+    return [name for rank in (0, 1) for name in found.get(rank, ["no answer"])]
+
+
 def test_the_shared_suite_between_threads(mode: str) -> None:
-    assert device_suite.in_threads("emu") == []
+    assert in_threads("emu") == []
 
 
 def test_a_message_without_its_snapshot_is_told(monkeypatch: pytest.MonkeyPatch, emulated: Any) -> None:
     monkeypatch.setattr("vpipe.runtime.transport.handover._snapshot", lambda leaf: leaf)
     emulated.settings(lazy=1)
-    assert "changed afterwards" in device_suite.in_threads("emu")
+    assert "changed afterwards" in in_threads("emu")
 
 
 def test_a_promise_that_is_broken_is_told(monkeypatch: pytest.MonkeyPatch, emulated: Any) -> None:
     monkeypatch.setattr("vpipe.runtime.transport.handover._snapshot", lambda leaf: leaf)
     monkeypatch.setattr("vpipe.runtime.transport.ondevice.taken", lambda carried, target: carried.value)
     emulated.settings(lazy=1)
-    assert device_suite.in_threads("emu")
+    assert in_threads("emu")
 
 
 HANGS = """0F0,0RECV_B0,0B0,0SEND_F0

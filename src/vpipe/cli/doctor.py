@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from time import monotonic
 
 import click
 
+MINUTES, SMALL = 15.0, 5
+"""How long ``--gpu`` may take, and below how many minutes its models are small."""
 MARKS = {"found": ("ok", "green"), "missing": ("--", "red"), "note": ("! ", "yellow")}
 
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object and nothing else.")
-@click.option("--devices", is_flag=True, help="Run every schedule on several accelerators and on one: equal or not.")
-def command(as_json: bool, devices: bool) -> int:
+@click.option(
+    "--gpu",
+    is_flag=False,
+    flag_value="",
+    metavar="[TRIALS|MINUTES]",
+    help="Try this machine's accelerators for a quarter of an hour (less than 5 minutes: small models), or the trials "
+    "with these words in their names: a report to send back.",
+)
+def command(as_json: bool, gpu: str | None) -> int:
     """Look at this machine: torch, cores, memory, disk, network, SLURM, ssh, containers, accelerators, extras.
 
     Exit 1 only where vpipe cannot train at all; what else is missing is told with its remedy.
     """
-    if devices:
-        return _prove(as_json)
+    if gpu is not None:
+        timed = gpu.replace(".", "", 1).isdigit()
+        return _accept(as_json, float(gpu) if timed else MINUTES, "" if timed else gpu)
     from vpipe.launch.doctor import examine
 
     findings = examine()
@@ -39,42 +50,33 @@ def command(as_json: bool, devices: bool) -> int:
     return int(lacking)
 
 
-def _prove(as_json: bool) -> int:
-    """A line for each schedule as it is done."""
-    from vpipe.train.proof.device import accelerator, facts, overlap, prove, reach
-    from vpipe.train.proof.device_suite import SUITE, in_processes, in_threads
+def _accept(as_json: bool, minutes: float, only: str) -> int:
+    """A line for each trial as it is done, then what to send back."""
+    from vpipe.cli.acceptance import LIMIT, TrialPlan, TrialResult, accept, facts
 
-    found = []
-    kind = accelerator()
-    known = facts(kind)
+    known = facts()
+    begin, found = monotonic(), list[TrialResult]()
     if not as_json:
-        click.echo("  ".join(f"{name} {value}" for name, value in known.items()))
-    for proof in prove():
-        found.append(proof)
+        for name, value in known.items():
+            lines = [f"{key}={each}" for key, each in value.items()] if isinstance(value, dict) else value
+            click.echo(f"{name:<12} " + (f"\n{'':<13}".join(lines) if isinstance(lines, list) else str(lines)))
+
+    def tell(result: TrialResult) -> None:
+        found.append(result)
         if not as_json:
-            verdict = click.style("equal", fg="green") if proof.equal else click.style("DIFFERS", fg="red")
-            what = f"{proof.schedule:<16} {proof.num_ranks} devices  {proof.options:<14}"
-            click.echo(f"{what} {verdict}  {proof.seconds:5.1f} s  {proof.detail}".rstrip())
-    suites = {"threads": in_threads(kind)}
-    if known["backend"] != "none":
-        suites["processes"] = in_processes(kind)
-    ways, beside = reach(kind), overlap(kind)
-    equal = all(proof.equal for proof in found) and not any(suites.values()) and not ways.broken
+            verdict = click.style(f"{result.verdict:<9}", fg="green" if result.sound else "red")
+            click.echo(
+                f"{len(found):>4}  {result.name:<44} {verdict} {result.seconds:5.1f} s  {result.detail}".rstrip()
+            )
+
+    plan = TrialPlan(known["kind"], known["number"], 64 if minutes < SMALL else 512, LIMIT)
+    left = accept(plan, minutes, only, tell)
+    wrong = [result for result in found if not result.sound]
+    told = {"sound": not wrong, "left_out": left, "seconds": monotonic() - begin, "facts": known}
     if as_json:
-        told = {"facts": known, "equal": equal, "proofs": [proof._asdict() for proof in found]}
-        told |= {"broken_promises": suites, "reach": ways._asdict(), "overlap": beside._asdict()}
-        click.echo(json.dumps(told))
-    else:
-        for where, broken in suites.items():
-            said = click.style("BROKEN", fg="red") + ": " + "; ".join(broken) if broken else "kept"
-            click.echo(f"messages         {len(SUITE)} promises between {where}: {said}")
-        state = click.style("BROKEN", fg="red") + f": {', '.join(ways.broken)}" if ways.broken else "all work"
-        rates = f"{ways.slowest / 1e9:.2f} to {ways.fastest / 1e9:.2f} GB/s"
-        click.echo(f"reach            {ways.num_ways} ways between devices, {rates}: {state}")
-        click.echo(
-            f"overlap          products {beside.compute * 1e3:.1f} ms, copy {beside.copy * 1e3:.1f} ms, both "
-            f"{beside.together * 1e3:.1f} ms: {beside.hidden:.0%} hidden"
-        )
-        number = sum(proof.equal for proof in found)
-        click.echo(f"{number} of {len(found)} schedules are equal on several devices and on one")
-    return int(not equal)
+        click.echo(json.dumps(told | {"trials": [result._asdict() for result in found]}))
+        return int(bool(wrong))
+    click.echo(f"{len(found) - len(wrong)} of {len(found)} trials are sound, {left} were left out for want of time")
+    for result in wrong:
+        click.echo(f"{click.style(result.verdict, fg='red')}  {result.name}: {result.detail}")
+    return int(bool(wrong))

@@ -101,18 +101,18 @@ def _torch() -> Iterator[Finding]:
     yield Finding("torch", "found", f"{build}, built {kind}")
 
 
-_OFFERED = "import json; from vpipe.train.proof.device import offered; print(json.dumps(offered()))"
+OFFERED = "import json; from vpipe.train.proof.device import offered; print(json.dumps(offered()))"
 
 
 def _accelerators() -> Iterator[Finding]:
     """What torch finds, asked in a process of its own, beside what the vendor's tool lists: they may disagree."""
-    told = _lines([sys.executable, "-P", "-c", _OFFERED], TORCH_SECONDS)
+    told = lines_of([sys.executable, "-P", "-c", OFFERED], TORCH_SECONDS)
     facts = json.loads(told[-1]) if told else {}
-    listed = _lines(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    listed = lines_of(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
     seen = f"nvidia-smi lists {len(listed)}: {'; '.join(listed)}"
     if facts:
         detail = f"{facts['devices']}, {facts['memory']} each, backend {facts['backend']}"
-        yield Finding("accelerator", "found", f"{detail}; 'vpipe doctor --devices' tries them")
+        yield Finding("accelerator", "found", f"{detail}; 'vpipe doctor --gpu' tries them")
     elif not told:
         asked = f"torch did not say within {TORCH_SECONDS} s what it finds"
         yield Finding("accelerator", "note", f"{asked}; {seen}" if listed else asked)
@@ -240,7 +240,7 @@ def _slurm() -> Iterator[Finding]:
             "slurm", "missing", "no sbatch here", "run vpipe submit on a login node; --dry-run works anywhere"
         )
         return
-    lines = _lines(["sinfo", "--noheader", "--format=%P %D nodes %G %a"])
+    lines = lines_of(["sinfo", "--noheader", "--format=%P %D nodes %G %a"])
     if lines:
         yield Finding("slurm", "found", f"{_first(['sbatch', '--version'])}; {'; '.join(lines)}")
     else:
@@ -256,7 +256,7 @@ def _ssh() -> Iterator[Finding]:
         return
     home = Path.home() / ".ssh"
     keys = sorted(path.name for path in home.glob("id_*") if path.suffix != ".pub") if home.is_dir() else []
-    held = _lines(["ssh-add", "-l"]) if os.environ.get("SSH_AUTH_SOCK") else []
+    held = lines_of(["ssh-add", "-l"]) if os.environ.get("SSH_AUTH_SOCK") else []
     if keys or held:
         agent = f"an agent with {len(held)}" if held else "no agent with any"
         yield Finding("ssh", "found", f"keys: {', '.join(keys) or 'none in ~/.ssh'}; {agent}")
@@ -270,7 +270,7 @@ def _containers() -> Iterator[Finding]:
     found = {name: path for name in CONTAINERS if (path := shutil.which(name))}
     for name in found:
         said = f"{name}: {_first([name, '--version'])}"
-        if name == "docker" and not _lines(["docker", "version", "--format", "{{.Server.Version}}"]):
+        if name == "docker" and not lines_of(["docker", "version", "--format", "{{.Server.Version}}"]):
             mend = "start it (systemctl start docker) or join the group docker; 'docker info' says more"
             yield Finding("container", "missing", f"{said}, but its daemon does not answer: no container starts", mend)
         else:
@@ -288,7 +288,7 @@ def _extras() -> Iterator[Finding]:
             yield Finding("extra", "found", f"{extra}: {', '.join(modules)}")
 
 
-def _lines(command: list[str], seconds: float | None = None) -> list[str]:
+def lines_of(command: list[str], seconds: float | None = None) -> list[str]:
     """What a program prints, if it prints it soon."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds or SECONDS, check=False)
@@ -299,7 +299,7 @@ def _lines(command: list[str], seconds: float | None = None) -> list[str]:
 
 
 def _first(command: list[str]) -> str:
-    return next(iter(_lines(command)), "no version told")
+    return next(iter(lines_of(command)), "no version told")
 
 
 def _gib(size: int) -> str:

@@ -103,7 +103,7 @@ def connect(ranks: PipelineOptions, threads: bool, blocking: bool) -> Wires:
     """Join the others, if a launcher has started any, and open the ways to them. ``threads``: ranks have workers."""
     in_process = not under_launcher()
     world = (ranks.num_ranks or 1) if in_process else join(ranks.timeout, ranks.num_ranks)
-    devices = _devices_here(ranks.device, world, in_process, threads)
+    devices = devices_here(ranks.device, world, in_process, threads)
     transport = allowed_transport(ranks.transport, in_process, world, threads=threads)
     if in_process:
         hub = Hub(world, blocking)
@@ -203,7 +203,7 @@ def told_by_leader(transport: Transport | None, value: Any) -> Any:
     return unpack(block, unpack_head(block, envelope))
 
 
-def _devices_here(wanted: str, world: int, in_process: bool, threads: bool) -> list[torch.device]:
+def devices_here(wanted: str, world: int, in_process: bool, threads: bool) -> list[torch.device]:
     """The devices of this process's ranks; a launcher tells a rank of several which one of its machine it is."""
     told = os.environ.get(DEVICES)
     listed = [int(index) for index in told.split(",")] if told else None

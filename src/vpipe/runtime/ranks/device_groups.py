@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from vpipe.runtime.ranks.failure import PeerLost
 
@@ -64,6 +66,18 @@ class DeviceGroups:
                 group.abort()
         if together:
             backend._group_end()
+
+    def part(self, groups: Sequence[Any], device: torch.device, meet: Callable[[], None]) -> None:
+        """End these in good order: when nothing of them is under way any more, on any rank (``meet``)."""
+        with self._lock:
+            if self.ended or not groups:
+                return
+            self._made = [(group, where) for group, where in self._made if group not in groups]
+        with suppress(PeerLost):
+            torch.accelerator.synchronize(device)
+            meet()
+            for group in groups:
+                dist.destroy_process_group(group)
 
     def settle(self) -> None:
         """After ``abort``, by the thread that trains: let the devices come to the end of what they were given. An

@@ -64,7 +64,7 @@ class DeviceTransport:
         self._among: dict[tuple[int, ...], Any] = {}
         self._forms: dict[Hashable, dict[Place, Form]] = {}
         self._known: dict[Place, Form] = {}
-        self._learns = True
+        self._learns = self._whole = True
         self._coming: dict[Envelope, Coming] = {}
         self._under_way: dict[Route, list[tuple[list[Any], list[Tensor]]]] = defaultdict(list)
         """Of each route what leaves, as long as it may be read."""
@@ -123,6 +123,7 @@ class DeviceTransport:
     def begin_step(self, step: int) -> None:
         if step < 0:  # before the first program: weights that all start with
             self._learns, self._known = True, {}
+        self._whole = False
         self.host.begin_step(step)
 
     def post(self, envelope: Envelope, source_rank: int) -> None:
@@ -209,6 +210,7 @@ class DeviceTransport:
 
     def end_step(self) -> None:
         self.host.end_step()
+        self._whole = True
 
     def all_gather(self, value: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> list[Tensor]:
         if is_host(value.device):
@@ -241,7 +243,14 @@ class DeviceTransport:
         self.host.fail(error)
 
     def close(self) -> None:
+        """All ranks call this. Communicators take memory of the device, so they go too, if the last step was whole."""
         self._under_way.clear()
+        own = [group for ranks, group in self._among.items() if self.rank in ranks]
+        if self._whole and dist.is_initialized():
+            device_groups.current().part([*self._groups.values(), *own], self._device, self.host.barrier)
+        self._groups.clear()
+        self._among.clear()
+        self._made.clear()
         self.host.close()
 
 

@@ -1,24 +1,16 @@
 """What two ranks may expect of a transport, whatever it is, and the whole suite of it on two accelerators.
 
-One function for each promise, run on both ranks. The tests run them on every transport; ``vpipe doctor --devices`` runs
-them on the accelerators of a machine, where nobody has run the tests: as threads of this process, and as processes that
-talk by the devices' own backend. What NCCL does with our messages, nobody could see where vpipe was written.
+One function for each promise, run on both ranks. The tests run them on every transport; ``vpipe doctor --gpu`` on the
+accelerators of a machine, between processes that talk by the devices' own backend.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
-import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from itertools import product
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -27,8 +19,6 @@ from vpipe.runtime.crossing import copied
 from vpipe.runtime.device import HOST, compute_stream, current
 from vpipe.runtime.transport.base import Transport
 from vpipe.runtime.transport.device import DeviceTransport
-from vpipe.runtime.transport.inprocess import Hub
-from vpipe.runtime.transport.ondevice import transports
 from vpipe.runtime.transport.routes import Route, route_of
 from vpipe.runtime.transport.wire import Envelope
 
@@ -191,8 +181,6 @@ def collectives(transport: Transport) -> list[Any]:
 
 PATIENCE = 60.0
 """Seconds for a message."""
-WITHIN = 300.0
-"""Seconds for two processes to start and to answer."""
 
 
 class Expectation(NamedTuple):
@@ -308,60 +296,3 @@ def between_devices(device: torch.device, timeout: float = PATIENCE) -> DeviceTr
     transport.prepare_routes(sorted({Route(0, 1), Route(1, 0)} | skips))
     transport.prepare_groups([[0, 1]])
     return transport
-
-
-def in_threads(kind: str) -> list[str]:
-    """The promises that are not kept between two devices of this process."""
-    devices = [torch.device(kind, 0), torch.device(kind, 1)]
-    found: dict[int, list[str]] = {}
-
-    def run(end: Any) -> None:
-        try:
-            found[end.rank] = broken(end, devices[end.rank])
-        except Exception as error:
-            end.fail(error)
-            found[end.rank] = [str(error).splitlines()[0]]
-
-    ranks = [threading.Thread(target=run, args=(end,), daemon=True) for end in transports(Hub(2), devices)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(WITHIN)
-    return [name for rank in (0, 1) for name in found.get(rank, ["no answer"])]
-
-
-def in_processes(kind: str) -> list[str]:
-    """The promises that are not kept between two processes, by the devices' own backend."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as scratch:
-        pipes, ranks = [], []
-        for rank in range(2):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_process, args=(rank, kind, str(Path(scratch, "store")), theirs))
-            process.start()
-            theirs.close()
-            pipes.append(mine)
-            ranks.append(process)
-        try:
-            return [name for pipe in pipes for name in (pipe.recv() if pipe.poll(WITHIN) else ["no answer"])]
-        except EOFError:
-            return ["a process has died"]
-        finally:
-            for process in ranks:
-                process.join(5)
-                process.kill()
-
-
-def _process(rank: int, kind: str, store: str, answer: Connection) -> None:
-    device = torch.device(kind, rank)
-    torch.accelerator.set_device_index(rank)
-    backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(device)}"
-    limit = timedelta(seconds=PATIENCE)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
-    try:
-        transport = between_devices(device)
-        answer.send(broken(transport, device))
-        transport.close()
-    except Exception as error:
-        answer.send([str(error).splitlines()[0]])
-    dist.destroy_process_group()
