@@ -56,7 +56,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "dropout": (False, True),
     "generator": (False, "torch", "python", "numpy"),
     "numbers": (False, True),
-    "inplace": ("none", "view", "batch", "buffer", "same", "kept"),
+    "inplace": ("none", "view", "batch", "buffer", "same", "kept", "count"),
     "skip": ("none", "direct", "residual", "twice", "alias"),
     "values": ("tensor", "tuple", "dict"),
     "frozen": ("none", "first", "turns", "once"),
@@ -87,6 +87,10 @@ def impossible(case: Case) -> bool:
         or (case["schedule"] == "pipedream-2bw" and case["units"] < case["ranks"] - 1)
         or (case["moves"] in ("counts", "ranks") and case["ranks"] == 1)
         or (case["moves"] in ("resume", "copies") and (case["processes"] or case["hook"] != "none"))
+        # A number that is an attribute is each holder's own, and no state (docs/equality.md).
+        or (case["inplace"] == "count" and (case["replicas"] > 1 or case["schedule"] in BOTH_WAYS))
+        or (case["inplace"] == "count" and (case["moves"] in ("resume", "copies") or case["processes"]))
+        or (case["inplace"] == "count" and (asynchronous or case["compiled"]))
         or (case["rows"] != "even" and (asynchronous or case["replicas"] > 1))
         or (asynchronous and (case["replicas"] > 1 or case["hook"] != "none" or case["moves"] == "counts"))
         or (asynchronous and case["rates"] == "function")
@@ -157,7 +161,7 @@ def layers_of(case: Case) -> list[tuple[str, str, str]]:
     inner = [linear]
     inner += {"none": [], "batch": ["Norm()"], "read": ["Norm(reads=True)"]}[case["norm"]]
     inner += ["nn.Identity()", "nn.SiLU(inplace=True)"] if case["inplace"] == "view" else []
-    inner += {"buffer": ["Counter()"], "same": ["Counter(0.0)"]}.get(case["inplace"], [])
+    inner += {"buffer": ["Counter()"], "same": ["Counter(0.0)"], "count": ["Counted()"]}.get(case["inplace"], [])
     inner += ["nn.Dropout(0.3)"] if case["dropout"] else []
     inner += [f'Noise("{case["generator"]}")'] if case["generator"] else []
     inner += ["Chance()"] if case["numbers"] else []

@@ -50,7 +50,10 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
     "stage": [
         ("key=lambda value: -later[value])", "key=lambda value: later[value])"),
         ("unit.found = found.settle(self.changing.changing)", "unit.found = None"),
-        ("with self.changing.kept(partial(self._roots, unit)), self._watched():", "with self._watched():"),
+        (
+            "with self.changing.kept(partial(self._roots, unit)), self._unshared(), self._watched():",
+            "with self._watched():",
+        ),
         ("unit.values.update(region.held(values))", "unit.values.update({v: values[v] for v in region.taken})"),
         ("_keep_apart(values, region.given, unit.values)", "pass"),
         (

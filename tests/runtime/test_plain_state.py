@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -145,6 +146,36 @@ def test_draws_from_the_global_generators_are_refused(draw: Callable[[], float])
     for options in ({"num_ranks": 2}, {"num_ranks": 1, "recompute": 1.0}):
         with pytest.raises(UserError, match=r"a layer of stage \d \(layers \d to \d\) draws from Python's or numpy's"):
             Pipeline(make(), mse, **options).train_step(x, y, update=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("made", "change"),
+    [
+        (SimpleNamespace, lambda each: setattr(each, "n", getattr(each, "n", 0) + 1)),
+        (dict, lambda each: each.update(n=each.get("n", 0) + 1)),
+        (list, lambda each: each.append(1)),
+    ],
+)
+def test_a_python_object_that_stages_share_may_not_change(
+    made: Callable[[], Any], change: Callable[[Any], Any]
+) -> None:
+    """Which stage was first decided the numbers."""
+
+    def pipeline(change: Callable[[Any], Any], num_ranks: int) -> Pipeline:
+        shared = made()
+        layers = seeded(lambda: [Holds(_nothing, lambda _, y: (change(shared), y)[1]) for _ in range(2)])
+        for layer in layers:
+            layer.shared = shared
+        return Pipeline(layers, mse, num_ranks=num_ranks)
+
+    x, y = batch()
+    with pytest.raises(
+        UserError, match=r"changes 'shared' of layer 0 .*give each layer its own, or put all on one stage"
+    ):
+        pipeline(change, 2).train_step(x, y, update=False)
+    expected = pipeline(change, 1).train_step(x, y, update=False)
+    caches = pipeline(lambda each: each.setdefault("mask", torch.ones(1)) if made is dict else None, 2)
+    assert caches.train_step(x, y, update=False) == expected
 
 
 class Counting(nn.Module):

@@ -84,14 +84,14 @@ def test_gradients_that_wait_stay_and_what_accumulates_is_compared() -> None:
 
 
 class Counted(nn.Module):
-    """Keeps something between units that is no buffer."""
+    """Keeps something between units that is neither a buffer nor a number."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.before = nn.Linear(8, 8), 0.0
+        self.linear, self.before = nn.Linear(8, 8), [0.0]
 
     def forward(self, x: Tensor) -> Tensor:
-        here, self.before = self.before, float(x.detach().mean())
+        here, self.before[0] = self.before[0], float(x.detach().mean())
         return self.linear(x) + here
 
 

@@ -60,6 +60,56 @@ def set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
+def numbers_of(part: nn.Module) -> dict[str, Any]:
+    """The numbers that a part has as attributes; a forward may count with them."""
+    return {name: value for name, value in vars(part).items() if type(value) in (int, float)}
+
+
+def objects_of(module: nn.Module) -> dict[str, Any]:
+    """The Python objects that a layer's parts have as attributes and that a forward may change."""
+    every = {name: each for part in module.modules() for name, each in vars(part).items() if name[0] != "_"}
+    kinds = (nn.Module, Tensor, torch.Generator, random.Random, type)
+    return {
+        name: each
+        for name, each in every.items()
+        if isinstance(each, dict | list | set)
+        or (hasattr(each, "__dict__") and not callable(each) and not isinstance(each, kinds))
+    }
+
+
+def _look(found: Any) -> dict[Any, Any]:
+    """What an object holds, one level deep: numbers and words as they are, the rest by identity."""
+    if isinstance(found, list | set):
+        items = list(enumerate(found))
+    else:
+        items = list((found if isinstance(found, dict) else vars(found)).items())
+    return {key: value if type(value) in (int, float, str, bool) else id(value) for key, value in items}
+
+
+def _has_changed(found: Any, before: Mapping[Any, Any]) -> bool:
+    """Whether an object holds something else than before. What is only added to a dict or an object and is no number
+    may be a cache, which any stage may fill."""
+    now = _look(found)
+    if isinstance(found, list | set):
+        return now != before
+    values = found if isinstance(found, dict) else vars(found)
+    counts = any(key not in before and type(values.get(key)) in (int, float) for key in now)
+    return counts or any(now.get(key) != value for key, value in before.items())
+
+
+@contextmanager
+def refusing_shared_changes(where: str, shared: Mapping[str, Any]) -> Iterator[None]:
+    """Refuse forwards that change a Python object which layers of several stages hold; ``shared`` says of which."""
+    before = [_look(each) for each in shared.values()]
+    yield
+    for (name, each), known in zip(shared.items(), before, strict=True):
+        if _has_changed(each, known):
+            raise UserError(
+                f"{where} changes {name}, a {type(each).__name__} that layers of another stage hold too, so that the "
+                "result would depend on which of them runs first; give each layer its own, or put all on one stage"
+            )
+
+
 @contextmanager
 def refusing_foreign_draws(where: str) -> Iterator[None]:
     """Refuse forwards that draw from Python's or numpy's global generator: ranks would draw in the order in which they
@@ -84,7 +134,8 @@ def _global_states() -> Any:
 
 
 class FoundState:
-    """The buffers and generators of some modules as a forward finds them; copies only of what it changes."""
+    """The buffers, generators and counting attributes of some modules as a forward finds them; copies only of what it
+    changes."""
 
     def __init__(self, parts: Iterable[nn.Module], generators: Iterable[Any]) -> None:
         self._buffers = [(part, dict(part._buffers)) for part in parts]
@@ -95,6 +146,7 @@ class FoundState:
             if buffer is not None and buffer.layout is strided
         ]
         self._generators = [(generator, state_of(generator)) for generator in generators]
+        self.numbers = [(part, numbers_of(part)) for part, _ in self._buffers]
 
     def settle(self, changing: Collection[Slot]) -> FoundState:
         """The forward is over: let go of the copies of what it has not changed. ``changing`` are buffers that forwards
@@ -104,6 +156,7 @@ class FoundState:
             changed = _differs(buffer, copy, version) or (part, slot) in changing
             found[part][slot] = copy if changed else buffer
         self._copies.clear()
+        self.numbers = [(part, found) for part, found in self.numbers if numbers_of(part) != found]
         return self
 
     @contextmanager
@@ -112,6 +165,7 @@ class FoundState:
         that they have changed."""
         now = FoundState((), (generator for generator, _ in self._generators))
         now._buffers = [(part, dict(part._buffers)) for part, _ in self._buffers]
+        now.numbers = [(part, numbers_of(part)) for part, _ in self.numbers]
         self._put()
         try:
             yield
@@ -129,6 +183,8 @@ class FoundState:
         for part, found in self._buffers:
             part._buffers.clear()
             part._buffers.update(found)
+        for part, numbers in self.numbers:
+            vars(part).update(numbers)
         for generator, state in self._generators:
             set_state(generator, state)
 
@@ -154,6 +210,8 @@ class ChangingBuffers:
         self._modules = modules
         self.elsewhere: frozenset[int] = frozenset()
         """Storages that layers of other stages hold too."""
+        self.shared: Mapping[str, Any] = {}
+        """Python objects that layers of several stages hold, by what a user calls them."""
         self._modes: list[bool] | None = None
         """The modes of the parts that hold these buffers, when they were looked at."""
         self._slots: list[Slot] = []

@@ -24,7 +24,7 @@ from vpipe.errors import UserError
 from vpipe.layer import Layer, TiedWeight, as_layers, even_partition
 from vpipe.runtime import assembly
 from vpipe.runtime.assembly import Wires
-from vpipe.runtime.buffers import generators_of, storage_of
+from vpipe.runtime.buffers import generators_of, objects_of, storage_of
 from vpipe.runtime.device import is_host, place
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.flow import Flow, resolve
@@ -139,10 +139,14 @@ class Builder:
             for transport, device in zip(transports, wires.devices, strict=True)
         ]
         every = [*given, *(each for e in engines for stage in e.stages.values() for each in stage.owned.items())]
-        shared = self._shared_buffers(programs.flow.layout, every)
+        shared, objects = (
+            self._shared_buffers(programs.flow.layout, every),
+            _shared_objects(programs.flow.layout, every),
+        )
         for engine in engines:
             for stage in engine.stages.values():
                 stage.changing.elsewhere = shared
+                stage.changing.shared = objects
         if wires.host is None:
             stages = {index: stage for engine in reversed(engines) for index, stage in engine.stages.items()}
             refuse_sharing({layer: module for index in sorted(stages) for layer, module in stages[index].owned.items()})
@@ -310,3 +314,13 @@ def prepared(
     if tied or any(isinstance(part, nn.Module) for part in (*(layer.module for layer in plain), loss)):
         plain, ties = tie_layers(tied, plain, loss, spec)
     return Builder(Parts(plain, loss, ties, scale, workers), options, spec, wires)
+
+
+def _shared_objects(layout: Layout, modules: Sequence[tuple[int, nn.Module]]) -> dict[str, Any]:
+    """The Python objects that layers of several stages hold, by the first holder's name for them."""
+    holders: dict[int, tuple[str, Any, set[int]]] = {}
+    for layer, module in modules:
+        for name, found in objects_of(module).items():
+            said = f"{name!r} of layer {layer} ({type(module).__name__})"
+            holders.setdefault(id(found), (said, found, set()))[2].add(layout.stages[min(layer, layout.num_layers - 1)])
+    return {said: found for said, found, stages in holders.values() if len(stages) > 1}

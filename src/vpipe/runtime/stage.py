@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
-from vpipe.runtime.buffers import ChangingBuffers, FoundState, generators_of, refusing_foreign_draws
+from vpipe.runtime.buffers import (
+    ChangingBuffers,
+    FoundState,
+    generators_of,
+    refusing_foreign_draws,
+    refusing_shared_changes,
+)
 from vpipe.runtime.crossing import copied, detached, edge_of, mapped, overlap, run_backward, tensors_of
 from vpipe.runtime.flow import Flow, Pending, Value
 from vpipe.runtime.memory.saved_tensors import SavedTensors
@@ -112,6 +118,8 @@ class Stage:
         again = [each for layer, each in self.called.items() if min(layer, len(flow.layers) - 1) in options.recompute]
         self._found_again = list(dict.fromkeys(part for module in again for part in module.modules()))
         """Parts of recomputed layers, once they are known only those that hold buffers."""
+        self._counting: set[nn.Module] = set()
+        """Those of which a forward has been seen to change a number that is an attribute."""
         self._generators = generators_of(again)
         self.changing = ChangingBuffers(self.called)
         self.regions = self._cut()
@@ -160,11 +168,12 @@ class Stage:
         found = FoundState(self._found_again, self._generators) if self._found_again or self._generators else None
         retentions = {region.retention for region in self.regions}
         unit.saved = self._pack(unit, values) if Retention.SWAPPED in retentions else None
-        with self.changing.kept(partial(self._roots, unit)), self._watched():
+        with self.changing.kept(partial(self._roots, unit)), self._unshared(), self._watched():
             given = self._forward(unit, values)
         if found is not None:
             unit.found = found.settle(self.changing.changing)
-            self._found_again = [part for part in self._found_again if part._buffers]
+            self._counting.update(part for part, _ in unit.found.numbers)
+            self._found_again = [part for part in self._found_again if part._buffers or part in self._counting]
         self._is_plain = retentions == {Retention.KEPT} and self.changing.are_none
         return given
 
@@ -174,6 +183,12 @@ class Stage:
             if graph is not None and region.retention is not Retention.SWAPPED:
                 yield from (edge_of(tensor) for _, tensors in graph.given for tensor in tensors)
                 yield from (edge for edge, *_ in graph.scalars)
+
+    def _unshared(self) -> AbstractContextManager[None]:
+        """Around the first forward, where layers of several stages hold one Python object."""
+        if not self.changing.shared or self.changing.have_shown:
+            return nullcontext()
+        return refusing_shared_changes(f"a layer of stage {self.index}", self.changing.shared)
 
     def _watched(self) -> AbstractContextManager[None]:
         """Around the first forward, where the order of draws is not that of one process that keeps all."""

@@ -128,6 +128,8 @@ class Check:
     def _copies(self) -> dict[int, nn.Module]:
         pipeline, held = self._pipeline, self._pipeline.modules()
         found = {}
+        generators: dict[int, Any] = {}
+        """Copies: one generator may be that of several layers."""
         for layer, state in self._states.items():
             module = held.get(layer)
             source = module or (
@@ -136,13 +138,14 @@ class Check:
                 else pipeline.builder.parts.loss
             )
             try:
-                made = copy.deepcopy(source)
+                assert isinstance(source, nn.Module)
+                generators |= {id(g): copy.deepcopy(g) for g in generators_of([source]) if id(g) not in generators}
+                made = copy.deepcopy(source, dict(generators))
             except (TypeError, RuntimeError) as error:
                 raise UserError(
                     f"layer {layer} ({type(source).__name__}) cannot be copied, which a check needs: {error}; "
                     "give it a __deepcopy__, or train without check"
                 ) from error
-            assert isinstance(made, nn.Module)
             found[layer] = place(made, pipeline.devices[0])
             layer_state.put(state, made, pipeline.devices[0])
             if module is not None:
