@@ -42,7 +42,6 @@ EXTRAS = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "ray": ("ray",),
-    "figures": ("matplotlib",),
 }
 """Extra → what it installs."""
 

@@ -99,8 +99,7 @@ class Trait(NamedTuple):
     fills: tuple[str, str] = ("#d0d3d8", "#6a717c")
     """On a light page, on a dark page."""
     texture: str = ""
-    """Lines of a square of 6 that is laid over its boxes, and the same for matplotlib."""
-    hatch: str = ""
+    """Lines of a square of 6 that is laid over its boxes."""
 
 
 TRAITS: dict[Kind, Trait] = {
@@ -118,7 +117,6 @@ TRAITS: dict[Kind, Trait] = {
         colour=42,
         fills=("#8ccfa0", "#24764a"),
         texture="M0 6L6 0M-1 1L1 -1M5 7L7 5",
-        hatch="//",
     ),
     Kind.I: Trait(
         "input gradient",
@@ -127,7 +125,6 @@ TRAITS: dict[Kind, Trait] = {
         colour=46,
         fills=("#f4bd84", "#a8601c"),
         texture="M1.5 0V6M4.5 0V6",
-        hatch="||",
     ),
     Kind.W: Trait(
         "weight gradient",
@@ -136,7 +133,6 @@ TRAITS: dict[Kind, Trait] = {
         colour=43,
         fills=("#f3e39b", "#85731a"),
         texture="M0 3H6",
-        hatch="--",
     ),
     Kind.R: Trait(
         "recompute",
@@ -145,28 +141,15 @@ TRAITS: dict[Kind, Trait] = {
         colour=45,
         fills=("#d5b6ea", "#74479a"),
         texture="M0 0L6 6M-1 5L1 7M5 -1L7 1",
-        hatch="\\\\",
     ),
     Kind.REDUCE: Trait("reduce", (Need((Kind.REDUCE,), Where.MEMBERS),), price=("reduce",)),
     Kind.AGREE: Trait("agree", (Need((Kind.AGREE,), Where.MEMBERS),)),
     Kind.STEP: Trait("update", price=("step",)),
     Kind.OUT: Trait(
-        "swap out",
-        (Need((Kind.F,)),),
-        Lane.SWAP,
-        ("swap",),
-        fills=("#f0b6ae", "#9b4a40"),
-        texture="M0 0L6 6M0 6L6 0",
-        hatch="xx",
+        "swap out", (Need((Kind.F,)),), Lane.SWAP, ("swap",), fills=("#f0b6ae", "#9b4a40"), texture="M0 0L6 6M0 6L6 0"
     ),
     Kind.IN: Trait(
-        "swap in",
-        (Need((Kind.OUT,)),),
-        Lane.SWAP,
-        ("swap",),
-        fills=("#eab4d2", "#944a74"),
-        texture="M3 0V6M0 3H6",
-        hatch="++",
+        "swap in", (Need((Kind.OUT,)),), Lane.SWAP, ("swap",), fills=("#eab4d2", "#944a74"), texture="M3 0V6M0 3H6"
     ),
     Kind.SEND_F: Trait("", (Need((Kind.F,)),), Lane.LINK),
     Kind.SEND_B: Trait("", (Need(INPUT_GRADIENT),), Lane.LINK),

@@ -9,9 +9,9 @@ blind eyes.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from html import escape
 from math import ceil
+from typing import NamedTuple
 
 from vpipe.schedule.action import Kind
 from vpipe.schedule.draw import figures
@@ -32,8 +32,7 @@ text{fill:#e6e8eb}.a,.f{fill:#9aa3ad}path{stroke:#c9d1d9}
 pattern path{stroke:#fff;stroke-opacity:.2}.page{fill:#0d1117}.idle{fill:#1a2028}"""
 
 
-@dataclass(frozen=True)
-class Paper:
+class Paper(NamedTuple):
     """What a figure of a document wants: a width in centimetres, a font, and no dark scheme."""
 
     width: float | None = None
