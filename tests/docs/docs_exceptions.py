@@ -8,7 +8,7 @@ NOT_HERE = {
     r"scripts/versions .*": "downloads gigabytes; CI runs it where its environments are there",
     r"pip install -e .*": "tests/cli/test_cli_package.py builds and installs the wheel",
     r".*parallel\.device=cuda.*": "no GPU here",
-    r"vpipe doctor --gpu": "no GPU here; tests/emulated/test_device_acceptance.py runs it on the emulated one",
+    r"vpipe doctor --gpu( .*)?": "no GPU here; tests/emulated/test_device_acceptance.py runs it on the emulated one",
     r"vpipe simulate --json": "a form, in a docstring",
     r"sbatch (submit_gpipe_1node|run_vpipe)\.sh": "tests/launch/test_slurm.py hands them to a real SLURM",
     r"srun .*": "tests/launch/test_slurm.py",

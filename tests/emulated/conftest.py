@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "runtime"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -73,7 +73,9 @@ def on_ranks(
     A rank that raises gives its error as text. ``timeout`` is the group's; what has not ended after ``wait`` is killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "vpipe.train.optimizers", "vpipe.train.proof.device_suite"])
+    context.set_forkserver_preload(
+        ["torch._dynamo", "vpipe.train.optimizers", "vpipe.runtime.assembly", "vpipe.runtime.transport.device"]
+    )
     with tempfile.TemporaryDirectory() as scratch:
         pipes, processes = [], []
         for rank in range(num_ranks):

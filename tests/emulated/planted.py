@@ -31,24 +31,6 @@ def lost_way() -> None:
     changed(Tensor, "to", wrap)
 
 
-def no_snapshot() -> None:
-    """A message leaves from memory that may be changed at once."""
-    import emulated_device
-
-    from vpipe.runtime.transport import device
-
-    emulated_device.settings(link_latency_us=20_000)
-
-    def wrap(snapshot: Any) -> Any:
-        def taken(tensor: Tensor, fact: Any) -> Tensor:
-            plain = tensor.dim() == 1 and tensor.is_contiguous()
-            return tensor.detach().view(torch.uint8) if plain else snapshot(tensor, fact)
-
-        return taken
-
-    changed(device, "snapshot", wrap)
-
-
 def receives_before_work() -> None:
     """Receives are posted as early as can be."""
     from vpipe.runtime.programs import Programs

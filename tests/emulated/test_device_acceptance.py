@@ -39,8 +39,8 @@ def tried(
     return found
 
 
-NAMES = [trial["name"] for bout in PLAN.first() for trial in bout.trials if "through main" not in trial["name"]]
-MATRIX = [trial["name"] for bouts in PLAN.matrix() for bout in bouts for trial in bout.trials]
+NAMES = [trial["name"] for bout in PLAN.first() for trial in bout if "through main" not in trial["name"]]
+MATRIX = [trial["name"] for bouts in PLAN.matrix() for bout in bouts for trial in bout]
 CI = [*NAMES, "4 ranks, 1f1b, chain, through main memory", *MATRIX]
 
 
@@ -54,17 +54,16 @@ def test_every_trial_is_sound(name: str, python: tuple[Path, dict[str, str]], mo
 def test_the_plan_has_all_that_is_promised() -> None:
     """Every schedule with every model on 2, 4 and 8 ranks, once; and no more processes than devices at a time."""
     plan = TrialPlan("emu", 8, 64, 60.0)
-    names = [trial["name"] for bouts in plan.matrix() for bout in bouts for trial in bout.trials]
+    names = [trial["name"] for bouts in plan.matrix() for bout in bouts for trial in bout]
     schedules = [entry.name for entry in catalog.entries()]
     wanted = {f"{p} ranks, {s}, {m}" for p in (2, 4, 8) for s in schedules for m in acceptance.MODELS}
     assert sorted(names) == sorted(wanted)
-    assert all(sum(bout.ranks for bout in bouts) <= 8 for bouts in plan.matrix())
-    assert not any("8 ranks" in trial["name"] for bout in PLAN.first() for trial in bout.trials)
+    assert all(sum(bout[0]["ranks"] for bout in bouts) <= 8 for bouts in plan.matrix())
+    assert not any("8 ranks" in trial["name"] for bout in PLAN.first() for trial in bout)
 
 
 PLANTED = [
     ("the ways between devices", "lost_way", "BROKEN"),
-    ("messages of every kind", "no_snapshot", "HANGS"),
     ("products under posted receives", "waits_at_once", "HANGS"),
     ("4 ranks, 1f1b, chain, launches wait", "receives_before_work", "HANGS"),
     ("4 ranks, 1f1b, chain, one connection", "no_wait_for_messages", "DIFFERS"),

@@ -115,11 +115,12 @@ def test_a_device_that_does_not_end_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
 
 def lonely(rank: int) -> Any:
     """Rank 0 waits on its device for a message that rank 1 never sends, until another thread ends the communicators."""
+    import transport_suite
+
     from vpipe.runtime.transport.wire import Envelope
-    from vpipe.train.proof import device_suite
 
     device = torch.device("emu", rank)
-    transport = device_suite.between_devices(device)
+    transport = transport_suite.between_devices(device)
     transport.begin_program("a program", lambda: "data of one form")
     transport.begin_step(0)
     found: list[Any] = []

@@ -46,7 +46,6 @@ ELSEWHERE = {
     "runtime/ranks/device_groups": "synchronize: after an abort, when no number is used",
     "plan/transfer": "synchronize: a measurement ends",
     "train/proof/trials": "synchronize: a measurement ends",
-    "train/proof/device_suite": "synchronize: a proof reads what has come",
 }
 """Modules with waits that no mutant here leaves out, and why. (Waits between processes: ``BETWEEN``.)"""
 

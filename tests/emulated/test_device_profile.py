@@ -44,9 +44,9 @@ def test_swap_is_measured_on_the_device(emulated: Any) -> None:
 
 def link(rank: int) -> Any:
     import emulated_device as emulated
+    from transport_suite import between_devices
 
     from vpipe.plan.transfer import measure_link
-    from vpipe.train.proof.device_suite import between_devices
 
     device = torch.device("emu", rank)
     transport = between_devices(device)

@@ -1,4 +1,4 @@
-"""The promises of ``vpipe.train.proof.device_suite`` on ranks of this process and of process groups, with pickle forbidden."""
+"""The promises of ``transport_suite`` on ranks of this process and of process groups, with pickle forbidden."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vpipe.runtime.assembly import between_processes
-from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.transport.inprocess import Hub
-from vpipe.train.proof.device_suite import (
+from transport_suite import (
     changed_afterwards,
     check_same,
     collectives,
@@ -22,6 +19,10 @@ from vpipe.train.proof.device_suite import (
     sizes,
     wrong_message,
 )
+
+from vpipe.runtime.assembly import between_processes
+from vpipe.runtime.transport.base import Transport
+from vpipe.runtime.transport.inprocess import Hub
 
 __all__ = [
     "changed_afterwards", "check_same", "collectives", "exchange", "forbidden_pickle", "in_process_group", "in_threads",

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import permutations
@@ -41,10 +41,8 @@ from vpipe.runtime.microbatches import units_of
 from vpipe.runtime.pipeline import Pipeline
 from vpipe.runtime.proof.check import Recipe, one_process
 from vpipe.runtime.proof.plain import PlainUnit
-from vpipe.runtime.transport.base import gather_text
 from vpipe.runtime.updates.update import LossScale
 from vpipe.schedule import catalog
-from vpipe.train.proof import device_suite
 from vpipe.train.proof.parity import compare
 
 STEPS, VOCABULARY = 3, 50
@@ -91,11 +89,7 @@ class Mixed(nn.Module):
 
 CARRIED = {"two tensors": (("x", "y"), ()), "two-tensor skip": (("x",), ("s", "t"))}
 """What every message of the chain carries, and what skips from the first layer to the last."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    "bfloat16": {"loss_scale": LossScale(8.0)},
-    "dropout": {"recompute": 0.5},
-    "swap": {"swap": 1.0},
-}
+OPTIONS: Told = {"bfloat16": {"loss_scale": LossScale(8.0)}, "dropout": {"recompute": 0.5}, "swap": {"swap": 1.0}}
 """What the pipeline of a model is told."""
 
 
@@ -104,7 +98,8 @@ def case_of(trial: Trial) -> TrialCase:
     torch.manual_seed(0)
     name, width, units = trial["model"], trial["width"], 2 * trial["ranks"]
     number = trial["ranks"] * max(2, catalog.get(trial["schedule"]).stages_per_rank)
-    rows, options = units * width // 4, dict(OPTIONS.get(name, {}))
+    rows = units * width // 4
+    options = {"autocast": nullcontext, "loss_scale": LossScale(), **OPTIONS.get(name, {})}
     if name == "translation":
         made = translation(vocab_size=VOCABULARY, hidden_size=width, num_layers=number, num_heads=2, sequence_length=8)
         words = torch.randint(2, VOCABULARY, (STEPS, 3, 2 * units, 8))
@@ -140,8 +135,7 @@ def equal(trial: Trial, folder: Path) -> Told:
         pipe = pipeline_of(trial, case)
     except UserError as error:
         return {"verdict": "refused", "detail": str(error)}
-    kept: list[Any] = []
-    seen: dict[str, Tensor] = {}
+    kept, seen = list[Tensor](), dict[str, Tensor]()
     for step, batch in enumerate(case.batches):
         seen[f"{step}/loss"] = torch.tensor(pipe.train_step(*batch), dtype=torch.float64)
         if step == 0 and "fill" in trial:
@@ -152,15 +146,11 @@ def equal(trial: Trial, folder: Path) -> Told:
     folder.mkdir(exist_ok=True)
     save_file(seen, folder / f"rank{pipe.rank}.safetensors")
     pipe.gather("written")
-    found = compare(folder, expected(pipe, case_of(trial))) if pipe.is_leader else None
-    kept.clear()
+    kept.clear()  # the reference is not what is tried
+    found = compare(folder, expected(pipe, case_of(trial)) if pipe.is_leader else {})
     pipe.close()
-    if found is None:
-        return {}
-    if found.equal:
-        return {"verdict": "equal", "detail": f"{found.num_tensors} values"}
-    verdict = "near" if 0 < found.largest <= NEAR else "DIFFERS"
-    return {"verdict": verdict, "detail": str(found.difference)}
+    verdict = "equal" if found.equal else "near" if 0 < found.largest <= NEAR else "DIFFERS"
+    return {"verdict": verdict, "detail": found.difference or f"{found.num_tensors} values"}
 
 
 def expected(pipe: Pipeline, case: TrialCase) -> dict[str, Tensor]:
@@ -169,16 +159,12 @@ def expected(pipe: Pipeline, case: TrialCase) -> dict[str, Tensor]:
     layers = [layer if isinstance(layer, Layer) else Layer(layer) for layer in case.layers]
     modules = {number: place(layer.build(), device) for number, layer in enumerate(layers)}
     loss = place(case.loss, device) if isinstance(case.loss, nn.Module) else case.loss
-    options: dict[str, Any] = {
-        "seed": pipe.seed, "tied": case.tied, "clip_norm": None, "autocast": case.options.get("autocast", nullcontext),
-    }  # fmt: skip
-    plain = pipe.synchronous
-    if plain:
-        options["scale"] = case.options.get("loss_scale", LossScale()).value
+    options = {"seed": pipe.seed, "tied": case.tied, "clip_norm": None, "autocast": case.options["autocast"]}
+    if pipe.synchronous:
+        options["scale"] = case.options["loss_scale"].value
     with current(device):
-        train, loop = one_process(Recipe(pipe, program, modules, loss, optimizer, None, options), plain)
-        seen: dict[str, Tensor] = {}
-        count = program.num_microbatches
+        train, loop = one_process(Recipe(pipe, program, modules, loss, optimizer, None, options), pipe.synchronous)
+        seen, count = dict[str, Tensor](), program.num_microbatches
         for step, (inputs, targets) in enumerate(case.batches):
             units, goals = (units_of(value, count, True, "batch")[0] for value in (inputs, targets))
             there = partial(tree_map_only, Tensor, lambda tensor: tensor.to(device))
@@ -222,8 +208,8 @@ def killed(trial: Trial, folder: Path) -> Told:
         if step == 1 and pipe.rank == trial["ranks"] - 1:
             kept = filled(pipe.devices[0], 1.0) if trial["how"] == "memory" else []
             folder.with_name("mark").touch()
-            first = next(iter(pipe.modules().values()))
             if trial["how"] == "signal":
+                first = next(iter(pipe.modules().values()))
                 first.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         pipe.train_step(*batch)
     return {"verdict": "FAILS", "detail": f"all steps were made, with {len(kept)} blocks of memory taken"}
@@ -234,16 +220,6 @@ def device_of(trial: Trial) -> torch.device:
     (device,) = assembly.devices_here(trial["device"], assembly.join(trial["limit"]), in_process=False, threads=False)
     torch.accelerator.set_device_index(device.index)
     return device
-
-
-def messages(trial: Trial, folder: Path) -> Told:
-    """Every promise of a transport, between two processes."""
-    device = device_of(trial)
-    transport = device_suite.between_devices(device, trial["limit"])
-    broken = device_suite.broken(transport, device)
-    wrong = "; ".join(filter(None, gather_text(transport.host, "; ".join(broken))))
-    transport.close()
-    return {"verdict": "BROKEN" if wrong else "kept", "detail": wrong or f"{len(device_suite.SUITE)} promises"}
 
 
 COPY = 1 << 24
@@ -277,40 +253,33 @@ def posted(trial: Trial, folder: Path) -> Told:
     blocks = [torch.full((trial["width"] ** 2,), float(rank), device=device) for _ in groups]
     matrix = torch.ones(trial["width"], trial["width"], device=device)
 
-    def transfer(number: int) -> Any:
-        begin = dist.irecv if rank == 0 else dist.isend
-        return begin(blocks[number], 1 - rank, group=groups[number])
+    def transfer(number: int) -> list[Any]:
+        return [(dist.isend if rank else dist.irecv)(blocks[k], 1 - rank, group=groups[k]) for k in range(number)]
 
-    def timed(works: bool, after: Callable[[], None] = lambda: None) -> float:
+    def timed(products: int, works: Sequence[Any] = ()) -> float:
         begin = perf_counter()
-        for _ in range(PRODUCTS if works else 0):
+        for _ in range(products):
             matrix @ matrix
-        after()
+        for work in works:
+            work.wait()
         compute_stream(device).synchronize()  # not the device, on which receives may be under way
         return (perf_counter() - begin) * 1e3
 
-    for number in range(len(groups)):
-        transfer(number).wait()
-    timed(True)
-    under = {}
+    timed(PRODUCTS, transfer(len(groups)))
+    busy, under = PRODUCTS * (rank == 0), {}
     for count in (0, 1, 2, 4):
-        works = [transfer(number) for number in range(count)] if rank == 0 else []
-        under[count] = timed(rank == 0)  # with the receives under way: a device that cannot do both stands here
+        works = transfer(count) if rank == 0 else []
+        under[count] = timed(busy)  # with the receives under way: a device that cannot do both stands here
         dist.barrier()
-        works = works or [transfer(number) for number in range(count)]
-        for work in works:
-            work.wait()
-        torch.accelerator.synchronize(device)
+        timed(0, works or transfer(count))
     dist.barrier()
-    alone = timed(False, transfer(0).wait)
+    alone = timed(0, transfer(1))
     dist.barrier()
-    work = transfer(0)
-    both = timed(rank == 0, work.wait)
+    both = timed(busy, transfer(1))
     hidden = max(0.0, min(1.0, (under[0] + alone - both) / min(under[0], alone)))
     slower = ", ".join(f"{count}: {under[count] / under[0]:.2f}" for count in (1, 2, 4))
-    right = all(bool((block == 1).all()) for block in blocks)
     detail = f"products {under[0]:.1f} ms; slower under receives {slower}; {hidden:.0%} of a message hidden"
-    return {"verdict": "measured" if right else "DIFFERS", "detail": detail}
+    return {"verdict": "measured" if all(bool((block == 1).all()) for block in blocks) else "DIFFERS", "detail": detail}
 
 
 def predicted(trial: Trial, folder: Path) -> Told:
@@ -321,9 +290,8 @@ def predicted(trial: Trial, folder: Path) -> Told:
     layers = [Layer(Block(width)) for _ in range(2 * ranks)]
     x = torch.randn(rows * units, width)
     device = device_of(trial)
-    costs, size = measure_layers(
-        layers, x[:rows], x[:rows], Measuring(nn.functional.mse_loss, optimizer, repeat=3, device=device)
-    )
+    measuring = Measuring(nn.functional.mse_loss, optimizer, repeat=3, device=device)
+    costs, size = measure_layers(layers, x[:rows], x[:rows], measuring)
     profile = Profile(tuple(costs), size, rows, swap_bandwidth=1e9, device={"memory_bytes": 1e12})
     layout = PlannedLayout.of_counts([2] * ranks, [[Choice.KEEP] * 2] * ranks)
     told = predict(profile, layout, Pipe.of("1f1b", ranks, units), Machine.of(ranks, None))
@@ -341,16 +309,15 @@ def predicted(trial: Trial, folder: Path) -> Told:
     return {"verdict": verdict, "detail": f"{mib}; step {seconds * 1e3:.1f} ms, predicted {told.step_time * 1e3:.1f}"}
 
 
-KINDS = {kind.__name__: kind for kind in (equal, killed, messages, reach, posted, predicted)}
+KINDS = {kind.__name__: kind for kind in (equal, killed, reach, posted, predicted)}
 
 
 def main(folder: Path) -> None:
     """All trials, one after the other."""
-    leads = os.environ.get("RANK", "0") == "0"
     torch.set_num_threads(1)
 
     def tell(**words: Any) -> None:
-        if leads:
+        if os.environ.get("RANK", "0") == "0":
             with open(folder / "told.jsonl", "a") as file:
                 file.write(json.dumps(words) + "\n")
 

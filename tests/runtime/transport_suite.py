@@ -1,7 +1,6 @@
 """What two ranks may expect of a transport, whatever it is, and the whole suite of it on two accelerators.
 
-One function for each promise, run on both ranks. The tests run them on every transport; ``vpipe doctor --gpu`` on the
-accelerators of a machine, between processes that talk by the devices' own backend.
+One function for each promise, run on both ranks, of this process and of process groups.
 """
 
 from __future__ import annotations
