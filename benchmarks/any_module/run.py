@@ -23,7 +23,7 @@ Example = dict[str, Tensor]
 def without_dropout(module: nn.Module) -> nn.Module:
     """Dropout draws by unit and layer in a pipeline, and one after the other in a plain module."""
     for each in module.modules():
-        for name in ("p", "drop_prob", "drop_path_rate"):
+        for name in ("p", "drop_prob", "drop_path_rate", "drop_rate"):
             if isinstance(getattr(each, name, None), float):
                 setattr(each, name, 0.0)
     return module
@@ -44,11 +44,23 @@ def own() -> Iterator[tuple[str, Make, Example]]:
     )
 
 
-def torchvision_models() -> Iterator[tuple[str, Make, Example]]:
-    library = torch.library.Library("torchvision", "DEF")  # its own operators need the build for this torch
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+def import_torchvision() -> Any:
+    """The package, also where its own operators were built for another torch."""
+    if "torchvision" not in sys.modules:
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        KEPT.append(library)
     import torchvision
+
+    return torchvision
+
+
+KEPT: list[Any] = []
+
+
+def torchvision_models() -> Iterator[tuple[str, Make, Example]]:
+    torchvision = import_torchvision()
 
     for name in torchvision.models.list_models(module=torchvision.models):
         size = 299 if "inception" in name else 224 if name.startswith(("vit", "maxvit")) else 64
@@ -67,6 +79,7 @@ def torchvision_models() -> Iterator[tuple[str, Make, Example]]:
 
 
 def timm_models() -> Iterator[tuple[str, Make, Example]]:
+    import_torchvision()
     import timm
 
     seen = set()
