@@ -341,6 +341,11 @@ TABLE: tuple[tuple[str, Callable[[], bool], str], ...] = (
         lambda: set(nn.BatchNorm1d(2)._buffers) == {"running_mean", "running_var", "num_batches_tracked"},
         "_buffers",
     ),
+    (
+        "how long a communicator waits",
+        lambda: hasattr(torch._C._distributed_c10d.Backend.Options, "_timeout"),
+        "_timeout",
+    ),
     ("whether a learning-rate scheduler turns an optimizer", scheduled, "_wrapped_by_lr_sched"),
 )
 """(What it is for, whether this torch still has it and it still means what we take it for, private names.)"""

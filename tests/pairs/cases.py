@@ -24,6 +24,7 @@ import torch
 from parts import Mismatch
 
 from vpipe.errors import UserError
+from vpipe.registry import SCHEDULE_REGISTRY
 
 STEPS, SEED = 3, 3
 Case = dict[str, Any]
@@ -370,6 +371,7 @@ from vpipe.runtime.updates.update import LossScale
 
 torch.set_num_threads(1)
 swap.MIN_BYTES = 64  # of what is swapped: these models are small
+register_own()
 """
 
 
@@ -396,6 +398,7 @@ def run(program: str) -> str:
     except Exception as error:
         return f"raw error: {type(error).__name__}: {' '.join(str(error).split())}"
     finally:
+        SCHEDULE_REGISTRY._entries.pop("own", None)
         torch._dynamo.reset() if "torch.compile" in program else None
         if "pipe" in names:
             names["pipe"].close()

@@ -169,7 +169,7 @@ def test_a_run_goes_on_with_what_is_left_or_says_why_not(seed: int, vpipe: Any, 
     code, said, losses = started(vpipe, tmp_path, job("noted", changes), "--resume", "latest", torchrun=launchers[1])
     if other:
         assert (code, "Traceback" in said) == (1 if launchers[1] else 2, launchers[1]), said
-        assert "other data" in said or "model.sequence_length is 4" in said, said
+        assert any(words in said for words in ("other data", "model.sequence_length is 4", "another model")), said
         return
     assert code == 0, said
     if "training.seed" in same or "dataset.num_workers" in same:  # another order; some are read ahead
@@ -199,7 +199,8 @@ def test_a_rank_reads_the_units_of_its_replica(replicas: Any, workers: int, vpip
     code, said, losses = started(vpipe, tmp_path, config)
     assert code == 0, said
     seen = [line for file in tmp_path.glob("seen.*") for line in file.read_text().splitlines()]
-    units = 3 * 4 * replicas.get("data_parallel_size", 1)
+    assert len(losses) >= 2
+    units = len(losses) * 4 * replicas.get("data_parallel_size", 1)
     most = 2 + (2 * units if not workers else 2 * 3 * units)  # the check before a run makes one; workers read ahead
     assert 2 * units <= len(seen) <= most
     config["parallel"]["transport"] = "inprocess"

@@ -51,7 +51,7 @@ class Best:
     def after(self, value: float, iteration: int) -> Best:
         """With a value that was seen then; one that is not finite is no better than any."""
         better = self.value is None or (
-            value > self.value if self.metric.endswith("_per_second") else value < self.value
+            value > self.value if self.metric.endswith("per_second") else value < self.value
         )
         if better and isfinite(value):
             return Best(self.metric, value, iteration)

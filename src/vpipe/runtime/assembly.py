@@ -48,7 +48,7 @@ from vpipe.runtime.transport.neighbours import Card, Neighbours
 from vpipe.runtime.transport.ring_link import RingLink
 from vpipe.runtime.transport.stream_link import StreamLink
 from vpipe.runtime.transport.wire import Envelope, pack, unpack, unpack_head
-from vpipe.runtime.updates.replicas import share
+from vpipe.runtime.updates.replicas import share_among_replicas
 from vpipe.runtime.updates.ties import share_tied
 from vpipe.schedule.placement import Layout, Seat
 
@@ -267,7 +267,7 @@ def groups(tied: Sequence[TiedWeight], layout: Layout) -> list[Sequence[int]]:
 def share_initial_weights(engine: Engine, tied: Sequence[TiedWeight]) -> None:
     """Replica 0 of a stage, and the first owner of a tied weight, give what they have to the others."""
     engine.transport.begin_step(SETUP_STEP)
-    share(engine.stages, engine.flow.layout, engine.transport, SETUP_STEP, weights=True)
+    share_among_replicas(engine.stages, engine.flow.layout, engine.transport, SETUP_STEP, weights=True)
     for number, tie in enumerate(tied):
         share_tied(engine, tie, number, SETUP_STEP)
     engine.transport.end_step()

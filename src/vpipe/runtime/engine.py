@@ -29,7 +29,7 @@ from vpipe.runtime.region import Run
 from vpipe.runtime.stage import Stage, Unit
 from vpipe.runtime.surroundings import evaluation_seed
 from vpipe.runtime.transport.base import Transport
-from vpipe.runtime.updates.replicas import share
+from vpipe.runtime.updates.replicas import share_among_replicas
 from vpipe.runtime.updates.update import Updater
 from vpipe.schedule.action import Action, Kind
 from vpipe.schedule.program import Program
@@ -150,7 +150,7 @@ class Engine:
                 self._enqueue(self._times, compiled.calls, self._result.records)
             self._settle(self._result)
             if job.training:
-                share(self.stages, self.flow.layout, self.transport, job.step, weights=False)
+                share_among_replicas(self.stages, self.flow.layout, self.transport, job.step, weights=False)
             self.transport.end_step()
         except BaseException as error:
             action = self.current

@@ -63,6 +63,14 @@ class Holdings:
                         others.append(held)
         yield from others
 
+    def stepped_by(self, optimizer: Optimizer) -> tuple[int, Mapping[str, nn.Parameter]] | None:
+        """The stage that an optimizer steps and its parameters by name, on the first rank that holds it."""
+        for engine in self.engines:
+            for stage, own in engine.updater.optimizers.items():
+                if own is optimizer and engine.flow.layout.leader(stage) == engine.rank:
+                    return stage, engine.stages[stage].weights.parameters
+        return None
+
     def modules(self) -> dict[int, nn.Module]:
         """Layer → module, of the layers that this process holds; a loss with a state comes after the last."""
         found: dict[int, nn.Module] = {}

@@ -28,7 +28,9 @@ def trained(stage: Stage) -> list[Tensor]:
     return [p for p in stage.weights.parameters.values() if p.requires_grad]
 
 
-def share(stages: Mapping[int, Stage], layout: Layout, transport: Transport, step: int, *, weights: bool) -> None:
+def share_among_replicas(
+    stages: Mapping[int, Stage], layout: Layout, transport: Transport, step: int, *, weights: bool
+) -> None:
     """Give the buffers of replica 0 of every stage to the others; its ``weights`` too, before training begins."""
     for index, stage in stages.items():
         if len(layout.members[index]) == 1:

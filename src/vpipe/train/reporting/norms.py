@@ -33,10 +33,8 @@ class GradientNorms:
             made.register_step_pre_hook(self._note)
 
     def _note(self, stepped: Optimizer, *_: Any) -> None:
-        for engine in self._pipeline.engines:
-            for stage, made in engine.updater.optimizers.items():
-                if made is stepped and engine.flow.layout.placement.ranks_of[stage][0] == engine.rank:
-                    self._squares[stage] = self._of(engine.stages[stage].weights.parameters)
+        if (found := self._pipeline.stepped_by(stepped)) is not None:
+            self._squares[found[0]] = self._of(found[1])
 
     def _of(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, Any] = {}
