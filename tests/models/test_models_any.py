@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import vpipe
 from vpipe.errors import UserError
@@ -102,6 +103,38 @@ class Looped(nn.Module):
         return x
 
 
+class Forward(nn.Module):
+    """Blocks, and a forward that is told."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.blocks, self.run = nn.ModuleList([Block(6) for _ in range(3)]), run
+        self.norm = nn.BatchNorm1d(6, affine=False)
+        self.count: int = 0
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+
+def in_order(model: Any, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
+def twice() -> nn.Module:
+    model = Forward(in_order)
+    model.blocks.append(model.blocks[0])
+    return model
+
+
+def weight_normed() -> nn.Module:
+    model = Forward(in_order)
+    nn.utils.parametrizations.weight_norm(model.blocks[1].up)  # type: ignore[arg-type]
+    return model
+
+
 def numbers(*size: int) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(1))
 
@@ -118,6 +151,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "attributes": (Attributes, numbers(4, 6)),
     "towers": (Towers, {"a": numbers(4, 6), "b": numbers(4, 6).flip(0)}),
     "looped": (Looped, numbers(4, 6)),
+    "standing twice": (twice, numbers(4, 6)),
+    "weight norm": (weight_normed, numbers(4, 6)),
+    "statistics": (lambda: Forward(lambda model, x: in_order(model, model.norm(model.blocks[0](x)))), numbers(4, 6)),
+    "a dict of one": (lambda: Forward(in_order), {"x": numbers(4, 6)}),
     "encoder": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 3),
         numbers(4, 5, 16),
@@ -161,8 +198,16 @@ def test_a_module_trains_as_itself(name: str, schedule: str) -> None:
     assert sums.keys() == names.keys()
     for key, parameter in names.items():
         torch.testing.assert_close(sums[key], parameter.grad, rtol=1e-5, atol=1e-7)
-        if name not in ("gpt", "looped"):  # tied weights and blocks that are called twice add in another order
+        if name not in (
+            "gpt",
+            "looped",
+            "standing twice",
+            "statistics",
+        ):  # tied weights and blocks that are called twice add in another order
             assert torch.equal(sums[key], parameter.grad), key
+    told = pipe.state_dict()
+    assert all(torch.equal(told[key], buffer) for key, buffer in plain.named_buffers())
+    assert "equal" in pipe.check(inputs, target)
     pipe.close()
 
 
@@ -192,11 +237,32 @@ class Looks(nn.Module):
         return self.blocks[1](x) if x.sum() > 0 else x
 
 
+def counted(model: Any, x: Tensor) -> Tensor:
+    model.count += 1
+    return in_order(model, x) * model.count
+
+
+def stepped(model: Any, x: Tensor) -> Tensor:
+    model.steps += 1
+    return in_order(model, x) * model.steps
+
+
+def hooked() -> nn.Module:
+    model = Forward(in_order)
+    model.register_forward_hook(lambda module, args, output: output * 2)
+    return model
+
+
 @pytest.mark.parametrize(
     ("module", "example", "words"),
     [
         (Attributes, None, "give Pipeline.*example=inputs"),
-        (Attributes, [1, 2], "must be a tensor, a tuple of tensors or a dict"),
+        (Attributes, [1, 2], "must be a tensor, or a dict"),
+        (Towers, (numbers(4, 6), numbers(4, 6)), r"or a dict of its forward's arguments \(a, b\)"),
+        (lambda: Forward(counted), numbers(4, 6), "changes count outside its blocks"),
+        (lambda: Forward(stepped), numbers(4, 6), "changes steps outside its blocks"),
+        (hooked, numbers(4, 6), "changes a result by a hook"),
+        (lambda: Forward(lambda model, x: x * 2), numbers(4, 6), "calls no module with weights"),
         (Looks, numbers(4, 6), "looks at values"),
         (Attributes, numbers(4, 7), "first .Linear. .* cannot be multiplied"),
     ],
@@ -204,3 +270,22 @@ class Looks(nn.Module):
 def test_what_cannot_be_cut_is_refused(module: Callable[[], nn.Module], example: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         vpipe.Pipeline(module(), squares, example=example, num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (lambda model, x: in_order(model, x) if model.training else model.blocks[0](x), "another mode"),
+        (lambda model, x: checkpoint(model.blocks[1], model.blocks[0](x), use_reentrant=False), "called in a backward"),
+    ],
+)
+def test_a_forward_that_goes_another_way_later_is_refused(run: Callable[[Any, Tensor], Any], words: str) -> None:
+    pipe = vpipe.Pipeline(Forward(run), squares, example=numbers(4, 6), num_ranks=2, num_microbatches=2)
+
+    def both() -> None:
+        pipe.train_step(numbers(4, 6), numbers(4), update=False)
+        pipe.evaluate(numbers(4, 6), numbers(4))
+
+    with pytest.raises(UserError, match=words):
+        both()
+    pipe.close()

@@ -16,7 +16,8 @@ these layers are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -31,16 +32,6 @@ from vpipe.models.losses import OwnLoss, TokenLoss
 from vpipe.models.model import LABELS, Factory, Model
 
 HIDDEN = "hidden"
-
-
-@dataclass(frozen=True)
-class Norm:
-    """Builds what the head does before its projection."""
-
-    head: Factory
-
-    def __call__(self) -> nn.Module:
-        return _head(self.head).norm
 
 
 class HeadShard(nn.Module):
@@ -99,43 +90,23 @@ class EmbeddingRows(nn.Embedding):
         assert embedded is not None
         return embedded
 
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, in {len(self.sizes)} parts"
+
+def _norm(head: Factory) -> nn.Module:
+    """What the head does before its projection."""
+    return head().get_submodule("norm")
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Builds the shard of some rows, of the head whole."""
-
-    head: Factory
-    begin: int
-    size: int
-    smoothing: float
-
-    def __call__(self) -> nn.Module:
-        weight = _head(self.head).projection.weight.detach()
-        return HeadShard(weight[self.begin : self.begin + self.size].clone(), self.begin, self.smoothing)
+def _shard(head: Factory, begin: int, size: int, smoothing: float) -> nn.Module:
+    """The shard of some rows, of the head whole."""
+    weight = head().get_parameter("projection.weight").detach()
+    return HeadShard(weight[begin : begin + size].clone(), begin, smoothing)
 
 
-@dataclass(frozen=True)
-class InRows:
-    """Builds a layer whose table of embeddings is cut into rows."""
-
-    layer: Factory
-    embedding: str
-    sizes: tuple[int, ...]
-
-    def __call__(self) -> nn.Module:
-        module = self.layer()
-        table = module.get_submodule(self.embedding)
-        assert isinstance(table, nn.Embedding)
-        module.set_submodule(self.embedding, EmbeddingRows(table.weight.detach(), self.sizes))
-        return module
-
-
-def _head(factory: Factory) -> Head:
-    module = factory()
-    assert isinstance(module, Head)
+def _in_rows(layer: Factory, embedding: str, sizes: Sequence[int]) -> nn.Module:
+    """A layer whose table of embeddings is cut into rows."""
+    module = layer()
+    table = module.get_parameter(f"{embedding}.weight").detach()
+    module.set_submodule(embedding, EmbeddingRows(table, sizes))
     return module
 
 
@@ -161,7 +132,7 @@ def split_head(model: Model, num_shards: int) -> Model:
     sizes = tuple(split_sizes(model.vocab_size, num_shards))
     shards = [
         Layer(
-            Shard(head.build, end - size, size, model.loss.smoothing),
+            partial(_shard, head.build, end - size, size, model.loss.smoothing),
             reads=(HIDDEN, LABELS),
             writes=(f"shard {index}",),
             name=f"head {index}",
@@ -175,10 +146,10 @@ def split_head(model: Model, num_shards: int) -> Model:
     for weight in _ties_of_head(model):
         (layer, name), _ = weight.owners
         table = name.removesuffix(".weight")
-        body[layer] = replace(body[layer], module=InRows(body[layer].build, table, sizes))
+        body[layer] = replace(body[layer], module=partial(_in_rows, body[layer].build, table, sizes))
         first = len(body) + 1
         ties += [TiedWeight(((layer, f"{table}.rows{i}"), (first + i, "weight"))) for i in range(num_shards)]
-    norm = Layer(Norm(head.build), reads=head.reads, writes=(HIDDEN,), name="norm")
+    norm = Layer(partial(_norm, head.build), reads=head.reads, writes=(HIDDEN,), name="norm")
     kept = tuple(weight for weight in model.tied if weight not in _ties_of_head(model))
     layers = [*body, norm, *shards, loss]
     return replace(model, layers=layers, loss=OwnLoss(), counts=model.count, tied=(*kept, *ties), num_shards=num_shards)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from vpipe.errors import UserError
 from vpipe.runtime.crossing import flatten
@@ -91,20 +92,12 @@ class StandIn:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        own = next(leaf for leaf in _leaves([*args, *options.values()]) if isinstance(leaf, StandIn))
+        own = next(leaf for leaf in tree_leaves([args, options]) if isinstance(leaf, StandIn))
         if func in SCALINGS:
             own._scaled()
         if func in LABELLED or func in OTHERS:
             own._calls.append(_call(func, *args, **options))
         return own
-
-
-def _leaves(values: Sequence[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, tuple | list):
-            yield from _leaves(value)
-        else:
-            yield value
 
 
 def _call(func: Any, output: Any, labels: Any, weight: Any = None, *more: Any, **options: Any) -> LossCall:

@@ -215,9 +215,8 @@ def load_model(config: PipelineConfig, vocab_size: int | None) -> Model:
 
 def splits_head(config: PipelineConfig, model: Model) -> bool:
     """Whether the head is cut: ``auto`` does it where the rank that works most then works less, by the weights."""
-    wanted = config.model.split_head
-    if wanted != "auto":
-        return wanted
+    if config.model.split_head != "auto":
+        return config.model.split_head
     num_ranks, placement = config.parallel.model_parallel_size, schedule_of(config).placement
     if placement.num_stages != 2 * num_ranks or why_not(model, num_ranks):
         return False

@@ -42,7 +42,8 @@ class Anatomy:
 
 def anatomy(root: nn.Module) -> Anatomy:
     """The roles of the modules of ``root``; a model of the library without a list of blocks is refused."""
-    if library_models(root):
+    library = library_models(root)
+    if library:
         sizes = dict(_containers(root, ""))
         containers = [path for path, size in sizes.items() if size >= SMALLEST_SHARE * max(sizes.values())]
         if not containers:
@@ -61,12 +62,13 @@ def anatomy(root: nn.Module) -> Anatomy:
     free: list[str] = []
     for path in spine:
         module = root.get_submodule(path)
-        for name, child in module.named_children():
+        for name, child in module._modules.items():  # also a module that stands there twice
             full = f"{path}.{name}" if path else name
-            if full in spine:
+            if full in spine or child is None:
                 continue
             role = blocks if path in containers else units
-            (role if any(True for _ in child.parameters()) else free).append(full)
+            kept = child.state_dict() if not library else dict(child.named_parameters())
+            (role if kept else free).append(full)
     return Anatomy(tuple(spine), tuple(blocks), tuple(units), tuple(free))
 
 

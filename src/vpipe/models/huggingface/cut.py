@@ -12,7 +12,7 @@ from vpipe.models.huggingface.anatomy import Anatomy, anatomy, library_models
 from vpipe.models.huggingface.part import Frame
 from vpipe.models.huggingface.pieces import CallPlan, Piece, planned
 from vpipe.models.huggingface.recorder import CallRecorder, Recording
-from vpipe.models.huggingface.standins import StandIns
+from vpipe.models.huggingface.standins import HOOKS, StandIns
 from vpipe.models.huggingface.tasks import ModelTask
 
 CAPTURED = ("output_router_logits", "output_hidden_states", "output_attentions")
@@ -25,8 +25,14 @@ def cut_frame(root: nn.Module, task: ModelTask, examples: tuple[Mapping[str, Ten
     body, stand_ins = anatomy(root), StandIns(root)
     first, resized, other = examples
 
+    versions = {name: buffer._version for name, buffer in root.named_buffers()}
+
     def run(inputs: Mapping[str, Tensor], fill: float) -> Recording:
-        return CallRecorder(root, body, stand_ins, fill).run(inputs, task)
+        recorder = CallRecorder(root, body, stand_ins, fill)
+        recording = recorder.run(inputs, task)
+        if not library_models(root):
+            refuse_memory(root, recorder.copy, body, versions)
+        return recording
 
     try:
         run(first, 0.37)
@@ -40,6 +46,23 @@ def cut_frame(root: nn.Module, task: ModelTask, examples: tuple[Mapping[str, Ten
         if path in body.blocks:
             piece.cost_key = kind_of(root, path)
     return Frame(root, body, plan, task, stand_ins)
+
+
+def refuse_memory(root: nn.Module, ran: nn.Module, body: Anatomy, versions: Mapping[str, int]) -> None:
+    """Refuse what the code between the blocks keeps from one run to the next: every piece would keep its own."""
+    kept = [name for name, buffer in root.named_buffers() if buffer._version != versions[name]]
+    for path in body.spine:
+        mine, its = root.get_submodule(path), ran.get_submodule(path)
+        kept += [name for name, buffer in its._buffers.items() if buffer is not mine._buffers.get(name)]
+        kept += [
+            name for name, value in vars(mine).items() if isinstance(value, int | float) and vars(its)[name] != value
+        ]
+        kept += ["a result by a hook"] if any(vars(mine)[name] for name in HOOKS) else []
+    if kept:
+        raise UserError(
+            f"the forward of {type(root).__name__} changes {kept[0]} outside its blocks, where no stage has it alone; "
+            "put that into a block"
+        )
 
 
 def rest(plan: CallPlan, body: Anatomy) -> None:

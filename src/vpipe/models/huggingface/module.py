@@ -24,7 +24,7 @@ from vpipe.models.huggingface.tasks import ModelTask
 
 def cut_module(model: nn.Module, example: Any) -> tuple[list[Layer], tuple[TiedWeight, ...]]:
     """The layers of a module and its tied weights. ``example`` is a batch: a mapping of the forward's arguments, or
-    what its first arguments are; tensors have the example in their first dimension."""
+    what its first argument is; tensors have the example in their first dimension."""
     if example is None:
         raise UserError(
             f"a {type(model).__name__} is cut by running its forward: give Pipeline(model, loss_fn, example=inputs), a "
@@ -39,15 +39,10 @@ def cut_module(model: nn.Module, example: Any) -> tuple[list[Layer], tuple[TiedW
 def _arguments(model: nn.Module, example: Any) -> Mapping[str, Any]:
     if isinstance(example, Mapping):
         return example
-    names = [
-        name
-        for name, parameter in inspect.signature(model.forward).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    values = example if isinstance(example, tuple | list) else (example,)
-    if len(values) > len(names) or not all(isinstance(value, Tensor) for value in values):
+    names = [*inspect.signature(model.forward).parameters]
+    if not names or not isinstance(example, Tensor):
         raise UserError(
-            f"the example of a {type(model).__name__} must be a tensor, a tuple of tensors or a dict of its forward's "
-            f"arguments ({', '.join(names)})"
+            f"the example of a {type(model).__name__} must be a tensor, or a dict of its forward's arguments "
+            f"({', '.join(names)}), as train_step gets it"
         )
-    return dict(zip(names, values, strict=False))
+    return {names[0]: example}

@@ -87,8 +87,10 @@ class Part(nn.Module):
         return getattr(self, self.attributes[path])
 
     def forward(self, *values: Any) -> Any:
-        run = _Run(self, dict(zip(self.piece.reads, values, strict=True)))
-        return run.result()
+        given = dict(zip(self.piece.reads, values, strict=True))
+        for name in {*given}.intersection(self.frame.plan.inputs):  # a single one comes as it was given
+            given[name] = given[name][name] if isinstance(given[name], dict) else given[name]
+        return _Run(self, given).result()
 
 
 class _Finished(BaseException):
@@ -121,7 +123,11 @@ class _Run:
         except _Finished:
             values = tuple(self.written[name] for name in piece.writes)
             return values[0] if len(values) == 1 else values
-        assert piece.last, f"{piece.name} did not meet {set(piece.writes) - set(self.written)}"
+        if not piece.last:
+            raise UserError(
+                f"the forward of {type(frame.root).__name__} does not come by {piece.name} as it did with the example "
+                "(another mode, other inputs), so it is not cut"
+            )
         return frame.task.output(model, made)
 
     def absent(self, name: str) -> Any:
@@ -230,7 +236,11 @@ class _Spine:
     run: _Run | None
 
     def answer(self, path: str, args: Any, kwargs: Any) -> Any:
-        assert self.run is not None
+        if self.run is None:
+            raise UserError(
+                f"{path} is called in a backward (torch.utils.checkpoint), where it has no stage; call it without, and "
+                "give Pipeline(recompute=1.0)"
+            )
         return self.run.answer(path, args, kwargs)
 
     def for_run(self, run: _Run) -> nn.Module:

@@ -120,7 +120,7 @@ class CallRecorder(TorchFunctionMode):
         self._body, self._stand_ins, self._fill = body, stand_ins, fill
         self._root = root
         free = {path: root.get_submodule(path) for path in body.free}
-        self._copy = gated_copy(root, body, self._answer, free)
+        self.copy = gated_copy(root, body, self._answer, free)
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         self._origins: dict[int, Origin] = {}
         self._kept: list[Any] = []
@@ -138,8 +138,12 @@ class CallRecorder(TorchFunctionMode):
         with torch.no_grad(), self:
             arguments = task.arguments(inputs)
             self._touched.clear()
-            made = task.output(self._copy, self._copy(**arguments))
+            made = task.output(self.copy, self.copy(**arguments))
         output = {path: self._origin(leaf) for path, leaf in leaves(made)}
+        if not self._calls:
+            raise UserError(
+                f"the forward of {type(self._root).__name__} calls no module with weights, so it is not cut"
+            )
         return Recording(self._calls, output, dict(leaves(made)), self._decided_by, self._touched)
 
     def _origin(self, leaf: Any) -> Origin | None:

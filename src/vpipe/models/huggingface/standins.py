@@ -54,7 +54,8 @@ def shaped(value: Any) -> Any:
 
 def without_hooks(module: nn.Module) -> nn.Module:
     """A module that shares everything with ``module`` but its hooks and what is set on it later."""
-    made = copy.copy(module)
+    made = object.__new__(type(module))
+    made.__dict__ = dict(module.__dict__)
     for name in HOOKS:
         made.__dict__[name] = OrderedDict()
     return made
