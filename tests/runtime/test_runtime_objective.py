@@ -154,7 +154,7 @@ def test_labels_that_all_count_change_no_bit() -> None:
 def test_a_first_stage_without_the_targets_is_told() -> None:
     job = Job(0, 0, lambda unit: {}, lambda unit: None, lambda unit: 0.5, None, counted=[0.25, 0.75])
     job.check_share(1, 0.75)
-    with pytest.raises(UserError, match=r"microbatch 0 a share of 0.5, by its rows, but .* it is 0.25"):
+    with pytest.raises(UserError, match=r"microbatch 0 a share of 0.5 by rows, but .* it is 0.25"):
         job.check_share(0, 0.5)
 
 

@@ -60,7 +60,7 @@ class Job:
         """Refuse a share of the first stage that the labels do not bear out."""
         if self.counted is not None and share != self.counted[microbatch]:
             raise UserError(
-                f"the first stage gives microbatch {microbatch} a share of {share:g}, by its rows, but by its labels it is "
+                f"the first stage gives microbatch {microbatch} a share of {share:g} by rows, but by its labels it is "
                 f"{self.counted[microbatch]:g}; give train_step the targets on the first stage's process too"
             )
 
