@@ -226,6 +226,25 @@ def test_a_stranger_that_takes_the_place_of_a_rank_is_found_out(words: int, tmp_
     assert run.out.count("sum 2 made 2 stolen True deaf 1") == 2, run.out
 
 
+REPLICAS = """
+import torch
+from vpipe.runtime import assembly
+assembly.join(20.0)
+end = assembly.between_processes("distributed", blocking=False, timeout=20.0)
+end.prepare_groups([(1, 0)])
+end.all_reduce(value := torch.ones(1), (1, 0))
+print("sum", int(value), flush=True)
+"""
+
+
+def test_a_group_whose_ranks_come_in_another_order_has_no_stranger(tmp_path: Path) -> None:
+    """As the replicas of chimera and dualpipe come; torch's groups are in the order of ranks."""
+    (tmp_path / "script.py").write_text(REPLICAS)
+    run = vpipe_run(tmp_path, 2, str(tmp_path / "script.py"), python=sys.executable)
+    assert run.wait() == 0, run.out + run.err
+    assert run.out.count("sum 2") == 2, run.out
+
+
 @pytest.mark.slow
 def test_a_stranger_at_the_store_reads_nothing_and_prints_nothing(waiting: tuple[Running, Path]) -> None:
     run, gate = waiting

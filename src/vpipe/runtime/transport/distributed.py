@@ -187,7 +187,7 @@ class DistributedTransport(Transport):
             key = tuple(ranks)
             if key not in self._groups and key != tuple(range(self.num_ranks)):
                 member, make = membership.current(), partial(_new_group, list(key))
-                self._groups[key] = member.grouped(make, key) if member is not None else make("")
+                self._groups[key] = member.grouped(make, sorted(key)) if member is not None else make("")
 
     def _collective(self, call: Callable[[], Any]) -> None:
         """Begin an operation and wait for it."""
