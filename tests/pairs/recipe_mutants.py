@@ -103,7 +103,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "rundir/manifest": [
         ("if better and isfinite(value):", "if better:", "recipe: best_is_sound"),
         ("value < self.value\n", "value <= self.value\n", BEST),
-        ('self.metric.endswith("_per_second")', "False", LOOKS),
+        ('self.metric.endswith("per_second")', "False", LOOKS),
         ("since=self.since + 1", "since=self.since", SETTLES),
     ],
     "train/checkpoints/writer": [
