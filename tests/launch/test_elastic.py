@@ -247,6 +247,7 @@ def test_the_judge_sees_one_stale_tensor(tmp_path: Path) -> None:
         ({"parallel": {"transport": "inprocess"}}, "needs a process for every rank"),
         ({"parallel": {"scheduler": "async_threaded"}}, "worker threads"),
         ({"parallel": {"recompute": [0.5, 0.5, 0.0]}}, "parallel.recompute says something about each"),
+        ({"model": {"split_head": True}}, "model.split_head says something about each"),
         (
             {"parallel": {"scheduler": "pipedream", "schedule_options": {"depths": [2, 1, 0]}}},
             "parallel.schedule_options.depths says something about each",

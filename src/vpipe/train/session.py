@@ -223,9 +223,8 @@ def splits_head(config: PipelineConfig, model: Model) -> bool:
 
     def most(model: Model) -> float:
         skeleton = Skeleton.of(config.model.name, model)
-        counts, first = by_work(skeleton.work, skeleton.num_shards, placement.num_stages), 0
-        work = [0.0] * num_ranks
-        for stage, count in enumerate(counts):
+        first, work = 0, [0.0] * num_ranks
+        for stage, count in enumerate(by_work(skeleton.work, skeleton.num_shards, placement.num_stages)):
             work[placement.ranks_of[stage][0] % num_ranks] += sum(skeleton.work[first : first + count])
             first += count
         return max(work)

@@ -49,13 +49,14 @@ def bounds(config: PipelineConfig) -> tuple[int, int]:
         )
     if least == most:
         return least, most
-    told = [key for key in ("recompute", "swap") if isinstance(getattr(parallel, key), tuple)]
-    told += ["replicas"] if parallel.replicas is not None else []
+    told = [f"parallel.{key}" for key in ("recompute", "swap") if isinstance(getattr(parallel, key), tuple)]
+    more = {"parallel.replicas": parallel.replicas, "model.split_head": config.model.split_head}
+    told += [key for key, given in more.items() if given]
     each = catalog.get(parallel.scheduler).per_stage
-    told += [f"schedule_options.{option}" for option in parallel.schedule_options if option in each]
+    told += [f"parallel.schedule_options.{option}" for option in parallel.schedule_options if option in each]
     if told:
         raise UserError(
-            f"parallel.{told[0]} says something about each of {parallel.model_parallel_size} stages, but "
+            f"{told[0]} says something about each of {parallel.model_parallel_size} stages, but "
             f"launch.elastic {text} allows other numbers of them; give one value for all stages, or launch.elastic: "
             f"{ranks}:{ranks}"
         )
